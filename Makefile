@@ -1,0 +1,55 @@
+# Needs only python3 (3.11 or newer), pip and make. `make` alone lists the targets.
+#
+#   TORCH_INDEX   extra package index for torch, empty by default. On Linux the plain index
+#                 serves the CUDA build (gigabytes); for the CPU build say
+#                     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   PYTHON        interpreter that makes the environment (default: python3)
+#   PYTEST_ARGS   what pytest runs and how, e.g. PYTEST_ARGS="tests/unit -x"
+#
+# pip's own settings (PIP_FIND_LINKS, PIP_INDEX_URL, pip.conf) apply as usual.
+
+PYTHON      ?= python3
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo check clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(STAMP) ## make .venv and install foreprop into it, with the development tools
+
+test: $(STAMP) ## run the whole test suite
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
+	$(BIN)/foreprop demo
+
+check: $(STAMP) ## lint, format, types and unit tests, in under a minute
+	scripts/check
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "foreprop needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@# Debian ships python3 without ensurepip unless python3-venv is there: then borrow its pip.
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
+	    $(PYTHON) -m venv $(VENV); \
+	else \
+	    $(PYTHON) -m venv --without-pip $(VENV) \
+	    && $(PYTHON) -m pip --python $(VENV)/bin/python install -q pip; \
+	fi
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    -c constraints.txt -e '.[dev]'
+	@touch $@

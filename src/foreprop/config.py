@@ -1,0 +1,258 @@
+"""Settings and presets. The only module that reads the environment.
+
+Precedence: an explicit argument beats the command line beats the environment beats the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from foreprop.core.manifest import Knobs, Reply
+from foreprop.core.sendqueue import Order
+from foreprop.core.slicing import Granularity, Placement
+from foreprop.errors import ConfigError
+
+Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
+
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "p3": {
+        "granularity": "slice",
+        "order": "priority",
+        "reply": "broadcast",
+        "placement": "round_robin",
+    },
+    "slicing": {
+        "granularity": "slice",
+        "order": "fifo",
+        "reply": "broadcast",
+        "placement": "round_robin",
+    },
+    "kvstore": {
+        "granularity": "array",
+        "order": "fifo",
+        "reply": "notify",
+        "placement": "kvstore",
+    },
+    "wfbp": {
+        "granularity": "array",
+        "order": "fifo",
+        "reply": "broadcast",
+        "placement": "balanced",
+    },
+    "tensorflow": {
+        "granularity": "array",
+        "order": "fifo",
+        "reply": "pull",
+        "placement": "balanced",
+    },
+}
+"""Each named after the system whose protocol it reproduces; each knob can be set by itself."""
+
+
+def _setting(default: Any, text: str, minimum: float | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "minimum": minimum})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that can be set, checked on construction; units are in the names.
+
+    ``Config.resolve("kvstore", slice_elems=...)`` starts from a preset. The environment variable
+    of a field is ``FOREPROP_`` and its name in capitals, that of the preset ``FOREPROP_PRESET``.
+    """
+
+    granularity: Granularity = _setting(
+        "slice", "what is sent as one: slices of slice_elems, or whole arrays"
+    )
+    order: Order = _setting("priority", "what goes first: the next forward pass's need, or fifo")
+    reply: Reply = _setting(
+        "broadcast",
+        "broadcast: as soon as updated; notify: announce, then be pulled; pull: at the next step",
+    )
+    placement: Placement = _setting("round_robin", "which server gets which piece")
+    slice_elems: int = _setting(50_000, "elements per slice (P3 section 5.7)", 1)
+    big_array_elems: int = _setting(
+        1_000_000, "placement=kvstore: arrays above this are split over all servers", 1
+    )
+    placement_seed: int = _setting(0, "placement=kvstore: seed of its random choice", 0)
+    servers_per_node: int = _setting(1, "servers started beside each node's workers", 0)
+    dedicated_servers: int = _setting(
+        0, "servers started with `foreprop server`, instead of those beside the workers", 0
+    )
+    workers_per_node: int | None = _setting(
+        None, "workers that count as one node; by default torchrun's local world size", 1
+    )
+    interface: str | None = _setting(
+        None, "network interface or address; by default the route to the rendezvous host"
+    )
+    link_rate_bits_per_s: float | None = _setting(
+        None, "pace each node's link to this rate, both directions (for trying things out)", 1000
+    )
+    unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
+    backward_passes: int | None = _setting(
+        None, "backward passes per step; by default learned in the first step", 1
+    )
+    step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
+    join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
+    stall_report_s: float = _setting(10.0, "a wait this long is reported on standard error", 0.1)
+    trace: str | None = _setting(None, "folder for Chrome/Perfetto traces of every process")
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(Config)
+        for spec in fields(self):
+            _check(spec, getattr(self, spec.name), hints[spec.name])
+        if self.servers_per_node == 0 and self.dedicated_servers == 0:
+            raise ConfigError(
+                "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
+            )
+
+    @classmethod
+    def resolve(cls, preset: str | None = None, /, **explicit: Any) -> Config:
+        """Explicit arguments over the environment over the preset over the defaults."""
+        return cls.resolve_with_sources(preset, **explicit)[0]
+
+    @classmethod
+    def resolve_with_sources(
+        cls, preset: str | None = None, /, **explicit: Any
+    ) -> tuple[Config, dict[str, str]]:
+        """Like `resolve`, and where each value came from, for commands to print."""
+        names = {spec.name for spec in fields(cls)}
+        for name in explicit:
+            if name not in names:
+                raise ConfigError(f"no setting is called {name!r}; there are {sorted(names)}")
+        environment = _from_environment(cls)
+        name_of_preset = preset or os.environ.get("FOREPROP_PRESET") or "p3"
+        if name_of_preset not in PRESETS:
+            raise ConfigError(f"preset is {name_of_preset!r}; it must be one of {list(PRESETS)}")
+        chosen = PRESETS[name_of_preset]
+        values: dict[str, Any] = {**chosen, **environment, **explicit}
+        sources = {
+            name: "argument"
+            if name in explicit
+            else "environment"
+            if name in environment
+            else f"preset {name_of_preset}"
+            if name in chosen
+            else "default"
+            for name in names
+        }
+        return cls(**values), sources
+
+    def replace(self, **changes: Any) -> Config:
+        return dataclasses.replace(self, **changes)
+
+    def knobs(self, servers: int) -> Knobs:
+        """The settings that all processes of a session must share."""
+        return Knobs(
+            granularity=self.granularity,
+            placement=self.placement,
+            order=self.order,
+            reply=self.reply,
+            servers=servers,
+            slice_elems=self.slice_elems,
+            big_array_elems=self.big_array_elems,
+            placement_seed=self.placement_seed,
+        )
+
+
+def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
+    choices = get_args(hint) if typing.get_origin(hint) is Literal else ()
+    if choices:
+        if value not in choices:
+            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
+        return
+    kinds = tuple(get_args(hint)) or (hint,)
+    if float in kinds:
+        kinds = (*kinds, int)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        raise ConfigError(f"{spec.name} is {value!r}; it must be {wanted}")
+    minimum = spec.metadata["minimum"]
+    if minimum is not None and value is not None and not value >= minimum:
+        raise ConfigError(f"{spec.name} is {value!r}; it must be at least {minimum}")
+
+
+def _from_environment(cls: type[Config]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for spec in fields(cls):
+        variable = f"FOREPROP_{spec.name.upper()}"
+        text = os.environ.get(variable)
+        if text is not None:
+            found[spec.name] = parse_setting(variable, text, hints[spec.name])
+    return found
+
+
+def parse_setting(name: str, text: str, hint: Any) -> Any:
+    """Read a setting from text (environment, command line); names it in the error."""
+    kinds = get_args(hint) or (hint,)
+    if type(None) in kinds and text.lower() in {"", "none"}:
+        return None
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError as error:
+                raise ConfigError(f"{name} is {text!r}; it must be a number") from error
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchInfo:
+    """What torchrun (or nobody) says about this process."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    master_address: str
+    master_port: int | None
+    attempt: int
+    launched: bool
+
+
+def launch_info() -> LaunchInfo:
+    """Read torchrun's variables; without them the world is this process alone."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world_size = _int_variable("WORLD_SIZE", 1) if launched else 1
+    return LaunchInfo(
+        rank=_int_variable("RANK", 0) if launched else 0,
+        world_size=world_size,
+        local_world_size=_int_variable("LOCAL_WORLD_SIZE", world_size) if launched else 1,
+        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_int_variable("MASTER_PORT", 29500) if "MASTER_PORT" in os.environ else None,
+        attempt=_int_variable("TORCHELASTIC_RESTART_COUNT", 0),
+        launched=launched,
+    )
+
+
+def _int_variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number") from error
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a server that this process starts: it takes no part in torchrun."""
+    ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("FOREPROP_", "TORCHELASTIC_"))
+    } | {"OMP_NUM_THREADS": "1"}
+
+
+def cache_directory() -> Path:
+    """Where downloaded data sets are kept."""
+    chosen = os.environ.get("FOREPROP_DATA")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "foreprop"

@@ -1,0 +1,127 @@
+"""What all processes of a session must agree on, as it travels in the first frame.
+
+Nothing is pickled: the manifest is JSON with a fixed schema, the optimizer is a class name from an
+allow-list with plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from foreprop.core.sendqueue import Order
+from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
+from foreprop.errors import RemoteProtocolError
+
+Reply = Literal["broadcast", "notify", "pull"]
+
+ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""The parameter types that can be synchronised."""
+
+Number = bool | int | float | None | list[float]
+Hyperparameters = dict[str, Number]
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The protocol's settings, see `foreprop.Config` for their meaning."""
+
+    granularity: Granularity
+    placement: Placement
+    order: Order
+    reply: Reply
+    servers: int
+    slice_elems: int
+    big_array_elems: int
+    placement_seed: int
+
+
+class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int
+
+    @property
+    def elems(self) -> int:
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+
+class OptimizerInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    groups: tuple[Hyperparameters, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    foreprop: str
+    torch: str
+    byteorder: str
+    session: str
+    world_size: int
+    knobs: Knobs
+    optimizer: OptimizerInfo
+    parameters: tuple[ParameterInfo, ...]
+    blob_bytes: tuple[int, int]
+    """Bytes of all frozen parameters, and of all buffers."""
+
+    def slices(self) -> tuple[Slice, ...]:
+        partition = Partition(
+            granularity=self.knobs.granularity,
+            placement=self.knobs.placement,
+            servers=self.knobs.servers,
+            slice_elems=self.knobs.slice_elems,
+            big_array_elems=self.knobs.big_array_elems,
+            seed=self.knobs.placement_seed,
+        )
+        sizes = [info.elems for info in self.parameters]
+        return plan_slices(sizes, [ITEMSIZE_BYTES[p.dtype] for p in self.parameters], partition)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def decode_manifest(data: bytes | memoryview) -> Manifest:
+    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a manifest: {error}") from error
+    for info in manifest.parameters:
+        if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
+            raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
+    return manifest
+
+
+def describe_mismatch(ours: Manifest, theirs: Manifest, *, us: str, them: str) -> str | None:
+    """The first few differing fields with both sides' values; None if both agree."""
+    lines = [
+        f"{field}: {us} has {mine!r}, {them} has {other!r}"
+        for field, mine, other in _differences(
+            "", msgspec.to_builtins(ours), msgspec.to_builtins(theirs)
+        )
+    ]
+    if not lines:
+        return None
+    more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
+    return "; ".join(lines[:5]) + more
+
+
+_ABSENT = "nothing"
+
+
+def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(mine, dict) and isinstance(other, dict):
+        for key in mine.keys() | other.keys():
+            label = f"{path}.{key}" if path else str(key)
+            yield from _differences(label, mine.get(key, _ABSENT), other.get(key, _ABSENT))
+    elif path == "parameters" and len(mine) != len(other):
+        yield "number of parameters", len(mine), len(other)
+    elif path in {"parameters", "optimizer.groups"} and len(mine) == len(other):
+        for i, (a, b) in enumerate(zip(mine, other, strict=True)):
+            yield from _differences(f"{path}[{i}]", a, b)
+    elif mine != other and not (mine != mine and other != other):
+        yield path, mine, other

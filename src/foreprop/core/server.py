@@ -1,0 +1,358 @@
+"""The server's side of the protocol as a state machine (P3Server, P3 section 4.2).
+
+Theory of operation. A slice that has been pushed by every worker enters the update queue; one
+update is under way at a time, the most urgent first. The shell sums the gradients in rank order,
+whatever order they came in, so the bits never depend on timing. An updated slice goes back to
+every worker at once, with the priority that its pushes carried, through one send queue in front
+of the server's link.
+
+Rules: every worker pushes a slice for the same step, once; steps of a slice increase. A worker
+that has said goodbye is not waited for: whoever still needs it makes the session fail with its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from foreprop.core.manifest import Reply
+from foreprop.core.sendqueue import Order, SendQueue
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import Flag, Kind
+from foreprop.core.worker import NO_TOKEN, FrameSent, SendFrame
+from foreprop.errors import InternalError, RemoteProtocolError
+
+# `FrameSent` and `SendFrame` mean the same on both sides; here `peer` is a worker's rank.
+
+
+# Events.
+class PushArrived(NamedTuple):
+    rank: int
+    slice: int
+    step: int
+    priority: int
+    flags: int
+
+
+class ValueArrived(NamedTuple):
+    rank: int
+    slice: int
+    step: int
+    priority: int
+
+
+class PullArrived(NamedTuple):
+    rank: int
+    slice: int
+    step: int
+    priority: int
+
+
+class UpdateFinished(NamedTuple):
+    """The update under way is done."""
+
+
+class AnswerReady(NamedTuple):
+    """A control frame for one worker; the payload stays with the shell under ``token``."""
+
+    rank: int
+    kind: int
+    step: int
+    priority: int
+    slice: int
+    token: int
+
+
+class WorkerLeft(NamedTuple):
+    rank: int
+
+
+# Instructions.
+class UpdateSlice(NamedTuple):
+    slice: int
+    step: int
+    ranks: tuple[int, ...]
+    """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
+
+
+class InstallValue(NamedTuple):
+    """Take the received values as the slice's parameters (start of the session)."""
+
+    slice: int
+
+
+class FailSession(NamedTuple):
+    reason: str
+    rank: int
+    """The worker that is to blame, or -1."""
+    step: int
+
+
+class FinishSession(NamedTuple):
+    """Every worker has said goodbye."""
+
+
+ServerInstruction = SendFrame | UpdateSlice | InstallValue | FailSession | FinishSession
+
+
+class _SliceState:
+    __slots__ = ("done_step", "flags", "priority", "pulls", "step", "valued")
+
+    def __init__(self) -> None:
+        self.done_step = -1
+        self.step = -1  # the step being collected
+        self.priority = 0
+        self.flags: dict[int, int] = {}  # by rank, of the pushes that are in
+        self.valued = False  # rank 0 sent values for the step being collected
+        self.pulls: list[tuple[int, int]] = []  # (rank, step) that came before the update
+
+
+class ServerMachine:
+    """Decides what a server updates and sends next. Not thread-safe.
+
+    ``names`` are the parameters' names, for messages; ``index`` is the server's own.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[Slice],
+        *,
+        index: int,
+        workers: int,
+        order: Order,
+        reply: Reply,
+        names: Sequence[str],
+    ) -> None:
+        self._index = index
+        self._workers = workers
+        self._reply = reply
+        self._names = names
+        self._slices = {piece.number: piece for piece in slices if piece.server == index}
+        self._states = {slice_: _SliceState() for slice_ in self._slices}
+        self._updates: SendQueue[UpdateSlice] = SendQueue(order)
+        self._queue: SendQueue[SendFrame] = SendQueue(order)
+        self._updating: UpdateSlice | None = None
+        self._link_busy = False
+        self._left: set[int] = set()
+        # broadcasts start at another worker on each server, or all would hit rank 0 at once
+        self._ranks = [(index + i) % workers for i in range(workers)]
+        self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {
+            PushArrived: self._on_push_arrived,
+            ValueArrived: self._on_value_arrived,
+            PullArrived: self._on_pull_arrived,
+            UpdateFinished: self._on_update_finished,
+            FrameSent: self._on_frame_sent,
+            AnswerReady: self._on_answer_ready,
+            WorkerLeft: self._on_worker_left,
+        }
+
+    def handle(self, event: Any) -> list[ServerInstruction]:
+        """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise InternalError(f"a server does not know the event {event!r}")
+        return handler(event)
+
+    # Read-only views.
+    def owned(self, slice_: int) -> Slice:
+        """The slice, if it is this server's; raises `RemoteProtocolError` otherwise."""
+        piece = self._slices.get(slice_)
+        if piece is None:
+            raise RemoteProtocolError(f"slice {slice_} does not belong to server {self._index}")
+        return piece
+
+    @property
+    def queue_depth(self) -> int:
+        return len(self._queue)
+
+    @property
+    def update_depth(self) -> int:
+        return len(self._updates)
+
+    @property
+    def sending_to(self) -> set[int]:
+        return {frame.peer for frame in self._queue.items()}
+
+    def describe_wait(self, slice_: int, step: int) -> str:
+        """What a slice waits for at this step, in words."""
+        piece = self.owned(slice_)
+        state, name = self._states[slice_], self._names[piece.parameter]
+        if state.done_step >= step:
+            ranks = sorted({f.peer for f in self._queue.items() if f.slice == slice_})
+            return f"{name} is updated; replies still queued for ranks {ranks}"
+        missing = [rank for rank in range(self._workers) if rank not in state.flags]
+        if state.step != step:
+            missing = list(range(self._workers))
+        if missing:
+            return f"{name} waits for the push of rank{'s' * (len(missing) > 1)} " + ", ".join(
+                map(str, missing)
+            )
+        return f"{name} is queued for its update ({len(self._updates)} before or behind it)"
+
+    def incomplete(self) -> list[tuple[int, int]]:
+        """Slices that some but not all workers have pushed: (slice, step)."""
+        return [
+            (slice_, state.step)
+            for slice_, state in self._states.items()
+            if 0 < len(state.flags) < self._workers
+        ]
+
+    # Handlers.
+    def _on_push_arrived(self, event: PushArrived) -> list[ServerInstruction]:
+        rank, slice_, step, priority, flags = event
+        piece = self.owned(slice_)
+        state = self._states[slice_]
+        self._check_push(state, piece, rank, step)
+        if not state.flags:
+            state.step, state.priority = step, priority
+        elif priority < state.priority:
+            state.priority = priority
+        state.flags[rank] = flags
+        if len(state.flags) < self._workers:
+            return self._missing_for_ever(slice_, state)
+        return self._complete(slice_, state)
+
+    def _check_push(self, state: _SliceState, piece: Slice, rank: int, step: int) -> None:
+        name = self._names[piece.parameter]
+        if not 0 <= rank < self._workers:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
+        if rank in state.flags:
+            raise RemoteProtocolError(
+                f"rank {rank} pushed slice {piece.number} of {name} twice in step {state.step}"
+            )
+        if step <= state.done_step or step == 0:
+            raise RemoteProtocolError(
+                f"rank {rank} pushed slice {piece.number} of {name} for step {step},"
+                f" which is past: step {state.done_step} is done"
+            )
+        if state.flags and step != state.step:
+            raise RemoteProtocolError(
+                f"rank {rank} pushed slice {piece.number} of {name} for step {step} while ranks"
+                f" {sorted(state.flags)} are at step {state.step}"
+            )
+
+    def _complete(self, slice_: int, state: _SliceState) -> list[ServerInstruction]:
+        changed = [r for r, flags in state.flags.items() if flags & Flag.VALUE_CHANGED]
+        if 0 < len(changed) < self._workers:
+            name = self._names[self._slices[slice_].parameter]
+            rest = sorted(set(range(self._workers)) - set(changed))
+            return [
+                FailSession(
+                    f"parameter {name} was changed by hand before step {state.step} on ranks"
+                    f" {sorted(changed)} but not on ranks {rest}: change it on every rank alike",
+                    -1,
+                    state.step,
+                )
+            ]
+        ranks = tuple(sorted(r for r, f in state.flags.items() if not f & Flag.NO_GRADIENT))
+        self._updates.push(state.step, state.priority, UpdateSlice(slice_, state.step, ranks))
+        return self._next_update()
+
+    def _on_value_arrived(self, event: ValueArrived) -> list[ServerInstruction]:
+        rank, slice_, step, priority = event
+        self.owned(slice_)
+        state = self._states[slice_]
+        if rank != 0:
+            raise RemoteProtocolError(f"rank {rank} sent parameter values; only rank 0 may")
+        if step <= state.done_step or state.valued or 0 in state.flags:
+            raise RemoteProtocolError(
+                f"values for slice {slice_} came for step {step}; step {state.done_step} is done"
+            )
+        if step > 0:
+            state.valued = True
+            return []
+        state.done_step, state.priority = 0, priority
+        frames: list[ServerInstruction] = [InstallValue(slice_)]
+        for rank_ in self._ranks:
+            if rank_ != 0:
+                self._enqueue(rank_, Kind.REPLY, 0, slice_, priority, 0)
+        return frames + self._next_frame()
+
+    def _on_pull_arrived(self, event: PullArrived) -> list[ServerInstruction]:
+        rank, slice_, step, priority = event
+        self.owned(slice_)
+        state = self._states[slice_]
+        if self._reply == "broadcast":
+            raise RemoteProtocolError(f"rank {rank} pulled slice {slice_}; replies are broadcast")
+        if step > state.done_step and (rank, step) in state.pulls:
+            raise RemoteProtocolError(f"rank {rank} pulled slice {slice_} twice in step {step}")
+        if step > state.done_step:
+            state.pulls.append((rank, step))
+            return []
+        self._enqueue(rank, Kind.REPLY, step, slice_, priority, 0)
+        return self._next_frame()
+
+    def _on_update_finished(self, _: UpdateFinished) -> list[ServerInstruction]:
+        update, self._updating = self._updating, None
+        if update is None:
+            raise InternalError("an update finished that nobody started")
+        state = self._states[update.slice]
+        unchanged = 0 if update.ranks or state.valued else int(Flag.UNCHANGED)
+        state.done_step, state.valued = update.step, False
+        state.flags.clear()
+        self._answer(update, state, unchanged)
+        return self._next_frame() + self._next_update()
+
+    def _answer(self, update: UpdateSlice, state: _SliceState, unchanged: int) -> None:
+        slice_, step, priority = update.slice, update.step, state.priority
+        if self._reply == "pull":
+            for rank, _ in state.pulls:
+                self._enqueue(rank, Kind.REPLY, step, slice_, priority, 0)
+            state.pulls.clear()
+            return
+        kind = Kind.REPLY if self._reply == "broadcast" else Kind.NOTIFY
+        for rank in self._ranks:
+            self._enqueue(rank, kind, step, slice_, priority, unchanged)
+
+    def _on_frame_sent(self, _: FrameSent) -> list[ServerInstruction]:
+        self._link_busy = False
+        return self._next_frame()
+
+    def _on_answer_ready(self, event: AnswerReady) -> list[ServerInstruction]:
+        rank, kind, step, priority, slice_, token = event
+        self._queue.push(step, priority, SendFrame(rank, kind, step, slice_, priority, 0, token))
+        return self._next_frame()
+
+    def _on_worker_left(self, event: WorkerLeft) -> list[ServerInstruction]:
+        self._left.add(event.rank)
+        for slice_, state in self._states.items():
+            if state.flags:
+                failure = self._missing_for_ever(slice_, state)
+                if failure:
+                    return failure
+        return [FinishSession()] if len(self._left) == self._workers else []
+
+    # Shared pieces.
+    def _missing_for_ever(self, slice_: int, state: _SliceState) -> list[ServerInstruction]:
+        for rank in sorted(self._left):
+            if rank not in state.flags:
+                name = self._names[self._slices[slice_].parameter]
+                return [
+                    FailSession(
+                        f"rank {rank} has left the session, but ranks {sorted(state.flags)} are at"
+                        f" step {state.step} and need its gradient of {name}: all ranks must make"
+                        " the same number of steps",
+                        rank,
+                        state.step - 1,
+                    )
+                ]
+        return []
+
+    def _enqueue(
+        self, rank: int, kind: int, step: int, slice_: int, priority: int, flags: int
+    ) -> None:
+        frame = SendFrame(rank, kind, step, slice_, priority, flags, NO_TOKEN)
+        self._queue.push(step, priority, frame)
+
+    def _next_frame(self) -> list[ServerInstruction]:
+        if self._link_busy or not self._queue:
+            return []
+        self._link_busy = True
+        return [self._queue.pop()]
+
+    def _next_update(self) -> list[ServerInstruction]:
+        if self._updating is not None or not self._updates:
+            return []
+        self._updating = self._updates.pop()
+        return [self._updating]

@@ -1,0 +1,112 @@
+"""Cutting parameters into slices and giving each slice a server (P3 sections 4.1 and 4.2)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from foreprop.errors import ConfigError
+
+Granularity = Literal["slice", "array"]
+Placement = Literal["round_robin", "kvstore", "balanced"]
+
+
+class Slice(NamedTuple):
+    """A contiguous run of a parameter's flattened elements: the unit of synchronisation."""
+
+    number: int
+    """Position in the session's list of slices; the slice's name on the wire."""
+    parameter: int
+    start_elems: int
+    stop_elems: int
+    server: int
+
+    @property
+    def elems(self) -> int:
+        return self.stop_elems - self.start_elems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """How parameters are cut and placed: the knobs that every process must agree on."""
+
+    granularity: Granularity = "slice"
+    placement: Placement = "round_robin"
+    servers: int = 1
+    slice_elems: int = 50_000
+    big_array_elems: int = 1_000_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("servers", "slice_elems", "big_array_elems"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least 1")
+
+
+class _Piece(NamedTuple):
+    parameter: int
+    start_elems: int
+    stop_elems: int
+    size_bytes: int
+
+
+def plan_slices(
+    sizes_elems: Sequence[int], itemsizes_bytes: Sequence[int], partition: Partition
+) -> tuple[Slice, ...]:
+    """Cut every parameter and place every piece; a pure function of its arguments.
+
+    The slices of a parameter lie in order and cover each element once; an empty parameter has
+    none. Every process calls this with the same arguments and so gets the same list.
+    """
+    pieces = list(_cut(sizes_elems, itemsizes_bytes, partition))
+    if partition.placement == "kvstore":
+        placed = list(_place_kvstore(pieces, partition))
+    elif partition.placement == "balanced":
+        placed = list(zip(pieces, _balanced_servers(pieces, partition.servers), strict=True))
+    else:
+        placed = [(piece, i % partition.servers) for i, piece in enumerate(pieces)]
+    return tuple(
+        Slice(index, piece.parameter, piece.start_elems, piece.stop_elems, server)
+        for index, (piece, server) in enumerate(placed)
+    )
+
+
+def _cut(
+    sizes_elems: Sequence[int], itemsizes_bytes: Sequence[int], partition: Partition
+) -> Iterator[_Piece]:
+    for parameter, (size, itemsize) in enumerate(zip(sizes_elems, itemsizes_bytes, strict=True)):
+        step = partition.slice_elems if partition.granularity == "slice" else max(size, 1)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            yield _Piece(parameter, start, stop, (stop - start) * itemsize)
+
+
+def _place_kvstore(pieces: Sequence[_Piece], partition: Partition) -> Iterator[tuple[_Piece, int]]:
+    """KVStore's rule: large arrays in equal parts over all servers, others to a random one."""
+    choose = random.Random(partition.seed)
+    servers = partition.servers
+    for piece in pieces:
+        elems = piece.stop_elems - piece.start_elems
+        if elems <= partition.big_array_elems:
+            yield piece, choose.randrange(servers)
+            continue
+        itemsize = piece.size_bytes // elems
+        for server in range(servers):
+            start = piece.start_elems + elems * server // servers
+            stop = piece.start_elems + elems * (server + 1) // servers
+            if stop > start:
+                yield _Piece(piece.parameter, start, stop, (stop - start) * itemsize), server
+
+
+def _balanced_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
+    """Largest piece first, each to the server with the fewest bytes so far."""
+    load_bytes = [0] * servers
+    chosen = [0] * len(pieces)
+    by_size = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size_bytes, i))
+    for i in by_size:
+        server = min(range(servers), key=lambda s: (load_bytes[s], s))
+        chosen[i] = server
+        load_bytes[server] += pieces[i].size_bytes
+    return chosen

@@ -1,0 +1,161 @@
+"""The wire format: a fixed header, then the payload's raw bytes. No socket is known here.
+
+A frame is ``magic, version, kind, flags, rank, step, slice, priority, payload_bytes`` in network
+byte order (28 bytes) and ``payload_bytes`` bytes. The invariant: any sequence of bytes either
+decodes or raises `RemoteProtocolError`, never anything else, and no length that came from a peer
+is used before somebody who knows the right length has agreed to it (``destination``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from foreprop.errors import RemoteProtocolError
+
+MAGIC = 0xF0E9
+PROTOCOL_VERSION = 1
+MAX_CONTROL_BYTES = 64 * 1024 * 1024
+"""Bound for payloads whose size the receiver cannot know beforehand (hello, status, failure)."""
+
+_LAYOUT = struct.Struct("!HBBHHQIiI")
+HEADER_BYTES = _LAYOUT.size
+
+
+class Kind(IntEnum):
+    """What a frame is. W: sent by workers, S: by servers."""
+
+    HELLO = 1  # W: the manifest as JSON, the first frame on a connection
+    WELCOME = 2  # S: every worker's hello agrees
+    REFUSE = 3  # S: this hello does not agree; both sides' values
+    HYPERPARAMETERS = 4  # W: the optimizer's numbers from this step on
+    VALUE = 5  # W (rank 0): a slice's parameter values, from before this step's push
+    PUSH = 6  # W: a slice's gradient
+    REPLY = 7  # S: a slice's updated parameters
+    NOTIFY = 8  # S: a slice has been updated
+    PULL = 9  # W: send me this slice
+    BLOB = 10  # W (rank 0): buffers or frozen parameters; `slice` says which
+    BLOB_PULL = 11  # W
+    BLOB_REPLY = 12  # S
+    STATE = 13  # W (rank 0): a slice's optimizer state
+    STATE_PULL = 14  # W
+    STATE_REPLY = 15  # S
+    STATUS_PULL = 16  # W: what does this slice wait for?
+    STATUS_REPLY = 17  # S
+    FAILURE = 18  # both: the session has failed; why
+    BYE = 19  # W: nothing more will come
+
+
+class Flag(IntEnum):
+    """Bits of the header's ``flags``."""
+
+    NONE = 0
+    NO_GRADIENT = 1  # PUSH: unused in this step on this rank
+    VALUE_CHANGED = 2  # PUSH: the parameter was changed by hand since the last step
+    UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
+
+
+class Header(NamedTuple):
+    """A decoded header. ``rank`` is the sender's rank (workers) or index (servers)."""
+
+    kind: int
+    flags: int
+    rank: int
+    step: int
+    slice: int
+    priority: int
+    payload_bytes: int
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+
+def encode_header(
+    kind: int, flags: int, rank: int, step: int, slice_: int, priority: int, payload_bytes: int
+) -> bytes:
+    return _LAYOUT.pack(
+        MAGIC, PROTOCOL_VERSION, kind, flags, rank, step, slice_, priority, payload_bytes
+    )
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> Header:
+    """Decode exactly `HEADER_BYTES` bytes; raises `RemoteProtocolError` for anything else."""
+    if len(data) != HEADER_BYTES:
+        raise RemoteProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
+    magic, version, kind, flags, rank, step, slice_, priority, payload = _LAYOUT.unpack(data)
+    if magic != MAGIC:
+        raise RemoteProtocolError(f"not a foreprop peer: magic is {magic:#06x}, not {MAGIC:#06x}")
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError(
+            f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}:"
+            " install the same foreprop on all machines"
+        )
+    if kind not in _KINDS:
+        raise RemoteProtocolError(f"unknown frame kind {kind}")
+    return Header(kind, flags, rank, step, slice_, priority, payload)
+
+
+class Frame(NamedTuple):
+    header: Header
+    payload: memoryview
+
+
+Destination = Callable[[Header], memoryview]
+"""Where a frame's payload goes: called once its header is known, before any payload byte is read.
+
+It must check ``payload_bytes`` against what it knows and raise `RemoteProtocolError`, or return
+a writable view of exactly that many bytes.
+"""
+
+_EMPTY = memoryview(b"")
+
+
+class FrameReader:
+    """Assembles frames without copying payloads: fill `buffer`, then say how much with `advance`.
+
+    Any split of the incoming bytes gives the same frames.
+    """
+
+    __slots__ = ("_buffer", "_destination", "_filled", "_header", "_header_view")
+
+    def __init__(self, destination: Destination) -> None:
+        self._destination = destination
+        self._header_view = memoryview(bytearray(HEADER_BYTES))
+        self._buffer = self._header_view
+        self._filled = 0
+        self._header: Header | None = None
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes wanted next; never empty."""
+        return self._buffer[self._filled :] if self._filled else self._buffer
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether a connection that ends now would cut a frame in two."""
+        return self._filled > 0 or self._header is not None
+
+    def advance(self, received_bytes: int) -> Frame | None:
+        """Account for bytes written to the start of `buffer`; returns a frame once complete."""
+        self._filled += received_bytes
+        if self._filled < len(self._buffer):
+            return None
+        self._filled = 0
+        header = self._header
+        if header is None:
+            header = decode_header(self._header_view)
+            view = self._destination(header)
+            if len(view) != header.payload_bytes:
+                raise RemoteProtocolError(
+                    f"{Kind(header.kind).name} carries {header.payload_bytes} bytes where"
+                    f" {len(view)} belong (slice {header.slice}, step {header.step})"
+                )
+            if header.payload_bytes:
+                self._header, self._buffer = header, view
+                return None
+            return Frame(header, _EMPTY)
+        payload = self._buffer
+        self._header, self._buffer = None, self._header_view
+        return Frame(header, payload)

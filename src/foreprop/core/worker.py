@@ -1,0 +1,324 @@
+"""The worker's side of the protocol as a state machine (P3Worker, P3 section 4.2).
+
+Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
+send queue with the parameter's priority. At most one frame is in the hands of the link: when it
+says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is never older
+than one frame. A parameter is complete when all its slices have been answered; who needs it
+waits for exactly that.
+
+Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
+is not awaited, or for another step, is the server's protocol error. Shutdown is a state: once
+`Closing`, `Finish` comes as soon as the queue is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from foreprop.core.manifest import Reply
+from foreprop.core.sendqueue import Order, SendQueue
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import Flag, Kind
+from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
+
+CONTROL_PRIORITY = -1
+LAST_PRIORITY = 2**31 - 1
+
+
+# Events: what has happened.
+class GradientReady(NamedTuple):
+    parameter: int
+    step: int
+    flags: int = 0
+    with_value: bool = False
+    """Send the parameter's values before the gradient (rank 0, after a change by hand)."""
+
+
+class ValuesOffered(NamedTuple):
+    """Rank 0 at the start: every slice's values go to the servers as step 0."""
+
+
+class ValuesAwaited(NamedTuple):
+    """The other ranks at the start: every slice comes from the servers as step 0."""
+
+
+class MessageReady(NamedTuple):
+    """A control frame; the payload stays with the shell under ``token``."""
+
+    server: int
+    kind: int
+    step: int
+    priority: int
+    slice: int
+    token: int
+    flags: int = 0
+
+
+class FrameSent(NamedTuple):
+    pass
+
+
+class ReplyArrived(NamedTuple):
+    slice: int
+    step: int
+    server: int
+
+
+class NotifyArrived(NamedTuple):
+    slice: int
+    step: int
+    server: int
+    flags: int
+
+
+class PullsDue(NamedTuple):
+    """The next step starts: with ``reply="pull"`` now is the time to ask for the parameters."""
+
+
+class PrioritiesLearned(NamedTuple):
+    order: tuple[int, ...]
+    """The parameters in the order of their first use in the forward pass."""
+
+
+class Closing(NamedTuple):
+    pass
+
+
+# Instructions: what the shell is to do.
+class SendFrame(NamedTuple):
+    peer: int
+    kind: int
+    step: int
+    slice: int
+    priority: int
+    flags: int
+    token: int
+
+
+class CompleteParameter(NamedTuple):
+    parameter: int
+    step: int
+
+
+class Finish(NamedTuple):
+    """Everything has been sent: say goodbye."""
+
+
+WorkerInstruction = SendFrame | CompleteParameter | Finish
+
+NO_TOKEN = -1
+_NOT_AWAITED = -1
+
+
+class WorkerMachine:
+    """Decides what a worker sends next and when a parameter is complete. Not thread-safe."""
+
+    def __init__(
+        self, slices: Sequence[Slice], *, parameters: int, order: Order, reply: Reply
+    ) -> None:
+        self._slices = slices
+        self._slices_of: list[list[Slice]] = [[] for _ in range(parameters)]
+        for piece in slices:
+            self._slices_of[piece.parameter].append(piece)
+        self._priority = list(range(parameters))
+        self._queue: SendQueue[SendFrame] = SendQueue(order)
+        self._reply = reply
+        self._link_busy = False
+        self._closing = False
+        self._awaited_step = [_NOT_AWAITED] * len(slices)
+        self._missing = [0] * parameters  # slices still to be answered
+        self._step = [0] * parameters
+        self._notified: list[dict[int, None]] = [{} for _ in range(parameters)]
+        self._pulls: list[SendFrame] = []
+        self._handlers: dict[type, Callable[[Any], list[WorkerInstruction]]] = {
+            GradientReady: self._on_gradient_ready,
+            ValuesOffered: self._on_values_offered,
+            ValuesAwaited: self._on_values_awaited,
+            MessageReady: self._on_message_ready,
+            FrameSent: self._on_frame_sent,
+            ReplyArrived: self._on_reply_arrived,
+            NotifyArrived: self._on_notify_arrived,
+            PullsDue: self._on_pulls_due,
+            PrioritiesLearned: self._on_priorities_learned,
+            Closing: self._on_closing,
+        }
+
+    def handle(self, event: Any) -> list[WorkerInstruction]:
+        """The only way state changes."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise InternalError(f"a worker does not know the event {event!r}")
+        return handler(event)
+
+    # Read-only views.
+    def awaits(self, slice_: int, step: int) -> bool:
+        """Whether a reply for this slice and step may land now."""
+        return 0 <= slice_ < len(self._slices) and self._awaited_step[slice_] == step
+
+    def is_complete(self, parameter: int) -> bool:
+        return self._missing[parameter] == 0
+
+    @property
+    def queue_depth(self) -> int:
+        return len(self._queue)
+
+    def priority_of(self, parameter: int) -> int:
+        return self._priority[parameter]
+
+    def step_of(self, parameter: int) -> int:
+        return self._step[parameter]
+
+    def missing_slices(self, parameter: int) -> list[tuple[Slice, bool]]:
+        """What a parameter waits for: its unanswered slices, and whether each push has left."""
+        if not self._missing[parameter]:
+            return []
+        queued = {frame.slice for frame in self._queue.items() if frame.kind == Kind.PUSH}
+        step = self._step[parameter]
+        return [
+            (piece, piece.number not in queued)
+            for piece in self._slices_of[parameter]
+            if self._awaited_step[piece.number] == step or piece.number in queued
+        ]
+
+    # Handlers.
+    def _on_gradient_ready(self, event: GradientReady) -> list[WorkerInstruction]:
+        parameter, step, flags, with_value = event
+        if self._missing[parameter]:
+            raise LocalProtocolError(
+                f"parameter {parameter} has a gradient for step {step} while step"
+                f" {self._step[parameter]} is pending"
+            )
+        pieces = self._slices_of[parameter]
+        priority = self._priority[parameter]
+        self._missing[parameter] = len(pieces)
+        self._step[parameter] = step
+        push = self._queue.push
+        for index, _, _, _, server in pieces:
+            if with_value:
+                value = SendFrame(server, Kind.VALUE, step, index, priority, 0, NO_TOKEN)
+                push(step, priority, value)
+            push(
+                step,
+                priority,
+                SendFrame(server, Kind.PUSH, step, index, priority, flags, NO_TOKEN),
+            )
+            if self._reply == "pull":
+                self._pulls.append(self._pull_frame(index))
+        if not pieces:
+            return [CompleteParameter(parameter, step)]
+        return self._next_frame()
+
+    def _on_values_offered(self, event: ValuesOffered) -> list[WorkerInstruction]:
+        for index, parameter, _, _, server in self._slices:
+            priority = self._priority[parameter]
+            frame = SendFrame(server, Kind.VALUE, 0, index, priority, 0, NO_TOKEN)
+            self._queue.push(0, priority, frame)
+        return self._next_frame()
+
+    def _on_values_awaited(self, _: ValuesAwaited) -> list[WorkerInstruction]:
+        done: list[WorkerInstruction] = []
+        for parameter, pieces in enumerate(self._slices_of):
+            self._missing[parameter] = len(pieces)
+            if not pieces:
+                done.append(CompleteParameter(parameter, 0))
+            for piece in pieces:
+                self._awaited_step[piece.number] = 0
+        return done
+
+    def _on_message_ready(self, event: MessageReady) -> list[WorkerInstruction]:
+        server, kind, step, priority, slice_, token, flags = event
+        frame = SendFrame(server, kind, step, slice_, priority, flags, token)
+        self._queue.push(step, priority, frame)
+        return self._next_frame()
+
+    def _on_frame_sent(self, _: FrameSent) -> list[WorkerInstruction]:
+        self._link_busy = False
+        return self._next_frame()
+
+    def _on_reply_arrived(self, event: ReplyArrived) -> list[WorkerInstruction]:
+        slice_, step, server = event
+        self._check_awaited(slice_, step, server, "reply")
+        return self._answered(slice_)
+
+    def _on_notify_arrived(self, event: NotifyArrived) -> list[WorkerInstruction]:
+        """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
+        slice_, step, server, flags = event
+        self._check_awaited(slice_, step, server, "notification")
+        if flags & Flag.UNCHANGED:
+            return self._answered(slice_)
+        parameter = self._slices[slice_].parameter
+        notified = self._notified[parameter]
+        if slice_ in notified:
+            raise RemoteProtocolError(f"server {server} announced slice {slice_} twice")
+        notified[slice_] = None
+        return self._pull_if_all_notified(parameter)
+
+    def _pull_if_all_notified(self, parameter: int) -> list[WorkerInstruction]:
+        notified = self._notified[parameter]
+        if not notified or len(notified) < self._missing[parameter]:
+            return []
+        for slice_ in notified:
+            self._queue.push(
+                self._step[parameter], self._priority[parameter], self._pull_frame(slice_)
+            )
+        notified.clear()
+        return self._next_frame()
+
+    def _pull_frame(self, slice_: int) -> SendFrame:
+        piece = self._slices[slice_]
+        priority = self._priority[piece.parameter]
+        step = self._step[piece.parameter]
+        return SendFrame(piece.server, Kind.PULL, step, slice_, priority, 0, NO_TOKEN)
+
+    def _on_pulls_due(self, _: PullsDue) -> list[WorkerInstruction]:
+        pulls, self._pulls = self._pulls, []
+        for frame in pulls:
+            self._queue.push(frame.step, frame.priority, frame)
+        return self._next_frame()
+
+    def _on_priorities_learned(self, event: PrioritiesLearned) -> list[WorkerInstruction]:
+        if sorted(event.order) != list(range(len(self._priority))):
+            raise LocalProtocolError("priorities must name every parameter once")
+        for priority, parameter in enumerate(event.order):
+            self._priority[parameter] = priority
+        return []
+
+    def _on_closing(self, _: Closing) -> list[WorkerInstruction]:
+        self._closing = True
+        return self._next_frame()
+
+    # Shared pieces.
+    def _next_frame(self) -> list[WorkerInstruction]:
+        if self._link_busy:
+            return []
+        if not self._queue:
+            return [Finish()] if self._closing else []
+        frame = self._queue.pop()
+        self._link_busy = True
+        if frame.kind == Kind.PUSH:
+            self._awaited_step[frame.slice] = frame.step
+        return [frame]
+
+    def _check_awaited(self, slice_: int, step: int, server: int, what: str) -> None:
+        if not self.awaits(slice_, step):
+            known = 0 <= slice_ < len(self._slices)
+            expected = self._awaited_step[slice_] if known else _NOT_AWAITED
+            raise RemoteProtocolError(
+                f"server {server} sent a {what} for slice {slice_}, step {step}; "
+                + (f"step {expected} is awaited" if expected >= 0 else "it is not awaited")
+            )
+        if self._slices[slice_].server != server:
+            raise RemoteProtocolError(
+                f"server {server} sent a {what} for slice {slice_}, which belongs to server"
+                f" {self._slices[slice_].server}"
+            )
+
+    def _answered(self, slice_: int) -> list[WorkerInstruction]:
+        parameter = self._slices[slice_].parameter
+        self._awaited_step[slice_] = _NOT_AWAITED
+        self._missing[parameter] -= 1
+        if self._missing[parameter]:
+            # a part that turned out unchanged may have been the last that others waited for
+            return self._pull_if_all_notified(parameter)
+        return [CompleteParameter(parameter, self._step[parameter])]

@@ -1,0 +1,69 @@
+"""A failure as it travels between processes: who, when, what; and back into an error."""
+
+from __future__ import annotations
+
+import msgspec
+
+from foreprop.errors import (
+    ConfigError,
+    ForepropError,
+    HandshakeError,
+    InternalError,
+    PeerLost,
+    RemoteProtocolError,
+    StepTimeout,
+    TrainingLoopError,
+    TransportError,
+)
+
+_KINDS: dict[str, type[ForepropError]] = {
+    kind.__name__: kind
+    for kind in (
+        ConfigError,
+        HandshakeError,
+        InternalError,
+        PeerLost,
+        RemoteProtocolError,
+        StepTimeout,
+        TrainingLoopError,
+        TransportError,
+    )
+}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a session ended. ``peer`` names the process to blame, empty if there is none."""
+
+    kind: str
+    message: str
+    peer: str = ""
+    step: int = -1
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    def as_error(self) -> ForepropError:
+        kind = _KINDS.get(self.kind, InternalError)
+        if kind is PeerLost:
+            return PeerLost(self.message, peer=self.peer, step=self.step)
+        return kind(self.message)
+
+
+def decode_failure(data: bytes | memoryview) -> Failure:
+    try:
+        return msgspec.json.decode(data, type=Failure)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not a failure report: {error}") from error
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What to tell the others about an error of ours."""
+    kind = type(error).__name__
+    if kind not in _KINDS:
+        kind = "TransportError" if isinstance(error, OSError) else "InternalError"
+    return Failure(
+        kind=kind,
+        message=str(error) or repr(error),
+        peer=getattr(error, "peer", ""),
+        step=getattr(error, "step", -1),
+    )

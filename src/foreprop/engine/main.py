@@ -1,0 +1,36 @@
+"""A server process: ``python -m foreprop.engine.main LISTENER_FD LIFELINE_FD TASK``.
+
+Started by a worker or by ``foreprop server``, never by hand. It ends when its session does, and
+at once when the process that holds the other end of its lifeline ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+
+from foreprop.config import Config
+from foreprop.engine.launch import ServerTask, build_server
+
+
+def main() -> int:
+    listener_fd, lifeline_fd, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
+    task = ServerTask(**json.loads(text))
+    config = Config(**task.config)  # type: ignore[arg-type]
+    server = build_server(task, config)
+    return 1 if server.run(socket.socket(fileno=listener_fd)) else 0
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    os.read(lifeline_fd, 1)  # returns when the parent has gone, however it went
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,703 @@
+"""A server's shell: threads and sockets around `ServerMachine` and `SliceStore`.
+
+One thread accepts, one per worker receives, one updates, one sends. A receiving thread reads a
+push straight into a pooled buffer; the state machine decides, under one lock, what happens next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from foreprop.config import Config
+from foreprop.core.manifest import Hyperparameters, Manifest, decode_manifest, describe_mismatch
+from foreprop.core.server import (
+    AnswerReady,
+    FailSession,
+    FinishSession,
+    InstallValue,
+    PullArrived,
+    PushArrived,
+    ServerMachine,
+    UpdateFinished,
+    UpdateSlice,
+    ValueArrived,
+    WorkerLeft,
+)
+from foreprop.core.wire import (
+    MAX_CONTROL_BYTES,
+    Flag,
+    Frame,
+    FrameReader,
+    Header,
+    Kind,
+    encode_header,
+)
+from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
+from foreprop.engine.failure import Failure, decode_failure, failure_of
+from foreprop.engine.outbox import Outbox
+from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS, GradientBuffer, SliceStore
+from foreprop.errors import (
+    ForepropError,
+    RemoteProtocolError,
+    TrainingLoopError,
+    TransportError,
+)
+from foreprop.net.stream import SocketStream, Stream
+from foreprop.net.tcp import tune
+from foreprop.observe.stages import Stage
+from foreprop.observe.trace import TraceRecorder
+
+_EMPTY = memoryview(b"")
+_HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
+_GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
+_FAREWELL_S = 2.0
+_LISTEN_POLL_S = 0.2
+
+StreamWrapper = Callable[[Stream, int], Stream]
+"""Puts an emulated link around the stream to a rank, if there is one."""
+
+
+class _Peer:
+    """One worker's connection and what is arriving on it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.sending = threading.Lock()  # frames never interleave, not even the last one
+        self.rank = -1
+        self.manifest: Manifest | None = None
+        self.incoming: GradientBuffer | None = None
+        self.last_step = 0
+        self.left = False
+        self.receive_started_ns = 0
+
+
+class _Session:
+    """What exists once the first manifest is known."""
+
+    def __init__(self, manifest: Manifest, index: int) -> None:
+        slices = manifest.slices()
+        names = [info.name for info in manifest.parameters]
+        self.manifest = manifest
+        self.slices = slices
+        self.names = [names[piece.parameter] for piece in slices]
+        self.machine = ServerMachine(
+            slices,
+            index=index,
+            workers=manifest.world_size,
+            order=manifest.knobs.order,
+            reply=manifest.knobs.reply,
+            names=names,
+        )
+        self.store = SliceStore(manifest, slices, index)
+        self.hyperparameters = _HyperparameterHistory(manifest.world_size)
+        self.blobs: dict[int, dict[int, bytes]] = {0: {}, 1: {}}
+        self.blob_pulls: list[tuple[int, int, int]] = []  # (rank, which, step)
+
+
+class _HyperparameterHistory:
+    """The optimizer's numbers by step, as each rank announced them."""
+
+    def __init__(self, world_size: int) -> None:
+        self._by_rank: list[list[tuple[int, tuple[Hyperparameters, ...]]]] = [
+            [] for _ in range(world_size)
+        ]
+        self._agreed: dict[int, tuple[Hyperparameters, ...]] = {}
+
+    def announce(self, rank: int, step: int, groups: tuple[Hyperparameters, ...]) -> None:
+        history = self._by_rank[rank]
+        history.append((step, groups))
+        del history[:-4]
+
+    def at(self, step: int) -> tuple[Hyperparameters, ...]:
+        """What all ranks agree on for this step; raises `ForepropError` if they do not."""
+        agreed = self._agreed.get(step)
+        if agreed is None:
+            agreed = self._latest(0, step)
+            for rank in range(1, len(self._by_rank)):
+                theirs = self._latest(rank, step)
+                if theirs != agreed:
+                    raise TrainingLoopError(_describe_groups(step, rank, agreed, theirs))
+            self._agreed = {s: g for s, g in self._agreed.items() if s >= step - 2}
+            self._agreed[step] = agreed
+        return agreed
+
+    def _latest(self, rank: int, step: int) -> tuple[Hyperparameters, ...]:
+        for announced, groups in reversed(self._by_rank[rank]):
+            if announced <= step:
+                return groups
+        raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
+
+
+def _describe_groups(
+    step: int, rank: int, zero: tuple[Hyperparameters, ...], theirs: tuple[Hyperparameters, ...]
+) -> str:
+    for number, (a, b) in enumerate(zip(zero, theirs, strict=False)):
+        for name in a:
+            if a[name] != b.get(name):
+                return (
+                    f"step {step}: {name} of parameter group {number} is {a[name]} on rank 0 and"
+                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
+                )
+    return f"step {step}: ranks 0 and {rank} have different parameter groups"
+
+
+class Server:
+    """One server of one session, over a listening socket or ready-made streams."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        session_id: str,
+        config: Config,
+        wrap: StreamWrapper | None = None,
+    ) -> None:
+        self._index = index
+        self._session_id = session_id
+        self._config = config
+        self._wrap = wrap
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._peers: dict[int, _Peer] = {}
+        self._session: _Session | None = None
+        self._waiting: list[_Peer] = []  # hellos that came before rank 0's
+        self._done = threading.Event()
+        self._failure: Failure | None = None
+        self._messages: dict[int, bytes] = {}
+        self._next_token = 0
+        self._updates: queue.SimpleQueue[UpdateSlice | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._streams: list[Stream] = []
+        self._outbox = Outbox(
+            f"foreprop-server{index}-send", self._transmit, self._next_after_sent, self._broke
+        )
+        self._trace: TraceRecorder | None = None
+        if config.trace:
+            path = Path(config.trace) / f"server-{index}.trace.json"
+            self._trace = TraceRecorder(path, f"server {index}", 1000 + index)
+
+    # Life.
+    def run(self, listener: socket.socket) -> Failure | None:
+        """Serve until every worker has left or the session has failed; returns the failure."""
+        self.start()
+        listener.settimeout(_LISTEN_POLL_S)
+        reporter = _StallReporter(self)
+        while not self._done.is_set():
+            try:
+                sock, address = listener.accept()
+            except TimeoutError:
+                reporter.look()
+                continue
+            except OSError:
+                break
+            sock.settimeout(None)
+            timeout_s = self._config.step_timeout_s
+            tune(
+                sock,
+                unsent_bytes=self._config.unsent_bytes,
+                timeout_s=timeout_s,
+                emulated=self._wrap is not None,
+            )
+            self.serve(SocketStream(sock, f"worker at {address[0]}"))
+        listener.close()
+        return self.wait()
+
+    def start(self) -> None:
+        self._outbox.start()
+        self._spawn("update", self._run_updates)
+
+    def serve(self, stream: Stream) -> None:
+        """Take one worker's connection; returns at once."""
+        peer = _Peer(stream)
+        with self._lock:
+            self._streams.append(stream)
+        self._spawn("receive", lambda: self._receive(peer))
+
+    def wait(self) -> Failure | None:
+        """Block until the session has ended, then release everything."""
+        self._done.wait()
+        self._updates.put(None)
+        self._say_farewell()
+        for stream in list(self._streams):
+            stream.close()
+        self._outbox.stop()
+        for thread in self._threads:
+            thread.join()
+        if self._trace is not None:
+            self._trace.write()
+        return self._failure
+
+    def cancel(self) -> None:
+        """End now, without telling anybody."""
+        self._done.set()
+
+    def _spawn(self, what: str, run: Callable[[], None]) -> None:
+        name = f"foreprop-server{self._index}-{what}"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # Receiving.
+    def _receive(self, peer: _Peer) -> None:
+        reader = FrameReader(lambda header: self._destination(peer, header))
+        try:
+            while True:
+                received = peer.stream.receive_into(reader.buffer)
+                if not received:
+                    break
+                frame = reader.advance(received)
+                if frame is not None:
+                    self._on_frame(peer, frame)
+        except RemoteProtocolError as error:
+            self._reject(peer, error)
+        except TransportError:
+            pass
+        except ForepropError as error:
+            self._fail(failure_of(error))
+        except BaseException as error:
+            self._broke(error)
+        peer.stream.close()
+        self._on_closed(peer)
+
+    def _reject(self, peer: _Peer, error: RemoteProtocolError) -> None:
+        """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
+        who = f"rank {peer.rank}" if peer.rank >= 0 else "a stranger"
+        message = f"foreprop: server {self._index}: {who} broke the protocol: {error}"
+        print(message, file=sys.stderr, flush=True)
+        if peer.rank >= 0:
+            failure = Failure(
+                kind="RemoteProtocolError",
+                message=f"{who} broke the protocol: {error}",
+                peer=who,
+                step=peer.last_step,
+            )
+            self._fail(failure)
+
+    def _on_closed(self, peer: _Peer) -> None:
+        if peer.rank < 0 or peer.left or self._done.is_set():
+            return
+        message = (
+            f"rank {peer.rank} is gone: its connection to server {self._index} closed without a"
+            f" goodbye (its last push was for step {peer.last_step})"
+        )
+        self._fail(
+            Failure(kind="PeerLost", message=message, peer=f"rank {peer.rank}", step=peer.last_step)
+        )
+
+    def _destination(self, peer: _Peer, header: Header) -> memoryview:
+        """Where the payload goes; every size is checked against what is known here."""
+        kind, size = header.kind, header.payload_bytes
+        if self._trace is not None:
+            peer.receive_started_ns = self._trace.now_ns()
+        if peer.rank < 0:
+            if kind != Kind.HELLO:
+                raise RemoteProtocolError(f"the first frame is {Kind(kind).name}, not HELLO")
+            return _bounded(header, MAX_CONTROL_BYTES)
+        session = self._session
+        if session is None:
+            raise RemoteProtocolError(f"{Kind(kind).name} before the session has started")
+        if header.rank != peer.rank:
+            raise RemoteProtocolError(f"rank {peer.rank} sent a frame of rank {header.rank}")
+        if kind in (Kind.PUSH, Kind.VALUE):
+            session.machine.owned(header.slice)
+            if kind == Kind.PUSH and header.flags & Flag.NO_GRADIENT:
+                return _exactly(header, 0)
+            _check_size(header, session.store.size_bytes(header.slice))
+            with self._lock:
+                peer.incoming = session.store.take_buffer(header.slice)
+            return peer.incoming.view
+        if kind == Kind.BLOB:
+            return _exactly(header, session.manifest.blob_bytes[_which_blob(header)])
+        if kind == Kind.STATE:
+            session.machine.owned(header.slice)
+            return _bounded(header, session.store.state_limit_bytes(header.slice))
+        if kind == Kind.HYPERPARAMETERS:
+            return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
+        if kind == Kind.FAILURE:
+            return _bounded(header, MAX_CONTROL_BYTES)
+        if size:
+            raise RemoteProtocolError(f"{Kind(kind).name} carries {size} bytes")
+        return _EMPTY
+
+    def _on_frame(self, peer: _Peer, frame: Frame) -> None:
+        header, payload = frame
+        kind = header.kind
+        if kind == Kind.PUSH:
+            self._on_push(peer, header)
+        elif kind == Kind.HELLO:
+            self._on_hello(peer, header, decode_manifest(payload))
+        else:
+            self._on_control(peer, header, payload)
+
+    def _on_push(self, peer: _Peer, header: Header) -> None:
+        session = self._started()
+        buffer, peer.incoming = peer.incoming, None
+        event = PushArrived(peer.rank, header.slice, header.step, header.priority, header.flags)
+        with self._lock:
+            self._store_gradient(session, event, buffer)
+            instructions = session.machine.handle(event)
+        peer.last_step = header.step
+        if self._trace is not None:
+            self._span(Stage.PUSH_RECEIVED, header, peer.receive_started_ns)
+        self._execute(instructions)
+
+    @staticmethod
+    def _store_gradient(
+        session: _Session, event: PushArrived, buffer: GradientBuffer | None
+    ) -> None:
+        """A refused push ends the session, so what it left behind is never summed."""
+        if buffer is not None:
+            session.store.put_gradient(event.slice, event.rank, buffer)
+
+    def _on_control(self, peer: _Peer, header: Header, payload: memoryview) -> None:
+        session = self._started()
+        kind, rank, step = header.kind, peer.rank, header.step
+        if kind == Kind.VALUE:
+            buffer, peer.incoming = peer.incoming, None
+            with self._lock:
+                event = ValueArrived(rank, header.slice, step, header.priority)
+                instructions = session.machine.handle(event)
+                if buffer is not None:
+                    session.store.put_value(header.slice, buffer)
+                # under the lock: the sender may already be about to send this slice
+                for instruction in instructions:
+                    if isinstance(instruction, InstallValue):
+                        session.store.install_value(instruction.slice)
+            self._execute(instructions)
+        elif kind == Kind.PULL:
+            self._dispatch(PullArrived(rank, header.slice, step, header.priority))
+        elif kind == Kind.HYPERPARAMETERS:
+            with self._lock:
+                session.hyperparameters.announce(rank, step, _decode_groups(payload, session))
+        elif kind == Kind.BLOB:
+            self._on_blob(session, header, payload)
+        elif kind == Kind.BLOB_PULL:
+            self._on_blob_pull(session, peer, header)
+        elif kind == Kind.STATE:
+            with self._lock:
+                session.store.import_state(header.slice, payload)
+        elif kind == Kind.STATE_PULL:
+            session.machine.owned(header.slice)
+            with self._lock:
+                data = session.store.export_state(header.slice)
+            self._answer(rank, Kind.STATE_REPLY, header, data)
+        elif kind == Kind.STATUS_PULL:
+            with self._lock:
+                text = session.machine.describe_wait(header.slice, step)
+            self._answer(rank, Kind.STATUS_REPLY, header, text.encode())
+        elif kind == Kind.FAILURE:
+            peer.left = True
+            self._fail(decode_failure(payload))
+        elif kind == Kind.BYE:
+            peer.left = True
+            self._dispatch(WorkerLeft(rank))
+        else:
+            raise RemoteProtocolError(f"rank {rank} sent {Kind(kind).name}")
+
+    def _started(self) -> _Session:
+        if self._session is None:
+            raise RemoteProtocolError("the session has not started")
+        return self._session
+
+    # The start.
+    def _on_hello(self, peer: _Peer, header: Header, manifest: Manifest) -> None:
+        if peer.rank >= 0:
+            raise RemoteProtocolError("a second HELLO on one connection")
+        if manifest.session != self._session_id:
+            raise RemoteProtocolError(f"HELLO for another session: {manifest.session!r}")
+        if header.rank >= manifest.world_size or not manifest.parameters:
+            raise RemoteProtocolError(f"rank {header.rank} of {manifest.world_size}")
+        with self._lock:
+            if header.rank in self._peers:
+                raise RemoteProtocolError(f"two workers say that they are rank {header.rank}")
+            peer.rank, peer.manifest = header.rank, manifest
+            if self._wrap is not None:
+                peer.stream = self._wrap(peer.stream, peer.rank)
+            self._peers[header.rank] = peer
+            zero = self._peers.get(0)
+            if zero is None or zero.manifest is None:
+                return
+            refused = self._compare_all(zero.manifest)
+            complete = len(self._peers) == zero.manifest.world_size
+            if not refused and complete:
+                self._session = _Session(zero.manifest, self._index)
+        if refused:
+            self._fail(Failure(kind="HandshakeError", message=refused))
+        elif complete:
+            for rank in range(manifest.world_size):
+                self._answer(rank, Kind.WELCOME, header, b"")
+
+    def _compare_all(self, zero: Manifest) -> str | None:
+        if zero.optimizer.name not in ELEMENTWISE_OPTIMIZERS:
+            return f"optimizer {zero.optimizer.name!r} is not one that servers apply"
+        for rank, peer in self._peers.items():
+            if peer.manifest is not None:
+                them = f"rank {rank}"
+                text = describe_mismatch(zero, peer.manifest, us="rank 0", them=them)
+                if text is not None:
+                    return f"rank 0 and rank {rank} do not agree: {text}"
+        return None
+
+    # Blobs: buffers and frozen parameters, from rank 0 to whoever asks.
+    def _on_blob(self, session: _Session, header: Header, payload: memoryview) -> None:
+        if header.rank != 0:
+            raise RemoteProtocolError(f"rank {header.rank} sent buffers; only rank 0 may")
+        which = _which_blob(header)
+        with self._lock:
+            kept = session.blobs[which]
+            kept[header.step] = bytes(payload)
+            for step in sorted(kept)[:-2]:
+                del kept[step]
+            ready = [p for p in session.blob_pulls if p[1] == which and p[2] == header.step]
+            for pull in ready:
+                session.blob_pulls.remove(pull)
+        for rank, _, _ in ready:
+            self._answer(rank, Kind.BLOB_REPLY, header, bytes(payload))
+
+    def _on_blob_pull(self, session: _Session, peer: _Peer, header: Header) -> None:
+        which = _which_blob(header)
+        with self._lock:
+            data = session.blobs[which].get(header.step)
+            if data is None:
+                session.blob_pulls = [p for p in session.blob_pulls if p[:2] != (peer.rank, which)]
+                session.blob_pulls.append((peer.rank, which, header.step))
+                return
+        self._answer(peer.rank, Kind.BLOB_REPLY, header, data)
+
+    # Deciding and doing.
+    def _dispatch(self, event: object) -> None:
+        session = self._started()
+        with self._lock:
+            instructions = session.machine.handle(event)
+        self._execute(instructions)
+
+    def _execute(self, instructions: Sequence[object]) -> None:
+        for instruction in instructions:
+            kind = type(instruction)
+            if kind is SendFrame:
+                self._outbox.submit(instruction)  # type: ignore[arg-type]
+            elif kind is UpdateSlice:
+                self._updates.put(instruction)  # type: ignore[arg-type]
+            elif isinstance(instruction, FailSession):
+                self._fail_as_told(instruction)
+            elif isinstance(instruction, FinishSession):
+                self._done.set()
+
+    def _fail_as_told(self, told: FailSession) -> None:
+        if told.rank >= 0:
+            peer = f"rank {told.rank}"
+            self._fail(Failure(kind="PeerLost", message=told.reason, peer=peer, step=told.step))
+        else:
+            self._fail(Failure(kind="TrainingLoopError", message=told.reason, step=told.step))
+
+    def _run_updates(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            while (update := self._updates.get()) is not None:
+                self._update(self._started(), update)
+        except ForepropError as error:
+            self._fail(failure_of(error))
+        except BaseException as error:
+            self._broke(error)
+
+    def _update(self, session: _Session, update: UpdateSlice) -> None:
+        started_ns = self._trace.now_ns() if self._trace is not None else 0
+        groups = session.hyperparameters.at(update.step) if update.ranks else ()
+        session.store.update(update.slice, update.ranks, groups)
+        if self._trace is not None:
+            self._trace.span(
+                Stage.UPDATED.value,
+                session.names[update.slice],
+                started_ns,
+                step=update.step,
+                slice_=update.slice,
+            )
+        self._dispatch(UpdateFinished())
+
+    def _next_after_sent(self) -> SendFrame | None:
+        session = self._session
+        if session is None:
+            return None
+        with self._lock:
+            instructions = session.machine.handle(FrameSent())
+        return instructions[0] if instructions else None  # type: ignore[return-value]
+
+    def _answer(self, rank: int, kind: Kind, about: Header, data: bytes) -> None:
+        with self._lock:
+            token = self._next_token
+            self._next_token += 1
+            self._messages[token] = data
+            session = self._started()
+            event = AnswerReady(rank, kind, about.step, CONTROL_PRIORITY, about.slice, token)
+            instructions = session.machine.handle(event)
+        self._execute(instructions)
+
+    # Sending.
+    def _transmit(self, frame: SendFrame) -> None:
+        session = self._started()
+        rank, kind, step, slice_, priority, flags, token = frame
+        if token != NO_TOKEN:
+            payload = memoryview(self._messages.pop(token))
+        elif kind == Kind.REPLY and not flags & Flag.UNCHANGED:
+            payload = session.store.values(slice_)
+        else:
+            payload = _EMPTY
+        header = encode_header(kind, flags, self._index, step, slice_, priority, len(payload))
+        started_ns = self._trace.now_ns() if self._trace is not None else 0
+        peer = self._peers[rank]
+        try:
+            with peer.sending:
+                if self._done.is_set():
+                    return
+                peer.stream.send(header, payload)
+        except TransportError:
+            return  # its receiving thread reports the loss, with the rank's name
+        if self._trace is not None and kind == Kind.REPLY:
+            sent = Header(kind, flags, rank, step, slice_, priority, len(payload))
+            self._span(Stage.REPLY_SENT, sent, started_ns)
+
+    def _span(self, stage: Stage, header: Header, started_ns: int) -> None:
+        if self._trace is not None:
+            self._trace.span(
+                stage.value,
+                self._started().names[header.slice],
+                started_ns,
+                step=header.step,
+                size_bytes=header.payload_bytes,
+                slice_=header.slice,
+                priority=header.priority,
+            )
+
+    # The end.
+    def _fail(self, failure: Failure) -> None:
+        with self._lock:
+            if self._failure is None and not self._done.is_set():
+                self._failure = failure
+        self._done.set()
+
+    def _broke(self, error: BaseException) -> None:
+        import traceback
+
+        text = "".join(traceback.format_exception(error))
+        print(f"foreprop: server {self._index} broke:\n{text}", file=sys.stderr, flush=True)
+        self._fail(failure_of(error))
+
+    def _say_farewell(self) -> None:
+        """Tell every worker why the session ended; whoever does not listen is left behind."""
+        failure = self._failure
+        if failure is None:
+            return
+        data = memoryview(failure.encode())
+        header = encode_header(Kind.FAILURE, 0, self._index, 0, 0, CONTROL_PRIORITY, len(data))
+        tellers = [
+            threading.Thread(target=_tell, args=(peer, header, data), daemon=True)
+            for peer in list(self._peers.values())
+            if not peer.left
+        ]
+        for teller in tellers:
+            teller.start()
+        deadline = time.monotonic() + _FAREWELL_S
+        for teller in tellers:
+            teller.join(max(0.0, deadline - time.monotonic()))
+
+    # For the stall report.
+    def stalled(self) -> tuple[int, int, str] | None:
+        """(slice, step, description) of a slice that some ranks have pushed and others not."""
+        session = self._session
+        if session is None:
+            return None
+        with self._lock:
+            for slice_, step in session.machine.incomplete():
+                return slice_, step, session.machine.describe_wait(slice_, step)
+        return None
+
+    @property
+    def index(self) -> int:
+        return self._index
+
+    @property
+    def stall_report_s(self) -> float:
+        return self._config.stall_report_s
+
+
+class _StallReporter:
+    """Says on standard error, once per wait, whom this server waits for."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._told = False
+
+    def look(self) -> None:
+        stalled = self._server.stalled()
+        key = stalled[:2] if stalled else None
+        now = time.monotonic()
+        if stalled is None or key != self._seen:
+            self._seen, self._since, self._told = key, now, False
+        elif not self._told and now - self._since > self._server.stall_report_s:
+            self._told = True
+            print(
+                f"foreprop: server {self._server.index}, step {stalled[1]}: for"
+                f" {now - self._since:.0f} s {stalled[2]}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _tell(peer: _Peer, header: bytes, payload: memoryview) -> None:
+    if not peer.sending.acquire(timeout=_FAREWELL_S):
+        return  # stuck in the middle of a frame: it will see the connection close
+    try:
+        with contextlib.suppress(TransportError):
+            peer.stream.send(header, payload)
+    finally:
+        peer.sending.release()
+
+
+def _check_size(header: Header, size_bytes: int) -> None:
+    if header.payload_bytes != size_bytes:
+        raise RemoteProtocolError(
+            f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes}"
+            f" bytes, not {size_bytes}"
+        )
+
+
+def _exactly(header: Header, size_bytes: int) -> memoryview:
+    _check_size(header, size_bytes)
+    return memoryview(bytearray(size_bytes))
+
+
+def _bounded(header: Header, limit_bytes: int) -> memoryview:
+    if header.payload_bytes > limit_bytes:
+        raise RemoteProtocolError(
+            f"{Kind(header.kind).name} of {header.payload_bytes} bytes; at most {limit_bytes}"
+        )
+    return memoryview(bytearray(header.payload_bytes))
+
+
+def _which_blob(header: Header) -> int:
+    if header.slice not in (0, 1):
+        raise RemoteProtocolError(f"there is no blob {header.slice}")
+    return header.slice
+
+
+def _decode_groups(payload: memoryview, session: _Session) -> tuple[Hyperparameters, ...]:
+    try:
+        groups = _GROUPS.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not hyperparameters: {error}") from error
+    expected = session.manifest.optimizer.groups
+    if [sorted(g) for g in groups] != [sorted(g) for g in expected]:
+        raise RemoteProtocolError("hyperparameters have other names than at the start")
+    return groups

@@ -1,0 +1,263 @@
+"""A server's tensors: its slices' parameters, the gradients in flight, the optimizer's state.
+
+Sums are made in rank order and the update by a real ``torch.optim`` optimizer, one per slice, so
+nothing is re-implemented and no bit depends on timing, slice size or the number of servers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.slicing import Slice
+from foreprop.errors import InternalError, RemoteProtocolError
+
+ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    )
+}
+"""Each updates every element from that element alone, so it gives the same bits on slices."""
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_HALVES = (torch.bfloat16, torch.float16)
+_STATE_ENTRIES_LIMIT = 16
+_STATE_HEAD_LIMIT_BYTES = 65_536
+_LENGTH = struct.Struct("!I")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous CPU tensor's bytes."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() and flat.data_ptr() != tensor.data_ptr():
+        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class GradientBuffer:
+    """Room for one pushed gradient; goes back to its pool after the update."""
+
+    __slots__ = ("tensor", "view")
+
+    def __init__(self, elems: int, dtype: torch.dtype) -> None:
+        self.tensor = torch.empty(elems, dtype=dtype)
+        self.view = bytes_of(self.tensor)
+
+
+class _SliceTensors:
+    __slots__ = (
+        "gradients",
+        "groups",
+        "new_state",
+        "optimizer",
+        "parameter",
+        "piece",
+        "staged",
+        "view",
+    )
+
+    def __init__(self, piece: Slice, dtype: torch.dtype) -> None:
+        self.piece = piece
+        self.parameter = torch.nn.Parameter(torch.zeros(piece.elems, dtype=dtype))
+        self.view = bytes_of(self.parameter)
+        self.gradients: dict[int, GradientBuffer] = {}
+        self.staged: GradientBuffer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.groups: Hyperparameters | None = None
+        self.new_state: dict[str, Any] | None = None  # received, to be used from the next update
+
+
+class SliceStore:
+    """The tensors of one server's slices.
+
+    Receiving threads call `gradient_buffer` and `put_gradient`; only the updater calls `update`.
+    """
+
+    def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
+        self._world_size = manifest.world_size
+        self._optimizer_class = ELEMENTWISE_OPTIMIZERS[manifest.optimizer.name]
+        self._group_of = [info.group for info in manifest.parameters]
+        dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        self._slices = {
+            piece.number: _SliceTensors(piece, dtypes[piece.parameter])
+            for piece in slices
+            if piece.server == index
+        }
+        self._pool: dict[tuple[int, torch.dtype], list[GradientBuffer]] = {}
+
+    def values(self, slice_: int) -> memoryview:
+        """The slice's parameters as bytes, for replies."""
+        return self._slices[slice_].view
+
+    def size_bytes(self, slice_: int) -> int:
+        return len(self._slices[slice_].view)
+
+    def take_buffer(self, slice_: int) -> GradientBuffer:
+        parameter = self._slices[slice_].parameter
+        free = self._pool.get((parameter.numel(), parameter.dtype))
+        return free.pop() if free else GradientBuffer(parameter.numel(), parameter.dtype)
+
+    def put_gradient(self, slice_: int, rank: int, buffer: GradientBuffer) -> None:
+        self._slices[slice_].gradients[rank] = buffer
+
+    def put_value(self, slice_: int, buffer: GradientBuffer) -> None:
+        self._slices[slice_].staged = buffer
+
+    def install_value(self, slice_: int) -> None:
+        """Take the values that rank 0 sent as the slice's parameters."""
+        tensors = self._slices[slice_]
+        if tensors.staged is not None:
+            with torch.no_grad():
+                tensors.parameter.copy_(tensors.staged.tensor)
+            self._give_back(tensors.staged)
+            tensors.staged = None
+
+    def update(self, slice_: int, ranks: Sequence[int], groups: Sequence[Hyperparameters]) -> None:
+        """Average the gradients of ``ranks`` over the world, in rank order, and apply them."""
+        self.install_value(slice_)
+        tensors = self._slices[slice_]
+        if not ranks:
+            return
+        optimizer = self._optimizer(tensors, groups[self._group_of[tensors.piece.parameter]])
+        total = tensors.gradients[ranks[0]].tensor
+        dtype = total.dtype
+        if dtype in _HALVES and self._world_size > 1:
+            total = total.float()  # summing in half precision would lose small gradients
+        for rank in ranks[1:]:
+            total += tensors.gradients[rank].tensor
+        if self._world_size > 1:
+            total /= self._world_size
+        tensors.parameter.grad = total.to(dtype)
+        optimizer.step()
+        tensors.parameter.grad = None
+        for buffer in tensors.gradients.values():
+            self._give_back(buffer)
+        tensors.gradients.clear()
+
+    def _give_back(self, buffer: GradientBuffer) -> None:
+        key = (buffer.tensor.numel(), buffer.tensor.dtype)
+        self._pool.setdefault(key, []).append(buffer)
+
+    def _optimizer(self, tensors: _SliceTensors, group: Hyperparameters) -> torch.optim.Optimizer:
+        if tensors.optimizer is None:
+            tensors.optimizer = self._optimizer_class([tensors.parameter], **_arguments(group))
+            tensors.groups = group
+        elif tensors.groups is not group:
+            tensors.optimizer.param_groups[0].update(_arguments(group))
+            tensors.groups = group
+        if tensors.new_state is not None:
+            tensors.optimizer.state[tensors.parameter] = tensors.new_state
+            tensors.new_state = None
+        return tensors.optimizer
+
+    # Optimizer state, for checkpoints.
+    def export_state(self, slice_: int) -> bytes:
+        """The slice's optimizer state: a length, a JSON list of entries, then tensors' bytes."""
+        tensors = self._slices[slice_]
+        state: Mapping[str, Any] = {}
+        if tensors.new_state is not None:
+            state = tensors.new_state
+        elif tensors.optimizer is not None:
+            state = tensors.optimizer.state.get(tensors.parameter, {})
+        return encode_state(state)
+
+    def import_state(self, slice_: int, data: memoryview) -> None:
+        """Replace the slice's optimizer state; raises `RemoteProtocolError` if it does not fit."""
+        tensors = self._slices[slice_]
+        tensors.new_state = decode_state(data, elems=tensors.piece.elems) or None
+        if tensors.new_state is None:
+            tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    def state_limit_bytes(self, slice_: int) -> int:
+        return state_limit_bytes(self._slices[slice_].piece.elems)
+
+
+def _arguments(group: Hyperparameters) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
+    }
+
+
+class _StateEntry(msgspec.Struct, frozen=True):
+    """One entry of an optimizer's state: a tensor of ``elems`` elements, or a plain number."""
+
+    key: str
+    dtype: str = ""
+    elems: int = 0
+    number: int | float | bool | None = None
+    scalar: bool = False
+
+
+_ENTRIES = msgspec.json.Decoder(tuple[_StateEntry, ...])
+_STATE_DTYPES = {**DTYPES, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
+
+
+def state_limit_bytes(elems: int) -> int:
+    """More than any element-wise optimizer's state of a slice can need."""
+    return _STATE_ENTRIES_LIMIT * 8 * max(elems, 1) + _STATE_HEAD_LIMIT_BYTES
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """Flat tensors and plain numbers by name, without pickle."""
+    entries, payloads = [], []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().reshape(-1).contiguous().cpu()
+            dtype = str(flat.dtype).removeprefix("torch.")
+            entries.append(_StateEntry(key, dtype, flat.numel(), None, value.dim() == 0))
+            payloads.append(bytes(bytes_of(flat)))
+        else:
+            entries.append(_StateEntry(key, number=value))
+    head = msgspec.json.encode(entries)
+    return b"".join([_LENGTH.pack(len(head)), head, *payloads])
+
+
+def decode_state(data: memoryview, *, elems: int) -> dict[str, Any]:
+    """The inverse of `encode_state`; tensors must have ``elems`` elements or be scalars."""
+    try:
+        (head_bytes,) = _LENGTH.unpack_from(data)
+        entries = _ENTRIES.decode(data[_LENGTH.size : _LENGTH.size + head_bytes])
+    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not an optimizer state: {error}") from error
+    rest = data[_LENGTH.size + head_bytes :]
+    state: dict[str, Any] = {}
+    for entry in entries[:_STATE_ENTRIES_LIMIT]:
+        if not entry.dtype:
+            state[entry.key] = entry.number
+            continue
+        wanted = 1 if entry.scalar else elems
+        dtype = _STATE_DTYPES.get(entry.dtype)
+        if dtype is None or entry.elems != wanted or len(rest) < wanted * dtype.itemsize:
+            raise RemoteProtocolError(
+                f"optimizer state {entry.key!r} has {entry.elems} elements of {entry.dtype},"
+                f" not {wanted}"
+            )
+        tensor = torch.empty(wanted, dtype=dtype)
+        bytes_of(tensor)[:] = rest[: wanted * dtype.itemsize]
+        rest = rest[wanted * dtype.itemsize :]
+        state[entry.key] = tensor.reshape(()) if entry.scalar else tensor
+    if rest:
+        raise RemoteProtocolError(f"{len(rest)} bytes too many after an optimizer state")
+    return state

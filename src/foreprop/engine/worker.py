@@ -1,0 +1,592 @@
+"""A worker's shell: threads and sockets around `WorkerMachine`.
+
+One thread sends, one per server receives, straight into the parameters' memory. The training
+thread dispatches gradients and waits for parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
+from foreprop.core.wire import (
+    MAX_CONTROL_BYTES,
+    Flag,
+    Frame,
+    FrameReader,
+    Header,
+    Kind,
+    encode_header,
+)
+from foreprop.core.worker import (
+    CONTROL_PRIORITY,
+    LAST_PRIORITY,
+    NO_TOKEN,
+    Closing,
+    CompleteParameter,
+    Finish,
+    FrameSent,
+    GradientReady,
+    MessageReady,
+    NotifyArrived,
+    PrioritiesLearned,
+    PullsDue,
+    ReplyArrived,
+    SendFrame,
+    ValuesAwaited,
+    ValuesOffered,
+    WorkerMachine,
+)
+from foreprop.engine.failure import decode_failure, failure_of
+from foreprop.engine.outbox import Outbox
+from foreprop.engine.slicestore import state_limit_bytes
+from foreprop.errors import (
+    ForepropError,
+    InternalError,
+    PeerLost,
+    RemoteProtocolError,
+    StepTimeout,
+    TransportError,
+)
+from foreprop.net.stream import Stream
+from foreprop.observe.stages import Stage
+from foreprop.observe.trace import TraceRecorder
+
+_EMPTY = memoryview(b"")
+_STATUS_LIMIT_BYTES = 65_536
+_CLOSE_S = 10.0
+
+
+class ParameterMemory(Protocol):
+    """Where the bytes of one parameter are; the training side owns it."""
+
+    @property
+    def values(self) -> memoryview:
+        """The parameter itself, or the staging memory that stands for it."""
+
+    def take_gradient(
+        self, start_bytes: int, stop_bytes: int
+    ) -> tuple[memoryview, Callable[[], None]]:
+        """Part of the gradient, and a check to be called once it is with the kernel.
+
+        Each part is taken once; the last one ends the parameter's hold on the gradient. The check
+        raises if somebody wrote to the gradient since its push. Sending thread.
+        """
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; written by single threads, read by `Session.stats`."""
+
+    pushes: int = 0
+    pushed_bytes: int = 0
+    replies: int = 0
+    reply_bytes: int = 0
+    max_queue_depth: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    waited_s_by_parameter: dict[int, float] = field(default_factory=dict)
+
+
+class WorkerEngine:
+    """One worker's part in one session.
+
+    ``streams`` are the connections to the servers, by index. Errors from any thread are kept and
+    raised in the training thread at its next call.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        memory: Sequence[ParameterMemory],
+        streams: Sequence[Stream],
+        *,
+        rank: int,
+        config: Config,
+        trace: TraceRecorder | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.slices = manifest.slices()
+        self.counters = Counters()
+        self._memory = memory
+        self._streams = streams
+        self._rank = rank
+        self._config = config
+        self._trace = trace
+        self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in manifest.parameters]
+        self._machine = WorkerMachine(
+            self.slices,
+            parameters=len(manifest.parameters),
+            order=manifest.knobs.order,
+            reply=manifest.knobs.reply,
+        )
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiters = 0
+        self._error: ForepropError | None = None
+        self._closing = False
+        self._finished = threading.Event()
+        self._welcomes = 0
+        self._answers: dict[tuple[int, int], bytes] = {}
+        self._blobs: dict[int, memoryview] = {}
+        self._messages: dict[int, memoryview] = {}
+        self._next_token = 0
+        self._outbox = Outbox("foreprop-send", self._transmit, self._next_after_sent, self._broke)
+        self._threads = [
+            threading.Thread(
+                target=self._receive, args=(i, stream), name=f"foreprop-receive-{i}", daemon=True
+            )
+            for i, stream in enumerate(streams)
+        ]
+
+    # The start.
+    def join(self) -> None:
+        """Shake hands with every server; raises `HandshakeError` with both sides' values."""
+        self._outbox.start()
+        for thread in self._threads:
+            thread.start()
+        hello = self.manifest.encode()
+        for server in range(len(self._streams)):
+            self._send_message(server, Kind.HELLO, 0, CONTROL_PRIORITY, hello)
+        self._wait_until(
+            lambda: self._welcomes == len(self._streams),
+            self._config.join_timeout_s,
+            lambda: (
+                f"the handshake: {self._welcomes} of {len(self._streams)} servers have"
+                " welcomed all workers (join_timeout_s); does every rank call parallelize()?"
+            ),
+        )
+
+    def offer_values(self) -> None:
+        """Rank 0: send every parameter to its server, which sends it to the other ranks."""
+        self._dispatch(ValuesOffered())
+
+    def await_values(self) -> None:
+        """Other ranks: every parameter is pending until rank 0's values have come."""
+        self._dispatch(ValuesAwaited())
+
+    # Training.
+    def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
+        """Queue a parameter's gradient; the memory's ``gradient`` must be set. Any thread."""
+        self._dispatch(GradientReady(parameter, step, flags, with_value))
+
+    def announce_hyperparameters(self, step: int, data: bytes) -> None:
+        """Tell every server the optimizer's numbers for this step and the following ones."""
+        for server in range(len(self._streams)):
+            self._send_message(server, Kind.HYPERPARAMETERS, step, CONTROL_PRIORITY, data)
+
+    def learn_priorities(self, order: Sequence[int]) -> None:
+        self._dispatch(PrioritiesLearned(tuple(order)))
+
+    def start_step(self) -> None:
+        """The next forward pass begins; matters to ``reply="pull"`` only."""
+        if self.manifest.knobs.reply == "pull":
+            self._dispatch(PullsDue())
+
+    def is_complete(self, parameter: int) -> bool:
+        return self._machine.is_complete(parameter)
+
+    def wait(self, parameter: int, step: int) -> None:
+        """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
+        if self._error is not None:
+            raise self._error
+        if self._machine.is_complete(parameter):
+            return
+        self.start_step()
+        started_ns = time.perf_counter_ns()
+        self._wait_until(
+            lambda: self._machine.is_complete(parameter),
+            self._config.step_timeout_s,
+            lambda: self._describe_wait(parameter, step),
+            lambda: self._ask_status(parameter),
+        )
+        waited_s = (time.perf_counter_ns() - started_ns) / 1e9
+        counters = self.counters
+        counters.waits += 1
+        counters.waited_s += waited_s
+        by_parameter = counters.waited_s_by_parameter
+        by_parameter[parameter] = by_parameter.get(parameter, 0.0) + waited_s
+        if self._trace is not None:
+            self._trace.span(
+                "wait", self.manifest.parameters[parameter].name, started_ns, step=step + 1
+            )
+
+    def raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def queue_depth(self) -> int:
+        return self._machine.queue_depth
+
+    # Buffers, frozen parameters and optimizer state.
+    def publish_blob(self, which: int, step: int, data: bytes) -> None:
+        """Rank 0: leave bytes with server 0 for whoever asks. 0: frozen parameters, 1: buffers."""
+        self._send_message(0, Kind.BLOB, step, LAST_PRIORITY, data, slice_=which)
+
+    def fetch_blob(self, which: int, step: int) -> memoryview:
+        """Rank 0's bytes of this step; blocks until they are there."""
+        self._blobs.pop(which, None)
+        self._send_message(0, Kind.BLOB_PULL, step, CONTROL_PRIORITY, b"", slice_=which)
+        what = ("frozen parameters", "buffers")[which]
+        self._wait_until(
+            lambda: which in self._blobs,
+            self._config.step_timeout_s,
+            lambda: f"rank 0's {what} of step {step}",
+        )
+        return self._blobs.pop(which)
+
+    def send_state(self, slice_: int, step: int, data: bytes) -> None:
+        """Rank 0: replace the optimizer state of a slice, from this step on."""
+        server = self.slices[slice_].server
+        self._send_message(server, Kind.STATE, step, CONTROL_PRIORITY, data, slice_=slice_)
+
+    def fetch_states(self, slices: Sequence[int], step: int) -> dict[int, bytes]:
+        """The optimizer state of these slices, from their servers."""
+        keys = [(int(Kind.STATE_REPLY), slice_) for slice_ in slices]
+        for slice_ in slices:
+            server = self.slices[slice_].server
+            self._send_message(server, Kind.STATE_PULL, step, CONTROL_PRIORITY, b"", slice_=slice_)
+        self._wait_until(
+            lambda: all(key in self._answers for key in keys),
+            self._config.step_timeout_s,
+            lambda: f"the optimizer state after step {step}",
+        )
+        return {key[1]: self._answers.pop(key) for key in keys}
+
+    # The end.
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Send what is queued and say goodbye, or tell the servers why not. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        error = failure or self._error
+        if error is None:
+            self._dispatch(Closing())
+            self._finished.wait(self._config.step_timeout_s)
+        for server in range(len(self._streams)):
+            self._say_goodbye(server, error)
+        if error is None:
+            for thread in self._threads:  # the servers close once every worker has left
+                thread.join(_CLOSE_S)
+        self.abort()
+
+    def abort(self) -> None:
+        self._closing = True
+        for stream in self._streams:
+            stream.close()
+        self._outbox.stop()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _say_goodbye(self, server: int, error: BaseException | None) -> None:
+        data = failure_of(error).encode() if error is not None else b""
+        kind = Kind.BYE if error is None else Kind.FAILURE
+        header = encode_header(kind, 0, self._rank, 0, 0, CONTROL_PRIORITY, len(data))
+        stream = self._streams[server]
+
+        def tell() -> None:
+            try:
+                stream.send(header, memoryview(data))
+            except TransportError:
+                return
+
+        if error is None:
+            tell()
+        elif self._outbox.current is None:
+            teller = threading.Thread(target=tell, daemon=True)
+            teller.start()
+            teller.join(1.0)
+
+    # Deciding and doing.
+    def _dispatch(self, event: object) -> None:
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            instructions = self._machine.handle(event)
+            depth = self._machine.queue_depth
+        if depth > self.counters.max_queue_depth:
+            self.counters.max_queue_depth = depth
+        for instruction in instructions:
+            kind = type(instruction)
+            if kind is SendFrame:
+                self._outbox.submit(instruction)  # type: ignore[arg-type]
+            elif kind is CompleteParameter:
+                if self._waiters:
+                    self._notify()
+            elif kind is Finish:
+                self._finished.set()
+
+    def _next_after_sent(self) -> SendFrame | None:
+        with self._lock:
+            instructions = self._machine.handle(FrameSent())
+        for instruction in instructions:
+            if isinstance(instruction, SendFrame):
+                return instruction
+            self._finished.set()
+        return None
+
+    def _send_message(
+        self, server: int, kind: Kind, step: int, priority: int, data: bytes, *, slice_: int = 0
+    ) -> None:
+        with self._lock:
+            token = self._next_token
+            self._next_token += 1
+            self._messages[token] = memoryview(data)
+        self._dispatch(MessageReady(server, kind, step, priority, slice_, token))
+
+    def _transmit(self, frame: SendFrame) -> None:
+        server, kind, step, slice_, priority, flags, token = frame
+        check: Callable[[], None] | None = None
+        payload = _EMPTY
+        if token != NO_TOKEN:
+            payload = self._messages.pop(token)
+        elif kind == Kind.PUSH:
+            if not flags & Flag.NO_GRADIENT:
+                memory, start, stop = self._extent(slice_)
+                payload, check = memory.take_gradient(start, stop)
+        elif kind == Kind.VALUE:
+            payload = self._values(slice_)
+        header = encode_header(kind, flags, self._rank, step, slice_, priority, len(payload))
+        started_ns = time.perf_counter_ns() if self._trace is not None else 0
+        self._streams[server].send(header, payload)
+        if check is not None:
+            check()
+        if kind == Kind.PUSH:
+            self.counters.pushes += 1
+            self.counters.pushed_bytes += len(payload)
+            if self._trace is not None:
+                self._span(Stage.PUSH_SENT, started_ns, step, slice_, priority, len(payload))
+
+    def _extent(self, slice_: int) -> tuple[ParameterMemory, int, int]:
+        """A slice's parameter and where it begins and ends in that, in bytes."""
+        _, parameter, start, stop, _ = self.slices[slice_]
+        itemsize = self._itemsize[parameter]
+        return self._memory[parameter], start * itemsize, stop * itemsize
+
+    def _values(self, slice_: int) -> memoryview:
+        memory, start, stop = self._extent(slice_)
+        return memory.values[start:stop]
+
+    def _span(
+        self, stage: Stage, started_ns: int, step: int, slice_: int, priority: int, size: int
+    ) -> None:
+        if self._trace is not None:
+            name = self.manifest.parameters[self.slices[slice_].parameter].name
+            self._trace.span(
+                stage.value,
+                name,
+                started_ns,
+                step=step,
+                slice_=slice_,
+                priority=priority,
+                size_bytes=size,
+            )
+
+    # Receiving.
+    def _receive(self, server: int, stream: Stream) -> None:
+        started_ns = 0
+
+        def destination(header: Header) -> memoryview:
+            nonlocal started_ns
+            if self._trace is not None:
+                started_ns = time.perf_counter_ns()
+            return self._destination(server, header)
+
+        reader = FrameReader(destination)
+        try:
+            while received := stream.receive_into(reader.buffer):
+                frame = reader.advance(received)
+                if frame is not None:
+                    self._on_frame(server, frame, started_ns)
+        except ForepropError as error:
+            self._fail(error)
+            return
+        except BaseException as error:
+            self._broke(error)
+            return
+        if not self._closing:
+            self._fail(
+                PeerLost(
+                    f"server {server} is gone: its connection to rank {self._rank} closed",
+                    peer=f"server {server}",
+                )
+            )
+
+    def _destination(self, server: int, header: Header) -> memoryview:
+        kind, size = header.kind, header.payload_bytes
+        if header.rank != server:
+            raise RemoteProtocolError(f"server {server} sent a frame of server {header.rank}")
+        if kind == Kind.REPLY:
+            if header.flags & Flag.UNCHANGED:
+                return _EMPTY
+            if not self._machine.awaits(header.slice, header.step):
+                raise RemoteProtocolError(
+                    f"server {server} sent a reply for slice {header.slice}, step {header.step},"
+                    " which is not awaited"
+                )
+            return self._values(header.slice)
+        limit = self._control_limit(header)
+        if size > limit:
+            raise RemoteProtocolError(f"{Kind(kind).name} of {size} bytes; at most {limit}")
+        return memoryview(bytearray(size))
+
+    def _control_limit(self, header: Header) -> int:
+        kind = header.kind
+        if kind == Kind.STATE_REPLY and header.slice < len(self.slices):
+            return state_limit_bytes(self.slices[header.slice].elems)
+        if kind == Kind.BLOB_REPLY and header.slice in (0, 1):
+            return self.manifest.blob_bytes[header.slice]
+        if kind == Kind.STATUS_REPLY:
+            return _STATUS_LIMIT_BYTES
+        return MAX_CONTROL_BYTES if kind in (Kind.FAILURE, Kind.REFUSE) else 0
+
+    def _on_frame(self, server: int, frame: Frame, started_ns: int) -> None:
+        header, payload = frame
+        kind, step, slice_ = header.kind, header.step, header.slice
+        if kind == Kind.REPLY:
+            self.counters.replies += 1
+            self.counters.reply_bytes += header.payload_bytes
+            if self._trace is not None:
+                size = header.payload_bytes
+                self._span(Stage.REPLY_RECEIVED, started_ns, step, slice_, header.priority, size)
+            self._dispatch(ReplyArrived(slice_, step, server))
+        elif kind == Kind.NOTIFY:
+            self._dispatch(NotifyArrived(slice_, step, server, header.flags))
+        elif kind == Kind.WELCOME:
+            self._welcomes += 1
+            self._notify()
+        elif kind == Kind.FAILURE:
+            raise decode_failure(payload).as_error()
+        elif kind == Kind.BLOB_REPLY:
+            self._blobs[slice_] = payload
+            self._notify()
+        elif kind in (Kind.STATE_REPLY, Kind.STATUS_REPLY):
+            self._answers[(kind, slice_)] = bytes(payload)
+            self._notify()
+        else:
+            raise RemoteProtocolError(f"server {server} sent {Kind(kind).name}")
+
+    # Waiting and failing.
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait_until(
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float,
+        describe: Callable[[], str],
+        on_stall: Callable[[], None] | None = None,
+    ) -> None:
+        """Block until the condition holds; reports a stall, raises failure or `StepTimeout`."""
+        started = time.monotonic()
+        report_at = started + self._config.stall_report_s
+        ask_at = started + min(self._config.stall_report_s, timeout_s) / 2
+        with self._changed:
+            self._waiters += 1
+            try:
+                while not condition():
+                    if self._error is not None:
+                        raise self._error
+                    now = time.monotonic()
+                    if now >= started + timeout_s:
+                        raise self._timeout(describe(), now - started)
+                    if on_stall is not None and now >= ask_at:
+                        ask_at = now + self._config.stall_report_s
+                        on_stall()
+                    if now >= report_at:
+                        report_at = float("inf")
+                        self._report(f"for {now - started:.0f} s waits for {describe()}")
+                    next_look = min(report_at, ask_at, started + timeout_s)
+                    self._changed.wait(max(0.0, min(next_look - now, 1.0)))
+            finally:
+                self._waiters -= 1
+
+    def _timeout(self, what: str, waited_s: float) -> StepTimeout:
+        error = StepTimeout(
+            f"rank {self._rank} waited {waited_s:.1f} s (step_timeout_s) for {what}"
+        )
+        self._error = error
+        return error
+
+    def _describe_wait(self, parameter: int, step: int) -> str:
+        name = self.manifest.parameters[parameter].name
+        with self._lock:
+            missing = self._machine.missing_slices(parameter)
+        if not missing:
+            return f"parameter {name}, step {step}"
+        queued = [piece for piece, sent in missing if not sent]
+        text = (
+            f"parameter {name}, step {step}, stage "
+            f"{(Stage.PUSH_QUEUED if queued else Stage.REPLY_RECEIVED).value}:"
+            f" {len(missing)} of its slices are missing"
+        )
+        if queued:
+            current = self._outbox.current
+            to = f" while sending to server {current.peer}" if current is not None else ""
+            text += f", {len(queued)} of them not yet sent{to}"
+        parts = []
+        for server in sorted({piece.server for piece, _ in missing}):
+            slice_ = next(piece.number for piece, _ in missing if piece.server == server)
+            status = self._answers.get((Kind.STATUS_REPLY, slice_))
+            parts.append(
+                f"server {server} says: {status.decode(errors='replace')}"
+                if status is not None
+                else f"server {server} has not answered"
+            )
+        return f"{text}; " + "; ".join(parts)
+
+    def _ask_status(self, parameter: int) -> None:
+        with self._lock:
+            missing = self._machine.missing_slices(parameter)
+        asked: set[int] = set()
+        for piece, sent in missing:
+            if sent and piece.server not in asked:
+                asked.add(piece.server)
+                self._answers.pop((Kind.STATUS_REPLY, piece.number), None)
+                step = self._machine.step_of(parameter)
+                self._send_message(
+                    piece.server,
+                    Kind.STATUS_PULL,
+                    step,
+                    CONTROL_PRIORITY,
+                    b"",
+                    slice_=piece.number,
+                )
+
+    def _report(self, text: str) -> None:
+        print(f"foreprop: rank {self._rank} {text}", file=sys.stderr, flush=True)
+
+    def _fail(self, error: ForepropError) -> None:
+        """Keep the first error, and give up all connections: nothing more is coming."""
+        if self._error is None and not self._closing:
+            self._error = error
+        self._finished.set()
+        self._notify()
+
+    def _broke(self, error: BaseException) -> None:
+        if isinstance(error, ForepropError):
+            # a broken connection is told better by its receiving end, which may know the cause
+            if isinstance(error, TransportError):
+                time.sleep(0.5)
+            self._fail(error)
+        else:
+            wrapped = InternalError(f"rank {self._rank}: {error!r}")
+            wrapped.__cause__ = error
+            self._fail(wrapped)

@@ -1,0 +1,95 @@
+"""TCP connections: which address to use, how many bytes the kernel may hold, how to connect."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import time
+
+import psutil
+
+from foreprop.errors import ConfigError, TransportError
+
+TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+_EMULATED_BUFFER_BYTES = 65_536
+
+
+def local_address(rendezvous_host: str, interface: str | None = None) -> str:
+    """The address that peers shall connect to.
+
+    By default the one on the route to the rendezvous host; ``interface`` overrides it with an
+    interface's name (``eth1``) or an address of this machine.
+    """
+    if interface is None:
+        return _address_on_route(rendezvous_host)
+    addresses = psutil.net_if_addrs()
+    if interface in addresses:
+        for entry in addresses[interface]:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                return str(entry.address)
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(interface.partition("%")[0])
+        return interface
+    raise ConfigError(
+        f"interface is {interface!r}; it must be an address of this machine or one of"
+        f" {', '.join(sorted(addresses))}"
+    )
+
+
+def _address_on_route(host: str) -> str:
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing; the kernel picks the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportError(f"no route to the rendezvous host {host!r}: {error}") from error
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of this address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise TransportError(f"cannot listen on {address}: {error}") from error
+
+
+def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
+    """Connect, trying again until ``timeout_s`` has passed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            left_s = max(0.1, deadline - time.monotonic())
+            sock = socket.create_connection((address, port), timeout=min(left_s, 10.0))
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TransportError(
+                    f"no connection to {address} port {port} within {timeout_s:g} s: {error}"
+                ) from error
+            time.sleep(0.05)
+        else:
+            sock.settimeout(None)
+            return sock
+
+
+def tune(
+    sock: socket.socket, *, unsent_bytes: int, timeout_s: float, emulated: bool = False
+) -> None:
+    """Bound the bytes that the kernel holds unsent, so that priority is decided late.
+
+    A peer that acknowledges nothing for ``timeout_s`` breaks the connection. ``emulated``: the
+    bytes pass an emulated link, which a large kernel buffer would bypass.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if emulated:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _EMULATED_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EMULATED_BUFFER_BYTES)
+    with contextlib.suppress(OSError):  # not every system has these
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, unsent_bytes)
+        milliseconds = max(1000, int(timeout_s * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)

@@ -1,0 +1,230 @@
+"""What one worker did in a few consecutive steps: read from a recorded trace, drawn by the report.
+
+A timeline is a cut out of the Chrome trace of one worker: what it computed, what it sent and
+received meanwhile, and where it stood still because a parameter had not come back yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from foreprop.errors import ConfigError
+
+Lane = Literal["compute", "push", "reply", "wait"]
+
+SAME_TIME_S = 2e-6
+"""Recorded times are good to about a microsecond: a smaller overlap is none."""
+
+_LANES: Mapping[str, Lane] = {
+    "forward": "compute",
+    "backward": "compute",
+    "push_sent": "push",
+    "reply_received": "reply",
+    "wait": "wait",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEvent:
+    """One thing that took time; seconds count from the start of the timeline's window."""
+
+    lane: Lane
+    direction: str = ""
+    """"forward" or "backward" for compute, empty otherwise."""
+    layer: str
+    """Layer name for compute, parameter name for what is sent, received and waited for."""
+    layer_index: int
+    """Position of the layer in the forward pass, from 0."""
+    step: int
+    start_s: float
+    stop_s: float
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start_s) and self.start_s <= self.stop_s < math.inf):
+            raise ConfigError(
+                f"start_s is {self.start_s} and stop_s is {self.stop_s} ({self.lane} of "
+                f"{self.layer}); an event must not stop before it starts"
+            )
+        if self.layer_index < 0:
+            raise ConfigError(f"layer_index is {self.layer_index}; it must be at least 0")
+
+    @property
+    def duration_s(self) -> float:
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Consecutive steps of one worker under one preset."""
+
+    preset: str
+    events: Sequence[TimelineEvent]
+
+    @property
+    def stop_s(self) -> float:
+        """When the last event stops, in seconds from the start of the window."""
+        return max((event.stop_s for event in self.events), default=0.0)
+
+
+class StepSpan(NamedTuple):
+    """A step from its first forward block, or the waiting that leads to it, to the next step."""
+
+    step: int
+    start_s: float
+    stop_s: float
+    wait_s: float
+    """Seconds of the span in which at least one parameter was waited for."""
+
+
+def step_spans(events: Sequence[TimelineEvent], *, floor_s: float = 0.0) -> list[StepSpan]:
+    """The steps that have compute events, in order; none starts before `floor_s`.
+
+    Waiting is counted where it happens, not by the step that it is labelled with: waiting between
+    the last backward block of a step and the first forward block of the next belongs to the next.
+    """
+    compute: dict[int, tuple[float, float]] = {}
+    for event in events:
+        if event.lane == "compute":
+            first, last = compute.get(event.step, (math.inf, -math.inf))
+            compute[event.step] = min(first, event.start_s), max(last, event.stop_s)
+    waits = union((e.start_s, e.stop_s) for e in events if e.lane == "wait")
+    steps = sorted(compute)
+    starts: list[float] = []
+    idle_since_s = floor_s
+    for step in steps:
+        first, last = compute[step]
+        leading = (max(a, idle_since_s) for a, b in waits if b > idle_since_s and a < first)
+        starts.append(min(first, min(leading, default=first)))
+        idle_since_s = last
+    stops = [*starts[1:], idle_since_s]
+    return [
+        StepSpan(step, start, stop, _overlap_s(waits, start, stop))
+        for step, start, stop in zip(steps, starts, stops, strict=False)
+    ]
+
+
+def timeline_from_trace(
+    trace: Mapping[str, Any], *, first_step: int, steps: int = 2
+) -> list[TimelineEvent]:
+    """Cut `steps` steps out of one worker's Chrome trace (its "ts" and "dur" in microseconds).
+
+    The window starts with the first forward event of `first_step`, or with the waiting that leads
+    directly to it, and ends with the last forward or backward event of the last step. Whatever
+    overlaps it is returned, clipped to it, with times relative to its start; so pushes and replies
+    of the step before may be among it. Time waited inside a layer's forward or backward is taken
+    out of that layer's compute event. Layers are numbered in the order of their first forward
+    event in the file; a parameter belongs to the layer that its name starts with.
+
+    Raises ConfigError if the trace lacks one of the steps.
+    """
+    events = _parse(trace)
+    start_s, stop_s = _window(events, first_step, steps)
+    clipped = [_clip(event, start_s, stop_s) for event in events]
+    inside = [event for event in clipped if event is not None]
+    waits = union((e.start_s, e.stop_s) for e in inside if e.lane == "wait")
+    pieces = [piece for event in inside for piece in _without_waits(event, waits)]
+    return sorted(pieces, key=lambda event: event.start_s)
+
+
+def _parse(trace: Mapping[str, Any]) -> list[TimelineEvent]:
+    """Every event of a known category, in seconds from the first (epoch times lose precision)."""
+    raw = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X" and e.get("cat") in _LANES]
+    raw.sort(key=lambda event: float(event["ts"]))
+    zero_us = float(raw[0]["ts"]) if raw else 0.0
+    indices: dict[str, int] = {}
+    for event in raw:
+        if event["cat"] == "forward":
+            indices.setdefault(event["name"], len(indices))
+    return [_event(item, indices, zero_us) for item in raw]
+
+
+def _event(raw: Mapping[str, Any], indices: dict[str, int], zero_us: float) -> TimelineEvent:
+    args = raw.get("args", {})
+    lane = _LANES[raw["cat"]]
+    start_s = (float(raw["ts"]) - zero_us) / 1e6
+    return TimelineEvent(
+        lane=lane,
+        direction=raw["cat"] if lane == "compute" else "",
+        layer=raw["name"],
+        layer_index=_layer_index(raw["name"], indices),
+        step=int(args.get("step", -1)),
+        start_s=start_s,
+        stop_s=start_s + float(raw.get("dur", 0)) / 1e6,
+        bytes=int(args.get("bytes", 0)),
+    )
+
+
+def _layer_index(name: str, indices: dict[str, int]) -> int:
+    """Index of the layer with the longest name that leads `name`; unknown layers come last."""
+    prefix = name
+    while prefix not in indices and "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+    if prefix in indices:
+        return indices[prefix]
+    return indices.setdefault(name.rpartition(".")[0] or name, len(indices))
+
+
+def _window(events: Sequence[TimelineEvent], first_step: int, steps: int) -> tuple[float, float]:
+    wanted = range(first_step, first_step + steps)
+    compute = [e for e in events if e.lane == "compute"]
+    forward_steps = {e.step for e in compute if e.direction == "forward"}
+    missing = [step for step in wanted if step not in forward_steps]
+    if missing or not wanted:
+        raise ConfigError(
+            f"first_step is {first_step} and steps is {steps}, but the trace has no forward event "
+            f"of the steps {missing}; it has {_range_text(forward_steps)}"
+        )
+    first_s = min(e.start_s for e in compute if e.step == first_step and e.direction == "forward")
+    before = max((e.stop_s for e in compute if e.step < first_step), default=first_s)
+    window = [e for e in events if e.lane == "wait" or e.step >= first_step]
+    start_s = step_spans(window, floor_s=min(before, first_s))[0].start_s
+    return start_s, max(e.stop_s for e in compute if e.step == wanted[-1])
+
+
+def _range_text(steps: set[int]) -> str:
+    return f"steps {min(steps)} to {max(steps)}" if steps else "none at all"
+
+
+def _clip(event: TimelineEvent, start_s: float, stop_s: float) -> TimelineEvent | None:
+    """The part of the event inside the window, relative to its start; None if it is outside."""
+    start = max(event.start_s, start_s)
+    stop = min(event.stop_s, stop_s)
+    if stop - start < min(event.duration_s, SAME_TIME_S) or start > stop:
+        return None
+    return replace(event, start_s=start - start_s, stop_s=stop - start_s)
+
+
+def _without_waits(
+    event: TimelineEvent, waits: Sequence[tuple[float, float]]
+) -> Iterator[TimelineEvent]:
+    """A compute event without the time in it that was spent waiting; others as they are."""
+    start = event.start_s
+    if event.lane == "compute":
+        for wait_start, wait_stop in waits:
+            if wait_stop <= start or wait_start >= event.stop_s:
+                continue
+            if wait_start > start:
+                yield replace(event, start_s=start, stop_s=wait_start)
+            start = wait_stop
+        if start >= event.stop_s > event.start_s:
+            return
+    yield replace(event, start_s=start)
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The spans sorted, overlapping ones joined."""
+    joined: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _overlap_s(spans: Iterable[tuple[float, float]], start_s: float, stop_s: float) -> float:
+    return math.fsum(max(0.0, min(b, stop_s) - max(a, start_s)) for a, b in spans)

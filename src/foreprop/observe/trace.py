@@ -1,0 +1,113 @@
+"""Records what happened when, as a Chrome trace that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Clock = Callable[[], int]
+
+_EVENTS_LIMIT = 2_000_000
+
+
+class TraceRecorder:
+    """Collects spans of one process and writes them at the end. Any thread may call it.
+
+    Times are `time.time_ns` values, so that traces of several processes can be laid together
+    (on one machine exactly, across machines as well as their clocks agree).
+    """
+
+    def __init__(self, path: Path, process: str, process_id: int) -> None:
+        self.path = path
+        self._process = process
+        self._process_id = process_id
+        self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._events: list[tuple[str, str, int, int, int, int, int, int, int]] = []
+
+    @staticmethod
+    def now_ns() -> int:
+        return time.perf_counter_ns()
+
+    def span(
+        self,
+        category: str,
+        name: str,
+        start_ns: int,
+        *,
+        step: int,
+        stop_ns: int | None = None,
+        size_bytes: int = 0,
+        slice_: int = -1,
+        priority: int = 0,
+    ) -> None:
+        """Record a span from ``start_ns`` (see `now_ns`) to ``stop_ns``, by default now."""
+        if len(self._events) >= _EVENTS_LIMIT:
+            return
+        stop = self.now_ns() if stop_ns is None else stop_ns
+        thread = threading.get_native_id()
+        self._events.append(
+            (category, name, start_ns, stop, thread, step, size_bytes, slice_, priority)
+        )
+
+    def write(self) -> None:
+        """Write the file; once, at the end of the session."""
+        names = {
+            thread.native_id: thread.name
+            for thread in threading.enumerate()
+            if thread.native_id is not None
+        }
+        meta: list[dict[str, object]] = [
+            {
+                "ph": "M",
+                "pid": self._process_id,
+                "name": "process_name",
+                "args": {"name": self._process},
+            }
+        ]
+        meta += [
+            {
+                "ph": "M",
+                "pid": self._process_id,
+                "tid": ident,
+                "name": "thread_name",
+                "args": {"name": name},
+            }
+            for ident, name in names.items()
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        events = meta + [self._as_json(event) for event in list(self._events)]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        partial.replace(self.path)
+
+    def _as_json(
+        self, event: tuple[str, str, int, int, int, int, int, int, int]
+    ) -> dict[str, object]:
+        category, name, start, stop, thread, step, size_bytes, slice_, priority = event
+        return {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "ts": (start + self._offset_ns) / 1e3,
+            "dur": (stop - start) / 1e3,
+            "pid": self._process_id,
+            "tid": thread,
+            "args": {
+                "step": step,
+                "bytes": size_bytes,
+                "slice": slice_,
+                "priority": priority,
+            },
+        }
+
+
+def merge_traces(directory: Path, target: Path) -> int:
+    """Lay all ``*.json`` traces of a directory into one file; returns the number of events."""
+    events: list[object] = []
+    for path in sorted(directory.glob("*.trace.json")):
+        events += json.loads(path.read_text())["traceEvents"]
+    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return len(events)

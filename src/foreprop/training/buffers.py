@@ -1,0 +1,86 @@
+"""Buffers (BatchNorm's running statistics): local while training, rank 0's when it matters.
+
+In a forward pass in evaluation mode and in ``state_dict()`` every rank shows rank 0's buffers of
+the last completed step. Rank 0 leaves a copy with a server at each step; the others fetch it when
+they need it, so no rank has to do anything at the same time as another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.engine.slicestore import bytes_of
+
+
+class BufferSource(Protocol):
+    def synchronise_buffers(self) -> None:
+        """Make the local buffers rank 0's of the last completed step."""
+
+    def flush(self) -> None:
+        """Wait for all pending parameters."""
+
+
+class ModelHook:
+    """A hook on the model that survives copying and pickling of the model: a copy does nothing."""
+
+    def __init__(self, source: BufferSource | None = None) -> None:
+        self._source = weakref.ref(source) if source is not None else None
+
+    def _get(self) -> BufferSource | None:
+        return self._source() if self._source is not None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
+        return type(self), ()
+
+
+class BeforeForward(ModelHook):
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if not module.training:
+            _synchronise(self)
+
+
+class BeforeStateDict(ModelHook):
+    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        _synchronise(self)
+
+
+class BeforeLoadStateDict(ModelHook):
+    def __call__(self, module: torch.nn.Module, *args: Any) -> None:
+        source = self._get()
+        if source is not None:
+            source.flush()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _synchronise(hook: ModelHook) -> None:
+    source = hook._get()
+    if source is not None:
+        source.synchronise_buffers()
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The tensors' bytes, one after the other."""
+    return b"".join(bytes(bytes_of(tensor.detach().cpu().contiguous())) for tensor in tensors)
+
+
+def unpack_into(tensors: Sequence[torch.Tensor], data: memoryview) -> None:
+    """The inverse of `pack`, in place."""
+    offset = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            received = torch.empty(tensor.shape, dtype=tensor.dtype)
+            size = received.numel() * received.element_size()
+            bytes_of(received)[:] = data[offset : offset + size]
+            tensor.copy_(received)
+            offset += size
+
+
+def packed_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

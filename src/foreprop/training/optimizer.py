@@ -1,0 +1,93 @@
+"""What the servers need to know of the user's optimizer, and which optimizers they can apply."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from foreprop.core.manifest import Hyperparameters, OptimizerInfo
+from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS
+from foreprop.errors import ConfigError
+
+_IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
+
+_REASONS = {
+    "LBFGS": "it needs the whole gradient and evaluates the model several times in one step",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it keeps row and column statistics of whole matrices",
+    "SparseAdam": "it needs sparse gradients, which come with a later version of foreprop",
+}
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse, with the reason, what cannot be applied slice by slice on the servers."""
+    cls = type(optimizer)
+    if ELEMENTWISE_OPTIMIZERS.get(cls.__name__) is not cls:
+        own = "it is not one of torch.optim's, and servers build the optimizer from its name"
+        reason = _REASONS.get(cls.__name__, own) if cls.__module__.startswith("torch.") else own
+        allowed = ", ".join(sorted(ELEMENTWISE_OPTIMIZERS))
+        raise ConfigError(
+            f"optimizer is {cls.__name__}, which is not element-wise as far as servers know:"
+            f" {reason}. The servers update each slice by itself. Use one of {allowed}."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ConfigError(f"parameter group {number} has differentiable=True; set it to False")
+
+
+def optimizer_info(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
+    return OptimizerInfo(name=type(optimizer).__name__, groups=hyperparameters(optimizer))
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, ...]:
+    """The numbers of every parameter group, as they are now."""
+    names = _names(type(optimizer))
+    return tuple(
+        {name: _plain(group[name], name) for name in names if name in group}
+        for group in optimizer.param_groups
+    )
+
+
+_names_of: dict[type, tuple[str, ...]] = {}
+
+
+def _names(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    names = _names_of.get(cls)
+    if names is None:
+        accepted = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and params
+        names = tuple(name for name in accepted if name not in _IMPLEMENTATION_CHOICES)
+        _names_of[cls] = names
+    return names
+
+
+def _plain(value: Any, name: str) -> bool | int | float | list[float] | None:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return [float(item) for item in value]
+    raise ConfigError(f"{name} of a parameter group is {value!r}; it must be a number")
+
+
+def named_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """The optimizer's parameters in the model's order: (name, parameter, group).
+
+    Those that the model does not have come last, under the name of their group.
+    """
+    group_of: dict[int, tuple[int, int, torch.nn.Parameter]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            group_of[id(parameter)] = (number, position, parameter)
+    for name, parameter in model.named_parameters():
+        found = group_of.pop(id(parameter), None)
+        if found is not None:
+            yield name, parameter, found[0]
+    for number, position, parameter in group_of.values():
+        yield f"group{number}.{position}", parameter, number

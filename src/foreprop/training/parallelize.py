@@ -1,0 +1,69 @@
+"""The one line that makes a model's training data-parallel."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from foreprop.config import Config
+from foreprop.engine.world import World, current_world
+from foreprop.errors import ConfigError
+from foreprop.training.session import Session
+
+
+def parallelize(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    preset: str | None = None,
+    config: Config | None = None,
+    world: World | None = None,
+    **settings: Any,
+) -> Session:
+    """Train ``model`` with ``optimizer`` on all ranks in step; both are changed in place.
+
+    Call it on every rank, after the model is on its device and all parameter groups are there,
+    before the first forward pass. Rank 0's parameters, buffers and optimizer state become
+    everybody's. Ranks and addresses come from torchrun; started plainly the world is this process.
+
+    Args:
+        model: any module; its parameters keep their identity, names and class.
+        optimizer: an element-wise ``torch.optim`` optimizer over (some of) its parameters.
+        preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp`` or ``tensorflow``.
+        config: all settings at once, instead of ``preset`` and ``settings``.
+        world: who takes part; by default found from the environment.
+        **settings: single fields of `Config`, over preset and environment.
+
+    Raises:
+        ConfigError: a setting, parameter or optimizer that cannot be used; nothing is changed.
+        HandshakeError: the ranks do not agree; both sides' values are in the message.
+        StepTimeout, PeerLost: another process did not come, or went away.
+    """
+    if config is not None and (preset is not None or settings):
+        raise ConfigError("give either config, or preset and single settings, not both")
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer"
+        )
+    config = config or Config.resolve(preset, **settings)
+    session = Session(model, optimizer, world or current_world(), config)
+    if session.rank == 0 and session.world_size > 1:
+        print(f"foreprop: {describe(session)}", file=sys.stderr, flush=True)
+    return session
+
+
+def describe(session: Session) -> str:
+    """One line: who takes part, how, and over which interface."""
+    config, connections = session.config, session._connections
+    kind = "dedicated" if config.dedicated_servers else "beside the workers"
+    return (
+        f"{session.world_size} workers on {connections.nodes} node(s), {connections.servers}"
+        f" server(s) {kind}; granularity={config.granularity} order={config.order}"
+        f" reply={config.reply} placement={config.placement} slice_elems={config.slice_elems};"
+        f" address {connections.address}"
+        + (f" (interface={config.interface})" if config.interface else "")
+    )

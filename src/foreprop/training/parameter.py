@@ -1,0 +1,320 @@
+"""One synchronised parameter: when its gradient is pushed, and what must not happen meanwhile.
+
+After its push a gradient belongs to the library until the optimizer's step has returned the new
+values. Everything that would silently give other results than plain PyTorch raises
+`TrainingLoopError` with what to do instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
+
+from foreprop.core.wire import Flag
+from foreprop.engine.worker import WorkerEngine
+from foreprop.errors import ConfigError, InternalError, TrainingLoopError
+from foreprop.training.memory import Memory, memory_of
+from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
+
+_CLIP_HINT = (
+    "After backward() a gradient belongs to foreprop, which may have sent it already. Do not edit"
+    " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_);"
+    " scale the loss instead."
+)
+
+
+class SessionState(Protocol):
+    """What a parameter needs to know of its session."""
+
+    engine: WorkerEngine
+    completed: int
+    """Steps that `optimizer.step()` has ended."""
+
+    fixed_passes: int | None
+    """Backward passes per step as configured; None: to be learned."""
+
+    @property
+    def eager(self) -> bool:
+        """Whether gradients are pushed during the backward pass, not only at step()."""
+
+    def begin_pushing(self) -> None:
+        """Called before a step's pushes."""
+
+    def record_use(self, parameter: SynchronisedParameter) -> None:
+        """The first differentiable use of a parameter."""
+
+
+class SynchronisedParameter:
+    """The life of one parameter between `backward()` and its next use."""
+
+    def __init__(
+        self, index: int, name: str, parameter: torch.nn.Parameter, session: SessionState
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.expected_passes = 0  # backward passes per step; 0: not known yet
+        self._session = session
+        self._memory: Memory = memory_of(parameter)
+        self._address = parameter.data_ptr()
+        self._version = parameter._version
+        self._watched = False
+        self._exposed = False  # somebody holds `.data`, through which edits leave no trace
+        self._hook: RemovableHandle | None = None
+        self._passes = 0  # since the gradient was last discarded
+        self._seen: weakref.ref[torch.Tensor] | None = None
+        self._seen_version = 0
+        self._applied = False  # the gradient in `p.grad` has been used by a step already
+        self._pushed_step = 0
+        self._held: torch.Tensor | None = None  # the gradient while it is being sent
+        self._gradient: memoryview | None = None  # its bytes
+        self._unsent_bytes = 0
+        self.attach_hook()
+
+    # The memory that the engine reads and writes.
+    @property
+    def values(self) -> memoryview:
+        return self._memory.values
+
+    def take_gradient(
+        self, start_bytes: int, stop_bytes: int
+    ) -> tuple[memoryview, Callable[[], None]]:
+        held, whole, version = self._held, self._gradient, self._seen_version
+        if held is None or whole is None:
+            raise InternalError(f"no gradient of {self.name} is held")
+
+        def check() -> None:
+            if held._version != version:
+                raise TrainingLoopError(
+                    f"the gradient of {self.name} was changed while it was being sent. Use"
+                    " optimizer.zero_grad() (which knows), or zero_grad(set_to_none=True)."
+                )
+
+        self._unsent_bytes -= stop_bytes - start_bytes
+        if self._unsent_bytes <= 0:
+            self._held = self._gradient = None
+        return whole[start_bytes:stop_bytes], check
+
+    # Gradients.
+    def attach_hook(self) -> None:
+        """Watch for gradients, if the parameter can have any."""
+        if self._hook is None and self.parameter.requires_grad:
+            register: Any = self.parameter.register_post_accumulate_grad_hook
+            self._hook = register(self._on_gradient)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Autograd has added to ``parameter.grad``. Runs in the backward pass."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+        if gradient is None:
+            return
+        self._check_gradient(gradient)
+        session = self._session
+        step = session.completed + 1
+        kept = self._seen is not None and self._seen() is gradient
+        if self._pushed_step == step:
+            self._refuse_another_pass(kept)
+        continued = kept and gradient._version == self._seen_version + 1
+        if not continued:  # a new gradient, or a zeroed one: what was there is discarded
+            self._passes, self._applied = 0, False
+        self._passes += 1
+        self._seen = weakref.ref(gradient)
+        self._seen_version = gradient._version
+        if session.eager and not self._applied and self._passes == self.expected_passes:
+            session.begin_pushing()
+            self._push(gradient, step)
+
+    def _check_gradient(self, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.strided:
+            raise ConfigError(
+                f"the gradient of {self.name} is sparse; use sparse=False for this embedding"
+                " (sparse gradients come with a later version of foreprop)"
+            )
+
+    def _refuse_another_pass(self, kept: bool) -> None:
+        if kept:
+            raise TrainingLoopError(
+                f"{self.name} received another gradient after {self.expected_passes} backward"
+                " pass(es), the number learned in the first step, had been pushed. If the number"
+                " varies, set backward_passes to the largest one: parallelize(...,"
+                " backward_passes=N); fewer are sent at step()."
+            )
+        raise TrainingLoopError(
+            f"the gradient of {self.name} was pushed in step {self._pushed_step}, then discarded,"
+            " and optimizer.step() was never called. Call optimizer.step() after every backward"
+            " pass, or decide before backward() whether to make the step."
+        )
+
+    def _push(self, gradient: torch.Tensor | None, step: int) -> None:
+        """Hand the gradient (or word that there is none) to the engine; from now on pending."""
+        flags, with_value = self._note_changed_value()
+        increment_version(self.parameter)  # whoever saved the old value must not use it
+        self._version = self.parameter._version
+        if gradient is None:
+            flags |= Flag.NO_GRADIENT
+        else:
+            self._held = gradient
+            self._unsent_bytes = gradient.numel() * gradient.element_size()
+            self._gradient = self._memory.take_gradient(gradient.detach())
+        self._pushed_step = step
+        self._watched = False
+        if gradient is None or gradient.numel():
+            make_wait(self.parameter, self)
+        self._session.engine.push(self.index, step, flags=flags, with_value=with_value)
+
+    def _note_changed_value(self) -> tuple[int, bool]:
+        """Flags and whether rank 0 must send the values, if the parameter was changed by hand."""
+        parameter = self.parameter
+        changed = parameter._version != self._version
+        if parameter.data_ptr() != self._address:
+            self._rebind()
+            changed = True
+        exposed, self._exposed = self._exposed, False
+        if (changed or exposed) and self._session.engine.is_rank_zero:
+            self._memory.before_sending_values()
+            return (Flag.VALUE_CHANGED if changed else 0), True
+        return (Flag.VALUE_CHANGED if changed else 0), False
+
+    def _rebind(self) -> None:
+        info = self._session.engine.manifest.parameters[self.index]
+        dtype = str(self.parameter.dtype).removeprefix("torch.")
+        if tuple(self.parameter.shape) != info.shape or dtype != info.dtype:
+            raise ConfigError(
+                f"{self.name} was {info.dtype} {info.shape} at parallelize() and is {dtype}"
+                f" {tuple(self.parameter.shape)} now; change the model before parallelize()"
+            )
+        self._memory = memory_of(self.parameter)
+        self._address = self.parameter.data_ptr()
+
+    # The end of a step.
+    def finish_step(self, step: int) -> None:
+        """`optimizer.step()`: push what has not been pushed; check what has."""
+        gradient = self.parameter.grad
+        if self._pushed_step == step:
+            self._check_still_ours(gradient)
+        else:
+            if gradient is None and not self.parameter.requires_grad:
+                return
+            self._check_not_edited(gradient)
+            self.attach_hook()
+            self.settle()
+            if gradient is not None:
+                self._check_gradient(gradient)
+                self._seen = weakref.ref(gradient)
+                self._seen_version = gradient._version
+            self._session.begin_pushing()
+            self._push(gradient, step)
+        learning = not self._session.eager or not self.expected_passes
+        if learning and self._passes and not self._applied:
+            self.expected_passes = self._session.fixed_passes or self._passes
+        self._applied, self._passes = True, 0
+
+    def _check_still_ours(self, gradient: torch.Tensor | None) -> None:
+        seen = self._seen() if self._seen is not None else None
+        if gradient is None or gradient is not seen:
+            raise TrainingLoopError(
+                f"the gradient of {self.name} was discarded or replaced between backward() and"
+                f" step(), after it had been pushed. {_CLIP_HINT}"
+            )
+        self._check_not_edited(gradient)
+
+    def _check_not_edited(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None or self._applied or self._seen is None or self._passes == 0:
+            return
+        if self._seen() is gradient and gradient._version != self._seen_version:
+            raise TrainingLoopError(
+                f"the gradient of {self.name} was edited in place between backward() and step()."
+                f" {_CLIP_HINT}"
+            )
+
+    def replace_busy_gradient(self) -> None:
+        """`zero_grad(set_to_none=False)`: zeros in new memory while the old is being sent."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._held is not None and self.parameter.grad is self._held:
+                self.parameter.grad = torch.zeros_like(self._held)
+
+    # The start.
+    def before_offering(self) -> None:
+        """Rank 0: the values are about to be read."""
+        self._memory.before_sending_values()
+
+    def receive_initial_value(self) -> None:
+        """Other ranks: block until rank 0's values are here."""
+        self._session.engine.wait(self.index, 0)
+        self._memory.land()
+        self._version = self.parameter._version
+
+    # First use.
+    def watch(self) -> None:
+        """Report the parameter's next differentiable use to the session, as its first."""
+        self._watched = True
+        make_wait(self.parameter, self)
+
+    def unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            stop_waiting(self.parameter)
+
+    def before_use(self, func: Callable[..., Any], *, in_place: bool) -> bool:
+        """Called by the waiting parameter: wait, and give the class back."""
+        session = self._session
+        if self._pushed_step > session.completed:
+            raise TrainingLoopError(
+                f"{self.name} is used between its backward pass and optimizer.step(): its gradient"
+                f" is pushed and its value may be replaced at any moment. Call optimizer.step()"
+                " first. If several backward passes belong to one step, their number was learned"
+                " in the first step; set it with parallelize(..., backward_passes=N)."
+            )
+        if self._watched:
+            with torch._C.DisableTorchFunctionSubclass():
+                stop_waiting(self.parameter)
+            return True
+        if in_place:
+            raise TrainingLoopError(
+                f"{self.name} is changed by hand while its update is pending: the update would"
+                " overwrite the change. Call session.flush() after optimizer.step(), then change"
+                " it, on every rank alike."
+            )
+        self.settle()
+        if func == _GET_DATA:
+            self._exposed = True
+        return False
+
+    def after_use(self, result: Any) -> None:
+        if _is_differentiable(result):
+            self._watched = False
+            self._session.record_use(self)
+        elif self._watched and not is_waiting(self.parameter):
+            make_wait(self.parameter, self)
+
+    def settle(self) -> None:
+        """Wait for the pending update, if there is one, and make it visible."""
+        if not is_waiting(self.parameter) or self._watched:
+            return
+        self._session.engine.wait(self.index, self._pushed_step)
+        stop_waiting(self.parameter)
+        self._memory.land()
+        self._version = self.parameter._version
+
+    def detach(self) -> None:
+        """The session is over: the parameter becomes an ordinary one, whatever is pending."""
+        self._watched = False
+        if is_waiting(self.parameter):
+            stop_waiting(self.parameter)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _is_differentiable(result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        return result.requires_grad
+    return isinstance(result, (tuple, list)) and any(_is_differentiable(item) for item in result)

@@ -1,0 +1,161 @@
+"""A parameter that waits for itself.
+
+While a parameter is pending, its Python class is a subclass of its own whose
+``__torch_function__`` first waits for the reply, gives the old class back, and then runs the
+operation. So the wait sits exactly at the first use, whatever uses it: a layer, ``F.linear``,
+``MultiheadAttention``'s direct use of ``out_proj.weight``, ``state_dict``, ``deepcopy``, a print.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from foreprop.errors import InternalError
+
+
+class Pending(Protocol):
+    """What the class asks of whoever made the parameter wait."""
+
+    def before_use(self, func: Callable[..., Any], *, in_place: bool) -> bool:
+        """Wait, give the class back; True if `after_use` wants to see the result."""
+
+    def after_use(self, result: Any) -> None:
+        """An operation with the parameter has returned ``result``."""
+
+
+_pending: dict[int, Pending] = {}
+_classes: dict[type, type] = {}
+
+_Tensor = torch.Tensor
+_ATTRIBUTES = (
+    "shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_sparse is_meta"
+    " is_quantized is_mkldnn is_nested is_cpu _version names itemsize nbytes output_nr"
+    " retains_grad _backward_hooks _post_accumulate_grad_hooks"
+).split()
+_METHODS = (
+    "size dim numel nelement stride is_contiguous element_size is_floating_point is_complex"
+    " __hash__ __len__ register_hook register_post_accumulate_grad_hook requires_grad_"
+    " storage_offset is_inference get_device is_shared ndimension dim_order"
+).split()
+
+
+def _harmless() -> Iterator[Any]:
+    for name in _ATTRIBUTES:
+        attribute = getattr(_Tensor, name, None)
+        for way in ("__get__", "__set__", "__delete__"):
+            if hasattr(attribute, way) and not (name == "_version" and way != "__get__"):
+                yield getattr(attribute, way)
+    for name in _METHODS:
+        if hasattr(_Tensor, name):
+            yield getattr(_Tensor, name)
+
+
+NEEDS_NO_VALUE = frozenset(_harmless())
+"""What only asks about the tensor, not for its elements."""
+
+_SET_DATA = _Tensor.data.__set__  # type: ignore[attr-defined]
+_IN_PLACE_DUNDERS = frozenset(
+    f"__i{name}__"
+    for name in "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
+) | {"__setitem__"}
+
+
+def make_wait(parameter: torch.nn.Parameter, pending: Pending) -> None:
+    """Swap the parameter's class; from now on ``pending`` is asked before each use."""
+    cls = type(parameter)
+    waiting = _classes.get(cls)
+    if waiting is None:
+        waiting = _classes[cls] = type(f"Waiting{cls.__name__}", (_Waiting, cls), {})
+        _classes[waiting] = waiting
+    _pending[id(parameter)] = pending
+    parameter.__class__ = waiting
+
+
+def stop_waiting(parameter: torch.nn.Parameter) -> None:
+    """Give the parameter its own class back."""
+    if _pending.pop(id(parameter), None) is not None:
+        parameter.__class__ = type(parameter).__mro__[2]  # after the waiting class and its mixin
+
+
+def is_waiting(parameter: torch.Tensor) -> bool:
+    return id(parameter) in _pending
+
+
+class _Waiting:
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in NEEDS_NO_VALUE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        waited = _waiting_in(args, kwargs)
+        if not waited:
+            raise InternalError(f"{func} was called with a parameter that waits for nothing")
+        targets = _targets(func, args, kwargs)
+        watching = [
+            pending
+            for tensor, pending in waited
+            if pending.before_use(func, in_place=id(tensor) in targets)
+        ]
+        result = func(*args, **kwargs)
+        for pending in watching:
+            pending.after_use(result)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _outside_torch(self, lambda: copy.deepcopy(self, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _outside_torch(
+            self, lambda: object.__getattribute__(self, "__reduce_ex__")(protocol)
+        )
+
+
+def _outside_torch(tensor: Any, use: Callable[[], Any]) -> Any:
+    """A use that torch would not tell us about, because it starts from the object's class."""
+    pending = _pending[id(tensor)]
+    watching = pending.before_use(use, in_place=False)
+    result = use()
+    if watching:
+        pending.after_use(None)
+    return result
+
+
+def _waiting_in(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[torch.Tensor, Pending]]:
+    found = [(arg, _pending[id(arg)]) for arg in args if id(arg) in _pending]
+    if not found or any(isinstance(arg, (list, tuple)) for arg in args) or kwargs:
+        seen = {id(tensor) for tensor, _ in found}
+        for leaf in tree_leaves((args, dict(kwargs))):
+            if id(leaf) in _pending and id(leaf) not in seen:
+                seen.add(id(leaf))
+                found.append((leaf, _pending[id(leaf)]))
+    return found
+
+
+def _targets(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> set[int]:
+    """The ids of the tensors that the call would write to."""
+    written: list[Any] = []
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    if args and (in_place or name in _IN_PLACE_DUNDERS or func == _SET_DATA):
+        first = args[0]
+        written += first if isinstance(first, (list, tuple)) else [first]
+    out = kwargs.get("out")
+    if out is not None:
+        written += out if isinstance(out, (list, tuple)) else [out]
+    return {id(tensor) for tensor in written}

@@ -1,0 +1,28 @@
+"""Fails every test that leaves threads, processes or open descriptors behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.leaks import Snapshot, adopt_orphans, reap_ended, wait_for_leaks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("leak_grace_s", "seconds that a test's leftovers have to end", default="2.0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    adopt_orphans()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = Snapshot.take()
+    yield
+    leaks = wait_for_leaks(before, float(request.config.getini("leak_grace_s")))
+    leaks.kill_processes()
+    reap_ended(before)
+    if leaks and request.node.get_closest_marker("leaks_ok") is None:
+        pytest.fail(leaks.describe(), pytrace=False)
