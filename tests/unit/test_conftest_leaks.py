@@ -43,7 +43,7 @@ def test_exempt():
     os.open(__file__, os.O_RDONLY)
 
 def test_clean():
-    thread = threading.Thread(target=time.sleep, args=(0.05,))
+    thread = threading.Thread(target=time.sleep, args=(0.02,))
     thread.start()
 """
 
@@ -95,7 +95,7 @@ def test_the_grace_is_not_used_up_when_nothing_leaked() -> None:
 def test_the_fixture_fails_each_leaky_test_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\nleak_grace_s = 0.3\nmarkers =\n    leaks_ok(reason): exempt\n"
+        "[pytest]\nleak_grace_s = 0.5\nmarkers =\n    leaks_ok(reason): exempt\n"
     )
     run = subprocess.run(
         [*PYTEST, "-c", str(tmp_path / "pytest.ini"), str(tmp_path / "test_leaky.py")],

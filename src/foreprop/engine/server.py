@@ -1,13 +1,14 @@
 """A server's shell: threads and sockets around `ServerMachine` and `SliceStore`.
 
-One thread accepts, one per worker receives, one updates, one sends. A receiving thread reads a
-push straight into a pooled buffer; the state machine decides, under one lock, what happens next.
+One thread accepts, one per worker receives, one sends. A receiving thread reads a push straight
+into a pooled buffer; the state machine decides, under one lock, what happens next. The thread
+whose push completes a slice also updates it, while its bytes are in the cache; as long as it does,
+completed slices queue in the machine, and the most urgent is next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import sys
 import threading
@@ -175,7 +176,6 @@ class Server:
         self._failure: Failure | None = None
         self._messages: dict[int, bytes] = {}
         self._next_token = 0
-        self._updates: queue.SimpleQueue[UpdateSlice | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._streams: list[Stream] = []
         self._outbox = Outbox(
@@ -214,7 +214,6 @@ class Server:
 
     def start(self) -> None:
         self._outbox.start()
-        self._spawn("update", self._run_updates)
 
     def serve(self, stream: Stream) -> None:
         """Take one worker's connection; returns at once."""
@@ -226,7 +225,6 @@ class Server:
     def wait(self) -> Failure | None:
         """Block until the session has ended, then release everything."""
         self._done.wait()
-        self._updates.put(None)
         self._say_farewell()
         for stream in list(self._streams):
             stream.close()
@@ -249,6 +247,7 @@ class Server:
 
     # Receiving.
     def _receive(self, peer: _Peer) -> None:
+        torch.set_grad_enabled(False)  # holds for this thread, which may have to update slices
         reader = FrameReader(lambda header: self._destination(peer, header))
         try:
             while True:
@@ -266,7 +265,8 @@ class Server:
             self._fail(failure_of(error))
         except BaseException as error:
             self._broke(error)
-        peer.stream.close()
+        if peer.rank < 0 or not self._done.is_set():
+            peer.stream.close()  # otherwise it is still told why the session has ended
         self._on_closed(peer)
 
     def _reject(self, peer: _Peer, error: RemoteProtocolError) -> None:
@@ -482,16 +482,19 @@ class Server:
         self._execute(instructions)
 
     def _execute(self, instructions: Sequence[object]) -> None:
-        for instruction in instructions:
-            kind = type(instruction)
-            if kind is SendFrame:
-                self._outbox.submit(instruction)  # type: ignore[arg-type]
-            elif kind is UpdateSlice:
-                self._updates.put(instruction)  # type: ignore[arg-type]
-            elif isinstance(instruction, FailSession):
-                self._fail_as_told(instruction)
-            elif isinstance(instruction, FinishSession):
-                self._done.set()
+        while instructions:
+            following: Sequence[object] = ()
+            for instruction in instructions:
+                kind = type(instruction)
+                if kind is SendFrame:
+                    self._outbox.submit(instruction)  # type: ignore[arg-type]
+                elif kind is UpdateSlice:
+                    following = self._update(instruction)  # type: ignore[arg-type]
+                elif isinstance(instruction, FailSession):
+                    self._fail_as_told(instruction)
+                elif isinstance(instruction, FinishSession):
+                    self._done.set()
+            instructions = following
 
     def _fail_as_told(self, told: FailSession) -> None:
         if told.rank >= 0:
@@ -500,19 +503,12 @@ class Server:
         else:
             self._fail(Failure(kind="TrainingLoopError", message=told.reason, step=told.step))
 
-    def _run_updates(self) -> None:
-        torch.set_num_threads(1)
-        try:
-            while (update := self._updates.get()) is not None:
-                self._update(self._started(), update)
-        except ForepropError as error:
-            self._fail(failure_of(error))
-        except BaseException as error:
-            self._broke(error)
-
-    def _update(self, session: _Session, update: UpdateSlice) -> None:
+    def _update(self, update: UpdateSlice) -> Sequence[object]:
+        """Do the one update that is under way; returns what follows from it."""
+        session = self._started()
         started_ns = self._trace.now_ns() if self._trace is not None else 0
-        groups = session.hyperparameters.at(update.step) if update.ranks else ()
+        with self._lock:
+            groups = session.hyperparameters.at(update.step) if update.ranks else ()
         session.store.update(update.slice, update.ranks, groups)
         if self._trace is not None:
             self._trace.span(
@@ -522,7 +518,8 @@ class Server:
                 step=update.step,
                 slice_=update.slice,
             )
-        self._dispatch(UpdateFinished())
+        with self._lock:
+            return session.machine.handle(UpdateFinished())
 
     def _next_after_sent(self) -> SendFrame | None:
         session = self._session

@@ -6,8 +6,9 @@ nothing is re-implemented and no bit depends on timing, slice size or the number
 
 from __future__ import annotations
 
+import inspect
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -92,12 +93,16 @@ class _SliceTensors:
 class SliceStore:
     """The tensors of one server's slices.
 
-    Receiving threads call `gradient_buffer` and `put_gradient`; only the updater calls `update`.
+    Methods are called with the server's lock held, but for `update`: one thread at a time.
     """
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
         self._optimizer_class = ELEMENTWISE_OPTIMIZERS[manifest.optimizer.name]
+        # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
+        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(
+            self._optimizer_class.step
+        )
         self._group_of = [info.group for info in manifest.parameters]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._slices = {
@@ -129,13 +134,15 @@ class SliceStore:
         """Take the values that rank 0 sent as the slice's parameters."""
         tensors = self._slices[slice_]
         if tensors.staged is not None:
-            with torch.no_grad():
-                tensors.parameter.copy_(tensors.staged.tensor)
+            tensors.parameter.copy_(tensors.staged.tensor)
             self._give_back(tensors.staged)
             tensors.staged = None
 
     def update(self, slice_: int, ranks: Sequence[int], groups: Sequence[Hyperparameters]) -> None:
-        """Average the gradients of ``ranks`` over the world, in rank order, and apply them."""
+        """Average the gradients of ``ranks`` over the world, in rank order, and apply them.
+
+        The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
+        """
         self.install_value(slice_)
         tensors = self._slices[slice_]
         if not ranks:
@@ -149,8 +156,8 @@ class SliceStore:
             total += tensors.gradients[rank].tensor
         if self._world_size > 1:
             total /= self._world_size
-        tensors.parameter.grad = total.to(dtype)
-        optimizer.step()
+        tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
+        self._step(optimizer)
         tensors.parameter.grad = None
         for buffer in tensors.gradients.values():
             self._give_back(buffer)
@@ -162,7 +169,10 @@ class SliceStore:
 
     def _optimizer(self, tensors: _SliceTensors, group: Hyperparameters) -> torch.optim.Optimizer:
         if tensors.optimizer is None:
-            tensors.optimizer = self._optimizer_class([tensors.parameter], **_arguments(group))
+            # foreach=False: what one tensor gets by default, without looking into it each time
+            tensors.optimizer = self._optimizer_class(
+                [tensors.parameter], foreach=False, **_arguments(group)
+            )
             tensors.groups = group
         elif tensors.groups is not group:
             tensors.optimizer.param_groups[0].update(_arguments(group))

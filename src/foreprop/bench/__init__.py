@@ -1,0 +1,1 @@
+"""Benchmarks of foreprop itself; ``foreprop bench --help`` lists them."""
