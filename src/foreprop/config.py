@@ -6,6 +6,7 @@ Precedence: an explicit argument beats the command line beats the environment be
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import typing
 from collections.abc import Mapping
@@ -173,6 +174,8 @@ def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
         raise ConfigError(f"{spec.name} is {value!r}; it must be {wanted}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{spec.name} is {value!r}; it must be a finite number")
     minimum = spec.metadata["minimum"]
     if minimum is not None and value is not None and not value >= minimum:
         raise ConfigError(f"{spec.name} is {value!r}; it must be at least {minimum}")
@@ -199,7 +202,8 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
             try:
                 return kind(text)
             except ValueError as error:
-                raise ConfigError(f"{name} is {text!r}; it must be a number") from error
+                number = "a whole number" if kind is int else "a number"
+                raise ConfigError(f"{name} is {text!r}; it must be {number}") from error
     return text
 
 

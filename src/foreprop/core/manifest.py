@@ -93,6 +93,15 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     for info in manifest.parameters:
         if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
             raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
+        if not 0 <= info.group < len(manifest.optimizer.groups):
+            raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
+    knobs = manifest.knobs
+    counts = (manifest.world_size, knobs.servers, knobs.slice_elems, knobs.big_array_elems)
+    if min(counts) < 1 or min(manifest.blob_bytes) < 0:
+        raise RemoteProtocolError(
+            f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"
+            f" {knobs}"
+        )
     return manifest
 
 
@@ -115,13 +124,14 @@ _ABSENT = "nothing"
 
 def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(mine, dict) and isinstance(other, dict):
-        for key in mine.keys() | other.keys():
+        for key in dict.fromkeys((*mine, *other)):
             label = f"{path}.{key}" if path else str(key)
             yield from _differences(label, mine.get(key, _ABSENT), other.get(key, _ABSENT))
     elif path == "parameters" and len(mine) != len(other):
         yield "number of parameters", len(mine), len(other)
     elif path in {"parameters", "optimizer.groups"} and len(mine) == len(other):
         for i, (a, b) in enumerate(zip(mine, other, strict=True)):
-            yield from _differences(f"{path}[{i}]", a, b)
+            name = f" ({a['name']})" if path == "parameters" else ""
+            yield from _differences(f"{path}[{i}]{name}", a, b)
     elif mine != other and not (mine != mine and other != other):
         yield path, mine, other

@@ -179,7 +179,11 @@ class ServerMachine:
         piece = self.owned(slice_)
         state, name = self._states[slice_], self._names[piece.parameter]
         if state.done_step >= step:
-            ranks = sorted({f.peer for f in self._queue.items() if f.slice == slice_})
+            kinds = (Kind.REPLY, Kind.NOTIFY)
+            queued = [f for f in self._queue.items() if f.slice == slice_ and f.kind in kinds]
+            if not queued:
+                return f"{name} is updated; no reply is queued"
+            ranks = sorted(frame.peer for frame in queued)
             return f"{name} is updated; replies still queued for ranks {ranks}"
         missing = [rank for rank in range(self._workers) if rank not in state.flags]
         if state.step != step:
@@ -188,7 +192,9 @@ class ServerMachine:
             return f"{name} waits for the push of rank{'s' * (len(missing) > 1)} " + ", ".join(
                 map(str, missing)
             )
-        return f"{name} is queued for its update ({len(self._updates)} before or behind it)"
+        if self._updating is not None and self._updating.slice == slice_:
+            return f"{name} is being updated"
+        return f"{name} is queued for its update, with {len(self._updates) - 1} other slices"
 
     def incomplete(self) -> list[tuple[int, int]]:
         """Slices that some but not all workers have pushed: (slice, step)."""
@@ -215,8 +221,9 @@ class ServerMachine:
 
     def _check_push(self, state: _SliceState, piece: Slice, rank: int, step: int) -> None:
         name = self._names[piece.parameter]
-        if not 0 <= rank < self._workers:
-            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
+        self._check_rank(rank)
+        if rank in self._left:
+            raise RemoteProtocolError(f"rank {rank} pushed a slice of {name} after its goodbye")
         if rank in state.flags:
             raise RemoteProtocolError(
                 f"rank {rank} pushed slice {piece.number} of {name} twice in step {state.step}"
@@ -231,6 +238,10 @@ class ServerMachine:
                 f"rank {rank} pushed slice {piece.number} of {name} for step {step} while ranks"
                 f" {sorted(state.flags)} are at step {state.step}"
             )
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._workers:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
 
     def _complete(self, slice_: int, state: _SliceState) -> list[ServerInstruction]:
         changed = [r for r, flags in state.flags.items() if flags & Flag.VALUE_CHANGED]
@@ -256,9 +267,8 @@ class ServerMachine:
         if rank != 0:
             raise RemoteProtocolError(f"rank {rank} sent parameter values; only rank 0 may")
         if step <= state.done_step or state.valued or 0 in state.flags:
-            raise RemoteProtocolError(
-                f"values for slice {slice_} came for step {step}; step {state.done_step} is done"
-            )
+            late = f"step {state.done_step} is done" if step <= state.done_step else "twice or late"
+            raise RemoteProtocolError(f"values for slice {slice_} came for step {step}: {late}")
         if step > 0:
             state.valued = True
             return []
@@ -275,9 +285,16 @@ class ServerMachine:
         state = self._states[slice_]
         if self._reply == "broadcast":
             raise RemoteProtocolError(f"rank {rank} pulled slice {slice_}; replies are broadcast")
-        if step > state.done_step and (rank, step) in state.pulls:
+        self._check_rank(rank)
+        if (rank, step) in state.pulls:
             raise RemoteProtocolError(f"rank {rank} pulled slice {slice_} twice in step {step}")
-        if step > state.done_step:
+        pushed = rank in state.flags and step == state.step
+        if not pushed and step != state.done_step:
+            raise RemoteProtocolError(
+                f"rank {rank} pulled slice {slice_} for step {step}, which it has not pushed;"
+                f" step {state.done_step} is done"
+            )
+        if pushed:
             state.pulls.append((rank, step))
             return []
         self._enqueue(rank, Kind.REPLY, step, slice_, priority, 0)

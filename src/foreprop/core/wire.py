@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import LocalProtocolError, RemoteProtocolError
 
 MAGIC = 0xF0E9
 PROTOCOL_VERSION = 1
@@ -75,9 +75,15 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 def encode_header(
     kind: int, flags: int, rank: int, step: int, slice_: int, priority: int, payload_bytes: int
 ) -> bytes:
-    return _LAYOUT.pack(
-        MAGIC, PROTOCOL_VERSION, kind, flags, rank, step, slice_, priority, payload_bytes
-    )
+    """Raises `LocalProtocolError` for what the header cannot hold (a payload of 4 GiB, say)."""
+    fields = (kind, flags, rank, step, slice_, priority, payload_bytes)
+    try:
+        return _LAYOUT.pack(MAGIC, PROTOCOL_VERSION, *fields)
+    except struct.error as error:
+        raise LocalProtocolError(
+            f"no header can hold {Header(*fields)}: {error}; larger pieces than 4 GiB need"
+            " granularity='slice'"
+        ) from error
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:

@@ -130,6 +130,8 @@ class WorkerMachine:
         self._missing = [0] * parameters  # slices still to be answered
         self._step = [0] * parameters
         self._notified: list[dict[int, None]] = [{} for _ in range(parameters)]
+        self._announced: set[int] = set()  # slices, until they are answered
+        self._pulled: set[int] = set()
         self._pulls: list[SendFrame] = []
         self._handlers: dict[type, Callable[[Any], list[WorkerInstruction]]] = {
             GradientReady: self._on_gradient_ready,
@@ -154,6 +156,11 @@ class WorkerMachine:
     # Read-only views.
     def awaits(self, slice_: int, step: int) -> bool:
         """Whether a reply for this slice and step may land now."""
+        if not self._is_unanswered(slice_, step):
+            return False
+        return self._reply == "broadcast" or step == 0 or slice_ in self._pulled
+
+    def _is_unanswered(self, slice_: int, step: int) -> bool:
         return 0 <= slice_ < len(self._slices) and self._awaited_step[slice_] == step
 
     def is_complete(self, parameter: int) -> bool:
@@ -238,20 +245,21 @@ class WorkerMachine:
 
     def _on_reply_arrived(self, event: ReplyArrived) -> list[WorkerInstruction]:
         slice_, step, server = event
-        self._check_awaited(slice_, step, server, "reply")
+        self._check_server(slice_, step, server, "reply", self.awaits(slice_, step))
         return self._answered(slice_)
 
     def _on_notify_arrived(self, event: NotifyArrived) -> list[WorkerInstruction]:
         """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
         slice_, step, server, flags = event
-        self._check_awaited(slice_, step, server, "notification")
+        expected = self._reply == "notify" and step > 0 and self._is_unanswered(slice_, step)
+        self._check_server(slice_, step, server, "notification", expected)
+        if slice_ in self._announced:
+            raise RemoteProtocolError(f"server {server} announced slice {slice_} twice")
         if flags & Flag.UNCHANGED:
             return self._answered(slice_)
         parameter = self._slices[slice_].parameter
-        notified = self._notified[parameter]
-        if slice_ in notified:
-            raise RemoteProtocolError(f"server {server} announced slice {slice_} twice")
-        notified[slice_] = None
+        self._announced.add(slice_)
+        self._notified[parameter][slice_] = None
         return self._pull_if_all_notified(parameter)
 
     def _pull_if_all_notified(self, parameter: int) -> list[WorkerInstruction]:
@@ -298,15 +306,18 @@ class WorkerMachine:
         self._link_busy = True
         if frame.kind == Kind.PUSH:
             self._awaited_step[frame.slice] = frame.step
+        elif frame.kind == Kind.PULL:
+            self._pulled.add(frame.slice)
         return [frame]
 
-    def _check_awaited(self, slice_: int, step: int, server: int, what: str) -> None:
-        if not self.awaits(slice_, step):
+    def _check_server(self, slice_: int, step: int, server: int, what: str, expected: bool) -> None:
+        if not expected:
             known = 0 <= slice_ < len(self._slices)
-            expected = self._awaited_step[slice_] if known else _NOT_AWAITED
+            awaited = self._awaited_step[slice_] if known else _NOT_AWAITED
+            other = awaited >= 0 and awaited != step
             raise RemoteProtocolError(
                 f"server {server} sent a {what} for slice {slice_}, step {step}; "
-                + (f"step {expected} is awaited" if expected >= 0 else "it is not awaited")
+                + (f"step {awaited} is awaited" if other else "it is not awaited")
             )
         if self._slices[slice_].server != server:
             raise RemoteProtocolError(
@@ -317,6 +328,9 @@ class WorkerMachine:
     def _answered(self, slice_: int) -> list[WorkerInstruction]:
         parameter = self._slices[slice_].parameter
         self._awaited_step[slice_] = _NOT_AWAITED
+        if self._reply != "broadcast":
+            self._announced.discard(slice_)
+            self._pulled.discard(slice_)
         self._missing[parameter] -= 1
         if self._missing[parameter]:
             # a part that turned out unchanged may have been the last that others waited for

@@ -52,7 +52,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 def decode_failure(data: bytes | memoryview) -> Failure:
     try:
         return msgspec.json.decode(data, type=Failure)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a failure report: {error}") from error
 
 
@@ -63,7 +63,12 @@ def failure_of(error: BaseException) -> Failure:
         kind = "TransportError" if isinstance(error, OSError) else "InternalError"
     return Failure(
         kind=kind,
-        message=str(error) or repr(error),
+        message=_printable(str(error) or repr(error)),
         peer=getattr(error, "peer", ""),
         step=getattr(error, "step", -1),
     )
+
+
+def _printable(text: str) -> str:
+    """Without lone surrogates (of file names that are not UTF-8), which cannot be sent."""
+    return text.encode(errors="backslashreplace").decode()

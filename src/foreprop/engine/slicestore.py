@@ -2,6 +2,10 @@
 
 Sums are made in rank order and the update by a real ``torch.optim`` optimizer, one per slice, so
 nothing is re-implemented and no bit depends on timing, slice size or the number of servers.
+
+torch's kernels treat what is left over after whole vectors one by one, and in half precision and
+in fused optimizers that rounds differently. So every tensor here is padded with zeros to whole
+vectors: an element gets the same bits wherever a slice begins and ends.
 """
 
 from __future__ import annotations
@@ -43,6 +47,8 @@ DTYPES = {
     "float16": torch.float16,
 }
 _HALVES = (torch.bfloat16, torch.float16)
+_VECTOR_ELEMS = 64
+"""A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
@@ -57,14 +63,20 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
+def _padded(elems: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros for this many elements, and for more up to whole vectors."""
+    return torch.zeros(-(-elems // _VECTOR_ELEMS) * _VECTOR_ELEMS, dtype=dtype)
+
+
 class GradientBuffer:
     """Room for one pushed gradient; goes back to its pool after the update."""
 
-    __slots__ = ("tensor", "view")
+    __slots__ = ("elems", "tensor", "view")
 
     def __init__(self, elems: int, dtype: torch.dtype) -> None:
-        self.tensor = torch.empty(elems, dtype=dtype)
-        self.view = bytes_of(self.tensor)
+        self.elems = elems
+        self.tensor = _padded(elems, dtype)
+        self.view = bytes_of(self.tensor[:elems])
 
 
 class _SliceTensors:
@@ -81,8 +93,8 @@ class _SliceTensors:
 
     def __init__(self, piece: Slice, dtype: torch.dtype) -> None:
         self.piece = piece
-        self.parameter = torch.nn.Parameter(torch.zeros(piece.elems, dtype=dtype))
-        self.view = bytes_of(self.parameter)
+        self.parameter = torch.nn.Parameter(_padded(piece.elems, dtype))
+        self.view = bytes_of(self.parameter[: piece.elems])
         self.gradients: dict[int, GradientBuffer] = {}
         self.staged: GradientBuffer | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -120,9 +132,10 @@ class SliceStore:
         return len(self._slices[slice_].view)
 
     def take_buffer(self, slice_: int) -> GradientBuffer:
-        parameter = self._slices[slice_].parameter
-        free = self._pool.get((parameter.numel(), parameter.dtype))
-        return free.pop() if free else GradientBuffer(parameter.numel(), parameter.dtype)
+        tensors = self._slices[slice_]
+        key = (tensors.piece.elems, tensors.parameter.dtype)
+        free = self._pool.get(key)
+        return free.pop() if free else GradientBuffer(*key)
 
     def put_gradient(self, slice_: int, rank: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[rank] = buffer
@@ -164,15 +177,14 @@ class SliceStore:
         tensors.gradients.clear()
 
     def _give_back(self, buffer: GradientBuffer) -> None:
-        key = (buffer.tensor.numel(), buffer.tensor.dtype)
+        key = (buffer.elems, buffer.tensor.dtype)
         self._pool.setdefault(key, []).append(buffer)
 
     def _optimizer(self, tensors: _SliceTensors, group: Hyperparameters) -> torch.optim.Optimizer:
         if tensors.optimizer is None:
             # foreach=False: what one tensor gets by default, without looking into it each time
-            tensors.optimizer = self._optimizer_class(
-                [tensors.parameter], foreach=False, **_arguments(group)
-            )
+            arguments = {**_arguments(group), "foreach": False}
+            tensors.optimizer = self._optimizer_class([tensors.parameter], **arguments)
             tensors.groups = group
         elif tensors.groups is not group:
             tensors.optimizer.param_groups[0].update(_arguments(group))
@@ -191,17 +203,31 @@ class SliceStore:
             state = tensors.new_state
         elif tensors.optimizer is not None:
             state = tensors.optimizer.state.get(tensors.parameter, {})
-        return encode_state(state)
+        elems = tensors.piece.elems
+        return encode_state({key: _without_padding(value, elems) for key, value in state.items()})
 
     def import_state(self, slice_: int, data: memoryview) -> None:
         """Replace the slice's optimizer state; raises `RemoteProtocolError` if it does not fit."""
         tensors = self._slices[slice_]
-        tensors.new_state = decode_state(data, elems=tensors.piece.elems) or None
+        state = decode_state(data, elems=tensors.piece.elems)
+        tensors.new_state = {key: _with_padding(value) for key, value in state.items()} or None
         if tensors.new_state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
 
     def state_limit_bytes(self, slice_: int) -> int:
         return state_limit_bytes(self._slices[slice_].piece.elems)
+
+
+def _without_padding(value: Any, elems: int) -> Any:
+    return value[:elems] if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _with_padding(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    tensor = _padded(value.numel(), value.dtype)
+    tensor[: value.numel()] = value
+    return tensor
 
 
 def _arguments(group: Hyperparameters) -> dict[str, Any]:
@@ -249,11 +275,15 @@ def decode_state(data: memoryview, *, elems: int) -> dict[str, Any]:
     try:
         (head_bytes,) = _LENGTH.unpack_from(data)
         entries = _ENTRIES.decode(data[_LENGTH.size : _LENGTH.size + head_bytes])
-    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not an optimizer state: {error}") from error
+    if len(entries) > _STATE_ENTRIES_LIMIT:
+        raise RemoteProtocolError(
+            f"an optimizer state of {len(entries)} entries; at most {_STATE_ENTRIES_LIMIT}"
+        )
     rest = data[_LENGTH.size + head_bytes :]
     state: dict[str, Any] = {}
-    for entry in entries[:_STATE_ENTRIES_LIMIT]:
+    for entry in entries:
         if not entry.dtype:
             state[entry.key] = entry.number
             continue

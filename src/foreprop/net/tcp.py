@@ -14,6 +14,7 @@ from foreprop.errors import ConfigError, TransportError
 TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 _EMULATED_BUFFER_BYTES = 65_536
+_INT_LIMIT = 2**31 - 1
 
 
 def local_address(rendezvous_host: str, interface: str | None = None) -> str:
@@ -44,7 +45,7 @@ def _address_on_route(host: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing; the kernel picks the route
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise TransportError(f"no route to the rendezvous host {host!r}: {error}") from error
 
 
@@ -71,6 +72,9 @@ def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
                 ) from error
             time.sleep(0.05)
         else:
+            if sock.getsockname() == sock.getpeername():
+                sock.close()  # nobody listens, and the kernel has connected the port to itself
+                continue
             sock.settimeout(None)
             return sock
 
@@ -90,6 +94,6 @@ def tune(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _EMULATED_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EMULATED_BUFFER_BYTES)
     with contextlib.suppress(OSError):  # not every system has these
-        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, unsent_bytes)
-        milliseconds = max(1000, int(timeout_s * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, min(unsent_bytes, _INT_LIMIT))
+        milliseconds = int(min(max(1000.0, timeout_s * 1000), _INT_LIMIT))
         sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)

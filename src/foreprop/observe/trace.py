@@ -26,6 +26,7 @@ class TraceRecorder:
         self._process_id = process_id
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         self._events: list[tuple[str, str, int, int, int, int, int, int, int]] = []
+        self._thread_names: dict[int, str] = {}  # a thread may have ended before `write`
 
     @staticmethod
     def now_ns() -> int:
@@ -48,17 +49,14 @@ class TraceRecorder:
             return
         stop = self.now_ns() if stop_ns is None else stop_ns
         thread = threading.get_native_id()
+        if thread not in self._thread_names:
+            self._thread_names[thread] = threading.current_thread().name
         self._events.append(
             (category, name, start_ns, stop, thread, step, size_bytes, slice_, priority)
         )
 
     def write(self) -> None:
         """Write the file; once, at the end of the session."""
-        names = {
-            thread.native_id: thread.name
-            for thread in threading.enumerate()
-            if thread.native_id is not None
-        }
         meta: list[dict[str, object]] = [
             {
                 "ph": "M",
@@ -75,7 +73,7 @@ class TraceRecorder:
                 "name": "thread_name",
                 "args": {"name": name},
             }
-            for ident, name in names.items()
+            for ident, name in dict(self._thread_names).items()
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         events = meta + [self._as_json(event) for event in list(self._events)]
@@ -105,7 +103,7 @@ class TraceRecorder:
 
 
 def merge_traces(directory: Path, target: Path) -> int:
-    """Lay all ``*.json`` traces of a directory into one file; returns the number of events."""
+    """Lay all ``*.trace.json`` files of a directory into one file; returns the number of events."""
     events: list[object] = []
     for path in sorted(directory.glob("*.trace.json")):
         events += json.loads(path.read_text())["traceEvents"]

@@ -135,7 +135,8 @@ def _outside_torch(tensor: Any, use: Callable[[], Any]) -> Any:
 def _waiting_in(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[torch.Tensor, Pending]]:
-    found = [(arg, _pending[id(arg)]) for arg in args if id(arg) in _pending]
+    direct = {id(arg): arg for arg in args if id(arg) in _pending}
+    found = [(tensor, _pending[ident]) for ident, tensor in direct.items()]
     if not found or any(isinstance(arg, (list, tuple)) for arg in args) or kwargs:
         seen = {id(tensor) for tensor, _ in found}
         for leaf in tree_leaves((args, dict(kwargs))):
