@@ -89,7 +89,7 @@ class _Occupy(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         layer: EmulatedLayer = ctx.layer
         layer.clock.occupy(layer.backward_s)
         return gradient, None, *(torch.full_like(p, 1e-3) for p in layer.arrays)
@@ -110,7 +110,8 @@ class EmulatedLayer(torch.nn.Module):
         arrays = [array.view_as(array) for array in self.arrays]  # here a missing one is waited for
         if time.monotonic() - asked > _LATE_S:
             self.clock.idle_until_now()
-        return _Occupy.apply(x, self, *arrays)  # type: ignore[no-any-return]
+        result: torch.Tensor = _Occupy.apply(x, self, *arrays)  # type: ignore[no-untyped-call]
+        return result
 
 
 class EmulatedModel(torch.nn.Sequential):

@@ -11,7 +11,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def run_workers(
-    count: int, work: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+    count: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[int, Any]:
     """Run ``work(*arguments)`` in ``count`` processes on this machine; the results by rank.
 

@@ -161,7 +161,7 @@ class WorkerMachine:
         return self._reply == "broadcast" or step == 0 or slice_ in self._pulled
 
     def _is_unanswered(self, slice_: int, step: int) -> bool:
-        return 0 <= slice_ < len(self._slices) and self._awaited_step[slice_] == step
+        return 0 <= slice_ < len(self._slices) and 0 <= step == self._awaited_step[slice_]
 
     def is_complete(self, parameter: int) -> bool:
         return self._missing[parameter] == 0

@@ -56,7 +56,7 @@ from foreprop.errors import (
 from foreprop.net.stream import SocketStream, Stream
 from foreprop.net.tcp import tune
 from foreprop.observe.stages import Stage
-from foreprop.observe.trace import TraceRecorder
+from foreprop.observe.trace import TraceRecorder, trace_path
 
 _EMPTY = memoryview(b"")
 _HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
@@ -183,7 +183,7 @@ class Server:
         )
         self._trace: TraceRecorder | None = None
         if config.trace:
-            path = Path(config.trace) / f"server-{index}.trace.json"
+            path = trace_path(Path(config.trace), f"server-{index}", session_id)
             self._trace = TraceRecorder(path, f"server {index}", 1000 + index)
 
     # Life.

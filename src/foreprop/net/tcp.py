@@ -65,6 +65,9 @@ def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
         try:
             left_s = max(0.1, deadline - time.monotonic())
             sock = socket.create_connection((address, port), timeout=min(left_s, 10.0))
+            if sock.getsockname() == sock.getpeername():
+                sock.close()  # nobody listens, and the kernel has joined the port to itself
+                raise ConnectionRefusedError("nobody listens")
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise TransportError(
@@ -72,9 +75,6 @@ def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
                 ) from error
             time.sleep(0.05)
         else:
-            if sock.getsockname() == sock.getpeername():
-                sock.close()  # nobody listens, and the kernel has connected the port to itself
-                continue
             sock.settimeout(None)
             return sock
 

@@ -13,6 +13,11 @@ Clock = Callable[[], int]
 _EVENTS_LIMIT = 2_000_000
 
 
+def trace_path(folder: Path, process: str, session_id: str) -> Path:
+    """Where a process's trace goes; several sessions may share a folder."""
+    return folder / f"{process}.{session_id}.trace.json"
+
+
 class TraceRecorder:
     """Collects spans of one process and writes them at the end. Any thread may call it.
 

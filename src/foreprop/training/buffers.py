@@ -23,6 +23,9 @@ class BufferSource(Protocol):
     def flush(self) -> None:
         """Wait for all pending parameters."""
 
+    def forward_started(self) -> None:
+        """The model's forward pass begins."""
+
 
 class ModelHook:
     """A hook on the model that survives copying and pickling of the model: a copy does nothing."""
@@ -46,6 +49,14 @@ class BeforeForward(ModelHook):
             _synchronise(self)
 
 
+class FirstForward(ModelHook):
+    """Tells the source that a forward pass that will be differentiated has begun."""
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            _tell_started(self)
+
+
 class BeforeStateDict(ModelHook):
     def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         _synchronise(self)
@@ -63,6 +74,13 @@ def _synchronise(hook: ModelHook) -> None:
     source = hook._get()
     if source is not None:
         source.synchronise_buffers()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _tell_started(hook: ModelHook) -> None:
+    source = hook._get()
+    if source is not None:
+        source.forward_started()
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -45,8 +45,11 @@ class SessionState(Protocol):
     def begin_pushing(self) -> None:
         """Called before a step's pushes."""
 
-    def record_use(self, parameter: SynchronisedParameter) -> None:
-        """The first differentiable use of a parameter."""
+    def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
+        """Whether an operation's result makes this the parameter's first use; notes the order."""
+
+    def gradient_ready(self, parameter: SynchronisedParameter) -> None:
+        """Autograd has just computed a gradient."""
 
 
 class SynchronisedParameter:
@@ -115,6 +118,7 @@ class SynchronisedParameter:
             return
         self._check_gradient(gradient)
         session = self._session
+        session.gradient_ready(self)
         step = session.completed + 1
         kept = self._seen is not None and self._seen() is gradient
         if self._pushed_step == step:
@@ -286,10 +290,11 @@ class SynchronisedParameter:
         return False
 
     def after_use(self, result: Any) -> None:
-        if _is_differentiable(result):
+        if not self._watched:
+            return
+        if self._session.is_first_use(self, result):
             self._watched = False
-            self._session.record_use(self)
-        elif self._watched and not is_waiting(self.parameter):
+        elif not is_waiting(self.parameter):
             make_wait(self.parameter, self)
 
     def settle(self) -> None:
@@ -312,9 +317,3 @@ class SynchronisedParameter:
 
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def _is_differentiable(result: Any) -> bool:
-    if isinstance(result, torch.Tensor):
-        return result.requires_grad
-    return isinstance(result, (tuple, list)) and any(_is_differentiable(item) for item in result)

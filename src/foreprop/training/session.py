@@ -23,8 +23,9 @@ from foreprop.engine.slicestore import decode_state, encode_state
 from foreprop.engine.worker import WorkerEngine
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
-from foreprop.observe.trace import TraceRecorder
+from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers
+from foreprop.training.compute_trace import ComputeTrace
 from foreprop.training.optimizer import (
     check_optimizer,
     hyperparameters,
@@ -61,13 +62,15 @@ class Session:
         self._announced: tuple[Any, ...] | None = None
         self._announced_step = 0
         self._use_order: list[int] = []
+        self._in_first_forward = False
+        self._compute_trace: ComputeTrace | None = None
         self._restore: list[Callable[[], None]] = []
         connections = Connections(world, config)
         manifest = self._manifest(connections)
         connections.open()
         self._connections = connections
         manifest = msgspec.structs.replace(manifest, session=connections.session_id)
-        self._trace = self._make_trace(connections.number)
+        self._trace = self._make_trace(connections.session_id)
         self._parameters: list[SynchronisedParameter] = []
         self.engine = WorkerEngine(
             manifest,
@@ -103,11 +106,10 @@ class Session:
             blob_bytes=(buffers.packed_bytes(self._frozen), buffers.packed_bytes(self._buffers)),
         )
 
-    def _make_trace(self, number: int) -> TraceRecorder | None:
+    def _make_trace(self, session_id: str) -> TraceRecorder | None:
         if self.config.trace is None:
             return None
-        suffix = f"-{number}" if number else ""
-        path = Path(self.config.trace) / f"worker-{self.rank}{suffix}.trace.json"
+        path = trace_path(Path(self.config.trace), f"worker-{self.rank}", session_id)
         return TraceRecorder(path, f"worker {self.rank}", self.rank)
 
     def _start(self) -> None:
@@ -180,6 +182,11 @@ class Session:
 
     def _adopt_model(self) -> None:
         model: Any = self._model
+        self._forward_hook = model.register_forward_pre_hook(buffers.FirstForward(self))
+        self._restore.append(self._forward_hook.remove)
+        if self._trace is not None:
+            self._compute_trace = ComputeTrace(model, self._trace, lambda: self.completed + 1)
+            self._restore.append(self._compute_trace.remove)
         handles = [
             model.register_load_state_dict_pre_hook(buffers.BeforeLoadStateDict(self)),
         ]
@@ -275,8 +282,23 @@ class Session:
             self._announced = groups
         self._announced_step = step
 
-    def record_use(self, parameter: SynchronisedParameter) -> None:
+    def forward_started(self) -> None:
+        """What was used before the model's first forward pass (a copy, a print) does not count."""
+        if not self._in_first_forward:
+            self._in_first_forward = True
+            self._use_order.clear()
+            for parameter in self._parameters:
+                parameter.watch()
+
+    def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
+        if not self._in_first_forward and not _is_differentiable(result):
+            return False
         self._use_order.append(parameter.index)
+        return True
+
+    def gradient_ready(self, parameter: SynchronisedParameter) -> None:
+        if self._compute_trace is not None:
+            self._compute_trace.gradient_ready(parameter.name)
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
@@ -313,6 +335,7 @@ class Session:
         key = f"priorities/{self._connections.session_id}"
         for parameter in self._parameters:
             parameter.unwatch()
+        self._forward_hook.remove()
         if self.rank == 0:
             used = set(self._use_order)
             rest = [i for i in range(len(self._parameters)) if i not in used]
@@ -413,6 +436,12 @@ def _parameter_info(name: str, parameter: torch.nn.Parameter, group: int) -> Par
             " before parallelize()"
         )
     return ParameterInfo(name=name, shape=tuple(parameter.shape), dtype=dtype, group=group)
+
+
+def _is_differentiable(result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        return result.requires_grad
+    return isinstance(result, (tuple, list)) and any(_is_differentiable(item) for item in result)
 
 
 def _alive(session: weakref.ref[Session]) -> Session:

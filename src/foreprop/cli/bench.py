@@ -1,0 +1,77 @@
+"""``foreprop bench``: what foreprop itself costs, measured beside a yardstick in the same run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foreprop.bench.emulated import EmulatedSetting, measure_emulated
+from foreprop.bench.wire import measure_wire
+
+bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
+
+
+@bench.command("wire")
+def wire(
+    slice_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per slice.")] = 50_000,
+    slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take the median of.")] = 20,
+) -> None:
+    """Data plane: one worker, one server, loopback, no model; against bare sockets.
+
+    The bare pair moves the same messages (header and payload, pushes one way and replies the other)
+    with sendmsg and recv_into and does nothing else; steps of both alternate.
+    """
+    result = measure_wire(slice_elems=slice_elems, slices=slices, steps=steps)
+    shown = Table(title=f"{slices} slices of {slice_elems * 4 / 1e3:g} kB per step, each way")
+    for heading in ("", "Gbit/s each way", "CPU s per GB"):
+        shown.add_column(heading, justify="right")
+    for name, rate, cpu in (
+        ("foreprop", result.foreprop_bits_per_s, result.foreprop_cpu_s_per_gb),
+        ("bare sockets", result.bare_bits_per_s, result.bare_cpu_s_per_gb),
+    ):
+        shown.add_row(name, f"{rate / 1e9:.2f}", f"{cpu:.2f}")
+    shown.caption = f"foreprop reaches {100 * result.ratio:.0f} % of bare sockets"
+    Console().print(shown)
+
+
+@bench.command("emulated")
+def emulated(
+    model: Annotated[str, typer.Option(help="Model whose array sizes are used.")] = "vgg19",
+    scale: Annotated[int, typer.Option(min=1, help="Divides every array's size.")] = 16,
+    workers: Annotated[int, typer.Option(min=2, help="Nodes: a worker and a server each.")] = 4,
+    compute_s: Annotated[float, typer.Option(min=0.01, help="Compute per step, seconds.")] = 2.0,
+    balance: Annotated[float, typer.Option(min=0.01, help="Wire time / compute time.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps per preset.")] = 10,
+    presets: Annotated[str, typer.Option(help="Separated by commas.")] = "p3,slicing,kvstore",
+) -> None:
+    """Whole steps: emulated accelerators, real everything else, over paced in-process links."""
+    setting = EmulatedSetting(
+        model=model,
+        scale=scale,
+        workers=workers,
+        compute_s=compute_s,
+        balance=balance,
+        steps=steps,
+        presets=tuple(presets.split(",")),
+    )
+    results = measure_emulated(setting)
+    shown = Table(
+        title=f"{model} / {scale}, {workers} nodes, {setting.rate_bits_per_s / 1e6:.0f} Mbit/s,"
+        f" compute {compute_s:g} s, limit {setting.limit_s:g} s"
+    )
+    for heading in ("preset", "s/step", "p10-p90", "of the limit", "waiting s/step"):
+        shown.add_column(heading, justify="right")
+    for result in results:
+        shown.add_row(
+            result.preset,
+            f"{result.step_s_median:.3f}",
+            f"{result.step_s_p10:.3f}-{result.step_s_p90:.3f}",
+            f"{result.over_limit:.3f}",
+            f"{result.waited_s:.3f}",
+        )
+    shown.caption = f"{100 * results[0].cpu_share:.0f} % of the CPUs were busy"
+    Console().print(shown)

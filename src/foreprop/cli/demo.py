@@ -1,0 +1,44 @@
+"""``foreprop demo``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foreprop.demo.run import run_demo
+from foreprop.demo.training import TRACED_STEP, DemoSetting
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=TRACED_STEP + 12, help="Steps per preset.")] = 120,
+    workers: Annotated[int, typer.Option(min=2, help="Worker processes, each a node.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per worker and step.")] = 256,
+    rate_mbit: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="Rate of each node's emulated link in Mbit/s; by default such that communication"
+            " takes as long as computation.",
+        ),
+    ] = None,
+    presets: Annotated[
+        str, typer.Option(help="Presets to compare, separated by commas.")
+    ] = "kvstore,p3",
+    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path(
+        "runs/demo/report.html"
+    ),
+) -> None:
+    """Train a small network on Fashion-MNIST with P3 and with its baseline, side by side."""
+    setting = DemoSetting(
+        workers=workers,
+        steps=steps,
+        batch_size=batch_size,
+        presets=tuple(presets.split(",")),
+        rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
+    )
+    command = " ".join(["foreprop", *sys.argv[1:]])
+    run_demo(setting, report, command=command, console=Console())

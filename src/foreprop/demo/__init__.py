@@ -1,0 +1,1 @@
+"""``foreprop demo``: P3 beside its baseline on real data, on this machine."""

@@ -1,0 +1,103 @@
+"""The queue is a stable sorted list; and the traps that its ancestors fell into."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreprop.core.sendqueue import Order, SendQueue
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import Kind
+from foreprop.core.worker import Closing, Finish, FrameSent, GradientReady, SendFrame, WorkerMachine
+
+PUSHES = st.tuples(st.integers(0, 3), st.integers(-1, 4))
+ACTIONS = st.lists(st.one_of(PUSHES, st.just("pop")), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ACTIONS, st.sampled_from(["priority", "fifo"]))
+def test_the_queue_equals_a_stable_sorted_list(
+    actions: list[tuple[int, int] | str], order: Order
+) -> None:
+    queue: SendQueue[int] = SendQueue(order)
+    model: list[tuple[tuple[int, int], int]] = []
+    for number, action in enumerate(actions):
+        if action == "pop":
+            if not model:
+                with pytest.raises(IndexError):
+                    queue.pop()
+                continue
+            assert queue.pop() == model.pop(0)[1]
+        else:
+            step, priority = action  # type: ignore[misc]
+            queue.push(step, priority, number)
+            model.append(((0, 0) if order == "fifo" else (step, priority), number))
+            model.sort(key=lambda entry: entry[0])  # Python's sort is stable
+        assert len(queue) == len(model)
+        assert queue.items() == [item for _, item in model]
+
+
+def test_fifo_ignores_steps_and_priorities() -> None:
+    queue: SendQueue[str] = SendQueue("fifo")
+    for step, priority, item in [(9, 9, "a"), (0, -1, "b"), (1, 0, "c")]:
+        queue.push(step, priority, item)
+    assert [queue.pop() for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_items_are_never_compared() -> None:
+    queue: SendQueue[object] = SendQueue()
+    items = [object() for _ in range(10)]
+    for item in items:
+        queue.push(1, 1, item)
+    assert queue.items() == items
+    assert [queue.pop() for _ in items] == items
+
+
+@dataclass
+class _PsLiteKey:
+    """ps-lite's comparator: ``<=`` where a strict order is needed."""
+
+    priority: int
+    name: int
+
+    def __lt__(self, other: _PsLiteKey) -> bool:
+        return self.priority <= other.priority
+
+
+def test_ps_lites_comparator_shuffles_equals_and_ours_does_not() -> None:
+    heap: list[_PsLiteKey] = []
+    queue: SendQueue[int] = SendQueue()
+    for name in range(20):
+        heapq.heappush(heap, _PsLiteKey(0, name))
+        queue.push(0, 0, name)
+    assert [heapq.heappop(heap).name for _ in range(20)] != list(range(20))  # the trap is there
+    assert [queue.pop() for _ in range(20)] == list(range(20))
+
+
+def test_ps_lites_stop_message_overtakes_and_our_shutdown_does_not() -> None:
+    """There, stopping is a message of priority 0 in the data queue; here it is a state."""
+    queue: SendQueue[str] = SendQueue()
+    queue.push(1, 5, "gradient")
+    queue.push(1, 0, "stop")
+    assert queue.pop() == "stop"  # the trap: a queued gradient is lost behind it
+
+    slices = [Slice(i, i, 0, 1, 0) for i in range(3)]
+    machine = WorkerMachine(slices, parameters=3, order="priority", reply="broadcast")
+    sent = machine.handle(GradientReady(2, 1)) + machine.handle(GradientReady(1, 1))
+    sent += machine.handle(Closing())
+    while (last := machine.handle(FrameSent())) != [Finish()]:
+        sent += last
+    assert [f.slice for f in sent if isinstance(f, SendFrame) and f.kind == Kind.PUSH] == [2, 1]
+
+
+def test_byteps_lets_a_small_task_pass_a_large_urgent_one_and_this_queue_does_not() -> None:
+    """There, what does not fit the credit is skipped. Here only the head can ever leave."""
+    queue: SendQueue[tuple[str, int]] = SendQueue()
+    queue.push(1, 3, ("small, late", 10))
+    queue.push(1, 0, ("large, urgent", 10**9))
+    assert queue.pop() == ("large, urgent", 10**9)
+    assert not [name for name in dir(queue) if name in {"remove", "peek", "pop_if", "requeue"}]

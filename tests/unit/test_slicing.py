@@ -1,0 +1,125 @@
+"""Every element belongs to exactly one slice, every slice to one server, on all processes alike."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreprop.core.slicing import Partition, Slice, plan_slices
+from foreprop.errors import ConfigError
+
+SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=12)
+PARTITIONS = st.builds(
+    Partition,
+    granularity=st.sampled_from(["slice", "array"]),
+    placement=st.sampled_from(["round_robin", "kvstore", "balanced"]),
+    servers=st.integers(1, 7),
+    slice_elems=st.one_of(st.integers(1, 60), st.just(10_000)),
+    big_array_elems=st.one_of(st.integers(1, 100), st.just(10_000)),
+    seed=st.integers(0, 5),
+)
+
+
+def plan(sizes: list[int], **knobs: Any) -> tuple[Slice, ...]:
+    return plan_slices(sizes, [4] * len(sizes), Partition(**knobs))
+
+
+@settings(max_examples=200, deadline=None)
+@given(SIZES, PARTITIONS, st.data())
+def test_every_element_is_in_one_slice(
+    sizes: list[int], partition: Partition, data: st.DataObject
+) -> None:
+    itemsizes = data.draw(st.lists(st.sampled_from([2, 4, 8]), min_size=len(sizes)))[: len(sizes)]
+    slices = plan_slices(sizes, itemsizes, partition)
+    assert [piece.number for piece in slices] == list(range(len(slices)))
+    covered = [(piece.parameter, e) for piece in slices for e in range(*piece[2:4])]
+    assert covered == [(parameter, e) for parameter, n in enumerate(sizes) for e in range(n)]
+    assert all(piece.elems > 0 for piece in slices)
+    assert all(0 <= piece.server < partition.servers for piece in slices)
+    if partition.granularity == "slice":
+        assert all(piece.elems <= partition.slice_elems for piece in slices)
+    assert slices == plan_slices(tuple(sizes), tuple(itemsizes), partition)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 60), st.integers(1, 7))
+def test_round_robin_goes_on_across_parameters(
+    sizes: list[int], slice_elems: int, servers: int
+) -> None:
+    slices = plan(sizes, slice_elems=slice_elems, servers=servers)
+    assert [piece.server for piece in slices] == [i % servers for i in range(len(slices))]
+    assert len(slices) == sum(-(-n // slice_elems) for n in sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 7), st.integers(1, 100), st.integers(0, 9))
+def test_kvstore_splits_large_arrays_equally_and_keeps_others_whole(
+    sizes: list[int], servers: int, big_array_elems: int, seed: int
+) -> None:
+    knobs = {
+        "granularity": "array",
+        "placement": "kvstore",
+        "servers": servers,
+        "big_array_elems": big_array_elems,
+        "seed": seed,
+    }
+    slices = plan(sizes, **knobs)
+    for parameter, size in enumerate(sizes):
+        parts = [piece for piece in slices if piece.parameter == parameter]
+        if size <= big_array_elems:
+            assert [piece.elems for piece in parts] == [size] * (size > 0)
+            continue
+        elems = [piece.elems for piece in parts]
+        assert max(elems) - min(elems) <= 1
+        assert len(parts) == min(servers, size)
+        assert len({piece.server for piece in parts}) == len(parts)
+        assert [piece.server for piece in parts] == sorted(piece.server for piece in parts)
+    assert slices == plan(sizes, **knobs)
+
+
+def test_kvstore_s_choice_depends_on_the_seed_alone_and_reaches_every_server() -> None:
+    def chosen(seed: int) -> list[int]:
+        knobs = {"granularity": "array", "placement": "kvstore", "servers": 4, "seed": seed}
+        return [piece.server for piece in plan([10] * 200, **knobs)]
+
+    assert chosen(0) == chosen(0) != chosen(1)
+    assert set(chosen(0)) == {0, 1, 2, 3}
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.sampled_from(["slice", "array"]), st.integers(1, 60), st.integers(1, 7), st.data())
+def test_balanced_loads_differ_by_at_most_the_largest_piece(
+    sizes: list[int], granularity: str, slice_elems: int, servers: int, data: st.DataObject
+) -> None:
+    itemsizes = [data.draw(st.sampled_from([2, 4, 8])) for _ in sizes]
+    partition = Partition(
+        granularity=granularity,  # type: ignore[arg-type]
+        placement="balanced",
+        servers=servers,
+        slice_elems=slice_elems,
+    )
+    slices = plan_slices(sizes, itemsizes, partition)
+    load_bytes = [0] * servers
+    for piece in slices:
+        load_bytes[piece.server] += piece.elems * itemsizes[piece.parameter]
+    largest_bytes = max((p.elems * itemsizes[p.parameter] for p in slices), default=0)
+    assert max(load_bytes) - min(load_bytes) <= largest_bytes
+
+
+def test_a_large_model_is_cut_as_the_paper_says() -> None:
+    slices = plan([120_000, 0, 1, 50_000, 50_001])
+    assert [(p.parameter, p.elems) for p in slices] == [
+        *[(0, 50_000), (0, 50_000), (0, 20_000)],
+        *[(2, 1), (3, 50_000), (4, 50_000), (4, 1)],
+    ]
+    assert all(a.stop_elems == b.start_elems for a, b in pairwise(slices[:3]))
+
+
+@pytest.mark.parametrize("field", ["servers", "slice_elems", "big_array_elems"])
+def test_a_partition_names_the_field_that_cannot_be(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} is 0; it must be at least 1$"):
+        Partition(**{field: 0})

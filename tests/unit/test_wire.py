@@ -1,0 +1,166 @@
+"""Bytes become the same frames however they are split, or `RemoteProtocolError`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from foreprop.core.wire import (
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    FrameReader,
+    Header,
+    Kind,
+    decode_header,
+    encode_header,
+)
+from foreprop.errors import LocalProtocolError, RemoteProtocolError
+
+LIMIT_BYTES = 4096
+HEADERS = st.builds(
+    Header,
+    kind=st.sampled_from([int(kind) for kind in Kind]),
+    flags=st.integers(0, 2**16 - 1),
+    rank=st.integers(0, 2**16 - 1),
+    step=st.integers(0, 2**64 - 1),
+    slice=st.integers(0, 2**32 - 1),
+    priority=st.integers(-(2**31), 2**31 - 1),
+    payload_bytes=st.just(0),
+)
+FRAMES = st.lists(st.tuples(HEADERS, st.binary(max_size=70)), max_size=5)
+
+
+def allocate(header: Header) -> memoryview:
+    if header.payload_bytes > LIMIT_BYTES:
+        raise RemoteProtocolError("too large")
+    return memoryview(bytearray(header.payload_bytes))
+
+
+def encode(frames: Iterable[tuple[Header, bytes]]) -> bytes:
+    return b"".join(encode_header(*h[:6], len(payload)) + payload for h, payload in frames)
+
+
+def read(reader: FrameReader, data: bytes) -> list[tuple[Header, bytes]]:
+    """Give the reader one piece of the stream, as a socket would: never more than it wants."""
+    frames = []
+    while data:
+        size = min(len(data), len(reader.buffer))
+        reader.buffer[:size] = data[:size]
+        frame = reader.advance(size)
+        if frame is not None:
+            frames.append((frame.header, bytes(frame.payload)))
+        data = data[size:]
+    return frames
+
+
+def test_the_header_has_28_bytes_in_network_order() -> None:
+    header = Header(Kind.PUSH, 2, 0x0102, 0x0A0B0C0D, 7, -1, 200_000)
+    fields = "f0e9 01 06 0002 0102 000000000a0b0c0d 00000007 ffffffff 00030d40"
+    assert encode_header(*header) == bytes.fromhex(fields)
+    assert decode_header(bytes.fromhex(fields)) == header
+    assert HEADER_BYTES == 28
+
+
+@given(HEADERS, st.integers(0, 2**32 - 1))
+@settings(max_examples=100, deadline=None)
+def test_headers_round_trip(header: Header, payload_bytes: int) -> None:
+    header = header._replace(payload_bytes=payload_bytes)
+    assert decode_header(encode_header(*header)) == header
+
+
+@given(FRAMES, st.lists(st.integers(1, 80), max_size=40), st.binary(max_size=HEADER_BYTES - 1))
+@settings(max_examples=200, deadline=None)
+def test_any_split_of_the_bytes_gives_the_same_frames(
+    frames: list[tuple[Header, bytes]], sizes: list[int], trailing: bytes
+) -> None:
+    expected = [(h._replace(payload_bytes=len(payload)), payload) for h, payload in frames]
+    data = encode(frames)
+    assert read(FrameReader(allocate), data) == expected  # whole
+
+    reader = FrameReader(allocate)
+    one_by_one = [frame for byte in data for frame in read(reader, bytes([byte]))]
+    assert one_by_one == expected
+    assert not reader.mid_frame
+
+    reader, got, rest = FrameReader(allocate), [], data + trailing
+    for size in [*sizes, len(rest)]:
+        got += read(reader, rest[:size])
+        rest = rest[size:]
+    assert got == expected
+    assert reader.mid_frame == bool(trailing)
+
+
+@given(
+    st.one_of(st.binary(max_size=200), st.builds(lambda f, t: encode(f) + t, FRAMES, st.binary()))
+)
+@example(struct.pack("!HBBHHQIiI", MAGIC, PROTOCOL_VERSION, 6, 0, 0, 0, 0, 0, 2**32 - 1))
+@example(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_parse_or_raise_remote_protocol_error(data: bytes) -> None:
+    try:
+        frames = read(FrameReader(allocate), data)
+    except RemoteProtocolError:
+        return
+    assert sum(HEADER_BYTES + len(payload) for _, payload in frames) <= len(data)
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_header_with_the_right_start_parses_or_raises(noise: bytes, data: st.DataObject) -> None:
+    start = bytes([MAGIC >> 8, MAGIC & 255, PROTOCOL_VERSION, data.draw(st.integers(0, 30))])
+    head = start + noise[4:]
+    if start[3] in set(Kind):
+        assert encode_header(*decode_header(head)) == head
+    else:
+        with pytest.raises(RemoteProtocolError, match=f"^unknown frame kind {start[3]}$"):
+            decode_header(head)
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_BYTES - 1, HEADER_BYTES + 1])
+def test_a_header_of_another_size_is_refused(size: int) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"a header has 28 bytes, got {size}"):
+        decode_header(bytes(size))
+
+
+def test_a_stranger_and_another_version_are_told_apart() -> None:
+    good = bytearray(encode_header(Kind.BYE, 0, 0, 0, 0, 0, 0))
+    with pytest.raises(RemoteProtocolError, match="not a foreprop peer: magic is 0x4745, not 0xf0"):
+        decode_header(b"GE" + good[2:])
+    good[2] = PROTOCOL_VERSION + 1
+    message = "speaks protocol version 2, this process 1: install the same foreprop"
+    with pytest.raises(RemoteProtocolError, match=message):
+        decode_header(good)
+
+
+def test_a_payload_of_another_size_than_the_destination_s_is_refused_before_it_is_read() -> None:
+    reader = FrameReader(lambda header: memoryview(bytearray(8)))
+    message = r"^PUSH carries 9 bytes where 8 belong \(slice 3, step 5\)$"
+    with pytest.raises(RemoteProtocolError, match=message):
+        read(reader, encode_header(Kind.PUSH, 0, 1, 5, 3, 0, 9))
+
+
+def test_the_payload_lands_where_the_destination_says() -> None:
+    memory = bytearray(6)
+    reader = FrameReader(lambda header: memoryview(memory)[2:5])
+    read(reader, encode_header(Kind.REPLY, 0, 0, 1, 0, 0, 3) + b"abc")
+    assert memory == b"\0\0abc\0"
+
+
+def test_an_empty_payload_needs_an_empty_destination() -> None:
+    reader = FrameReader(lambda header: memoryview(bytearray(4)))
+    with pytest.raises(RemoteProtocolError, match="REPLY carries 0 bytes where 4 belong"):
+        read(reader, encode_header(Kind.REPLY, 0, 0, 1, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "field", [{"payload_bytes": 2**32}, {"rank": 2**16}, {"step": -1}, {"priority": 2**31}]
+)
+def test_what_a_header_cannot_hold_is_our_own_error(field: dict[str, int]) -> None:
+    header = Header(Kind.PUSH, 0, 0, 1, 0, 0, 0)._replace(**field)
+    with pytest.raises(LocalProtocolError, match="no header can hold"):
+        encode_header(*header)
