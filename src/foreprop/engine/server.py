@@ -182,6 +182,7 @@ class Server:
             f"foreprop-server{index}-send", self._transmit, self._next_after_sent, self._broke
         )
         self._trace: TraceRecorder | None = None
+        self._updated_ns: dict[int, int] = {}  # by slice, for the trace
         if config.trace:
             path = trace_path(Path(config.trace), f"server-{index}", session_id)
             self._trace = TraceRecorder(path, f"server {index}", 1000 + index)
@@ -518,6 +519,7 @@ class Server:
                 step=update.step,
                 slice_=update.slice,
             )
+            self._updated_ns[update.slice] = self._trace.now_ns()
         with self._lock:
             return session.machine.handle(UpdateFinished())
 
@@ -561,14 +563,19 @@ class Server:
             return  # its receiving thread reports the loss, with the rank's name
         if self._trace is not None and kind == Kind.REPLY:
             sent = Header(kind, flags, rank, step, slice_, priority, len(payload))
+            updated_ns = self._updated_ns.get(slice_, started_ns)
+            self._span(Stage.REPLY_QUEUED, sent, updated_ns, stop_ns=started_ns)
             self._span(Stage.REPLY_SENT, sent, started_ns)
 
-    def _span(self, stage: Stage, header: Header, started_ns: int) -> None:
+    def _span(
+        self, stage: Stage, header: Header, started_ns: int, *, stop_ns: int | None = None
+    ) -> None:
         if self._trace is not None:
             self._trace.span(
                 stage.value,
                 self._started().names[header.slice],
                 started_ns,
+                stop_ns=stop_ns,
                 step=header.step,
                 size_bytes=header.payload_bytes,
                 slice_=header.slice,

@@ -119,6 +119,7 @@ class WorkerEngine:
         self._rank = rank
         self._config = config
         self._trace = trace
+        self._queued_ns = [0] * len(manifest.parameters)  # for the trace
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in manifest.parameters]
         self._machine = WorkerMachine(
             self.slices,
@@ -174,6 +175,10 @@ class WorkerEngine:
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """Queue a parameter's gradient; the memory's ``gradient`` must be set. Any thread."""
+        if self._trace is not None:
+            now_ns = self._queued_ns[parameter] = self._trace.now_ns()
+            name = self.manifest.parameters[parameter].name
+            self._trace.span(Stage.GRADIENT_READY.value, name, now_ns, stop_ns=now_ns, step=step)
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
@@ -326,9 +331,14 @@ class WorkerEngine:
             kind = type(instruction)
             if kind is SendFrame:
                 self._outbox.submit(instruction)  # type: ignore[arg-type]
-            elif kind is CompleteParameter:
+            elif isinstance(instruction, CompleteParameter):
                 if self._waiters:
                     self._notify()
+                if self._trace is not None:
+                    now_ns = self._trace.now_ns()
+                    name = self.manifest.parameters[instruction.parameter].name
+                    ready = Stage.PARAMETER_READY.value
+                    self._trace.span(ready, name, now_ns, stop_ns=now_ns, step=instruction.step)
             elif kind is Finish:
                 self._finished.set()
 
@@ -371,7 +381,12 @@ class WorkerEngine:
             self.counters.pushes += 1
             self.counters.pushed_bytes += len(payload)
             if self._trace is not None:
-                self._span(Stage.PUSH_SENT, started_ns, step, slice_, priority, len(payload))
+                size = len(payload)
+                queued_ns = self._queued_ns[self.slices[slice_].parameter]
+                self._span(
+                    Stage.PUSH_QUEUED, queued_ns, step, slice_, priority, size, stop_ns=started_ns
+                )
+                self._span(Stage.PUSH_SENT, started_ns, step, slice_, priority, size)
 
     def _extent(self, slice_: int) -> tuple[ParameterMemory, int, int]:
         """A slice's parameter and where it begins and ends in that, in bytes."""
@@ -384,7 +399,14 @@ class WorkerEngine:
         return memory.values[start:stop]
 
     def _span(
-        self, stage: Stage, started_ns: int, step: int, slice_: int, priority: int, size: int
+        self,
+        stage: Stage,
+        started_ns: int,
+        step: int,
+        slice_: int,
+        priority: int,
+        size: int,
+        stop_ns: int | None = None,
     ) -> None:
         if self._trace is not None:
             name = self.manifest.parameters[self.slices[slice_].parameter].name
@@ -392,6 +414,7 @@ class WorkerEngine:
                 stage.value,
                 name,
                 started_ns,
+                stop_ns=stop_ns,
                 step=step,
                 slice_=slice_,
                 priority=priority,

@@ -1,0 +1,340 @@
+"""A whole cluster of state machines under one schedule: no threads, no clocks, no bytes.
+
+Workers and servers are joined by FIFO links, one per direction and pair. Whatever may happen next
+(a frame arrives, the link is free, an update ends, a worker computes on) is chosen by a seeded
+schedule. The values of a slice are the story of its updates, so that a stale or a torn read shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreprop.core.manifest import Reply
+from foreprop.core.sendqueue import Order
+from foreprop.core.server import (
+    FinishSession,
+    InstallValue,
+    PullArrived,
+    PushArrived,
+    ServerMachine,
+    UpdateFinished,
+    UpdateSlice,
+    ValueArrived,
+    WorkerLeft,
+)
+from foreprop.core.slicing import Partition, Slice, plan_slices
+from foreprop.core.wire import Flag, Kind
+from foreprop.core.worker import (
+    Closing,
+    CompleteParameter,
+    Finish,
+    FrameSent,
+    GradientReady,
+    NotifyArrived,
+    PrioritiesLearned,
+    PullsDue,
+    ReplyArrived,
+    SendFrame,
+    ValuesAwaited,
+    ValuesOffered,
+    WorkerMachine,
+)
+
+Story = tuple[tuple[int, tuple[int, ...]], ...]
+"""The updates of a slice: (step, ranks that had a gradient)."""
+
+INITIAL: Story = ((0, ()),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is run; the schedule is not part of it."""
+
+    sizes_elems: Sequence[int]
+    partition: Partition
+    order: Order
+    reply: Reply
+    workers: int
+    steps: int
+    forward_order: tuple[int, ...] = ()
+    """Learned before the second step; by default the parameters' own order."""
+    unused: frozenset[tuple[int, int, int]] = frozenset()
+    """(rank, parameter, step) without a gradient."""
+    wait_at_end: bool = True
+
+    @property
+    def forward(self) -> tuple[int, ...]:
+        return self.forward_order or tuple(range(len(self.sizes_elems)))
+
+    def ranks(self, parameter: int, step: int) -> tuple[int, ...]:
+        return tuple(r for r in range(self.workers) if (r, parameter, step) not in self.unused)
+
+    def story(self, parameter: int, step: int) -> Story:
+        """What a slice must have been through after this step."""
+        updates = ((s, self.ranks(parameter, s)) for s in range(1, step + 1))
+        return (*INITIAL, *(update for update in updates if update[1]))
+
+
+@dataclass
+class _Link:
+    """A machine's outgoing side, and what must leave it next (if that is to be checked)."""
+
+    checked: bool
+    by_priority: bool
+    queues: dict[int, deque[tuple[SendFrame, Story]]]
+    busy_with: SendFrame | None = None
+    queued: list[tuple[tuple[int, int], int, int]] = field(default_factory=list)
+
+    def expect(self, step: int, priority: int, slice_: int, peer: int) -> None:
+        self.queued.append(((step, priority) if self.by_priority else (0, 0), slice_, peer))
+
+    def send(self, frame: SendFrame, story: Story) -> None:
+        assert self.busy_with is None, "two frames are in the hands of one link"
+        self.busy_with = frame
+        self.queues[frame.peer].append((frame, story))
+        if self.checked:
+            first = min(self.queued, key=lambda entry: entry[0])  # the first of the equal ones
+            assert (frame.slice, frame.peer) == first[1:], f"{frame} overtook {first}"
+            self.queued.remove(first)
+
+
+class Cluster:
+    """Runs a setup to its end; raises `AssertionError` as soon as a rule is broken."""
+
+    def __init__(self, setup: Setup, seed: int) -> None:
+        self.setup = setup
+        self.slices = plan_slices(setup.sizes_elems, [4] * len(setup.sizes_elems), setup.partition)
+        self.updates: list[tuple[int, int, tuple[int, ...]]] = []
+        self._random = random.Random(seed)
+        self._weights: dict[str, float] = {}
+        self.servers = [_Server(self, i) for i in range(setup.partition.servers)]
+        self.workers = [_Worker(self, i) for i in range(setup.workers)]
+
+    def run(self) -> Cluster:
+        while not all(server.finished for server in self.servers):
+            actions = [a for node in (*self.workers, *self.servers) for a in node.actions()]
+            assert actions, "deadlock: " + "; ".join(w.describe() for w in self.workers)
+            weights = [self._weight(name) for name, _ in actions]
+            self._random.choices(actions, weights)[0][1]()
+        return self
+
+    def _weight(self, name: str) -> float:
+        """Some links and processes are slow all the time."""
+        if name not in self._weights:
+            self._weights[name] = self._random.choice([0.02, 0.3, 1.0, 1.0, 5.0])
+        return self._weights[name]
+
+    def link(self, peers: int) -> _Link:
+        queues: dict[int, deque[tuple[SendFrame, Story]]] = {i: deque() for i in range(peers)}
+        return _Link(self.setup.reply == "broadcast", self.setup.order == "priority", queues)
+
+    def slices_of(self, parameter: int) -> list[Slice]:
+        return [piece for piece in self.slices if piece.parameter == parameter]
+
+
+Action = tuple[str, Callable[[], None]]
+
+
+class _Worker:
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        setup = cluster.setup
+        self.rank = rank
+        self.completed: list[list[int]] = [[] for _ in setup.sizes_elems]
+        self.stories = [INITIAL if rank == 0 else () for _ in cluster.slices]
+        self._cluster = cluster
+        self._machine = WorkerMachine(
+            cluster.slices,
+            parameters=len(setup.sizes_elems),
+            order=setup.order,
+            reply=setup.reply,
+        )
+        self._link = cluster.link(setup.partition.servers)
+        self._program = deque(self._plan())
+        self._said_goodbye = False
+        if rank != 0:  # before the servers know us: values may come at once
+            self._do(self._machine.handle(ValuesAwaited()))
+
+    def _plan(self) -> Iterator[object]:
+        """What the training thread does: events, and parameters (with a step) that it reads."""
+        setup = self._cluster.setup
+        if self.rank == 0:
+            yield ValuesOffered()
+        for step in range(1, setup.steps + 1):
+            if step == 2:
+                yield PrioritiesLearned(setup.forward)
+            yield PullsDue()
+            yield from ((parameter, step - 1) for parameter in setup.forward)
+            for parameter in reversed(setup.forward):
+                unused = (self.rank, parameter, step) in setup.unused
+                yield GradientReady(parameter, step, Flag.NO_GRADIENT if unused else Flag.NONE)
+        if setup.wait_at_end:
+            yield PullsDue()
+            yield from ((parameter, setup.steps) for parameter in setup.forward)
+        yield Closing()
+
+    def actions(self) -> Iterator[Action]:
+        if self._program and self._can_go_on():
+            yield f"compute {self.rank}", self._compute
+        if self._link.busy_with is not None:
+            yield f"worker {self.rank} sends", self._sent
+        for server, queue in self._link.queues.items():
+            if queue:
+                yield f"{self.rank} to {server}", lambda s=server, q=queue: self._arrive(s, q)
+
+    def _can_go_on(self) -> bool:
+        following = self._program[0]
+        # a NamedTuple is a tuple too, but only a plain one is a read
+        return type(following) is not tuple or self._machine.is_complete(following[0])
+
+    def _compute(self) -> None:
+        following: Any = self._program.popleft()
+        if type(following) is tuple:
+            parameter, step = following
+            story = self._cluster.setup.story(parameter, step)
+            for piece in self._cluster.slices_of(parameter):
+                assert self.stories[piece.number] == story, f"stale read of {piece}, step {step}"
+            return
+        if isinstance(following, GradientReady):
+            self._expect(self._cluster.slices_of(following.parameter), following.step)
+        elif isinstance(following, ValuesOffered):
+            self._expect(self._cluster.slices, 0)
+        self._do(self._machine.handle(following))
+
+    def _expect(self, pieces: Sequence[Slice], step: int) -> None:
+        for piece in pieces:
+            priority = self._machine.priority_of(piece.parameter)
+            self._link.expect(step, priority, piece.number, piece.server)
+
+    def _sent(self) -> None:
+        self._link.busy_with = None
+        self._do(self._machine.handle(FrameSent()))
+
+    def _arrive(self, server: int, queue: deque[tuple[SendFrame, Story]]) -> None:
+        frame, story = queue.popleft()
+        self._cluster.servers[server].receive(self.rank, frame, story)
+
+    def receive(self, server: int, frame: SendFrame, story: Story) -> None:
+        if frame.kind == Kind.NOTIFY:
+            event: object = NotifyArrived(frame.slice, frame.step, server, frame.flags)
+        else:
+            assert frame.kind == Kind.REPLY
+            event = ReplyArrived(frame.slice, frame.step, server)
+            assert self._machine.awaits(frame.slice, frame.step)
+            if not frame.flags & Flag.UNCHANGED:
+                self.stories[frame.slice] = story
+        self._do(self._machine.handle(event))
+
+    def _do(self, instructions: Sequence[object]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, SendFrame):
+                self._link.send(instruction, self.stories[instruction.slice])
+            elif isinstance(instruction, CompleteParameter):
+                self.completed[instruction.parameter].append(instruction.step)
+            elif isinstance(instruction, Finish) and not self._said_goodbye:
+                assert not self._program
+                assert not self._machine.queue_depth
+                self._said_goodbye = True
+                for server, queue in self._link.queues.items():
+                    queue.append((SendFrame(server, Kind.BYE, 0, 0, 0, 0, -1), ()))
+
+    def describe(self) -> str:
+        waits = [p for p in self._cluster.setup.forward if not self._machine.is_complete(p)]
+        return f"rank {self.rank} before {list(self._program)[:1]} waits for parameters {waits}"
+
+
+class _Server:
+    def __init__(self, cluster: Cluster, index: int) -> None:
+        setup = cluster.setup
+        self.finished = False
+        self.stories: dict[int, Story] = {p.number: () for p in cluster.slices if p.server == index}
+        self._index = index
+        self._cluster = cluster
+        self._machine = ServerMachine(
+            cluster.slices,
+            index=index,
+            workers=setup.workers,
+            order=setup.order,
+            reply=setup.reply,
+            names=[f"p{i}" for i in range(len(setup.sizes_elems))],
+        )
+        self._link = cluster.link(setup.workers)
+        self._updating: UpdateSlice | None = None
+        self._priorities: dict[tuple[int, int], int] = {}
+
+    def actions(self) -> Iterator[Action]:
+        if self._updating is not None:
+            yield f"update {self._index}", self._updated
+        if self._link.busy_with is not None:
+            yield f"server {self._index} sends", self._sent
+        for rank, queue in self._link.queues.items():
+            if queue:
+                yield f"{self._index} back to {rank}", lambda r=rank, q=queue: self._arrive(r, q)
+
+    def receive(self, rank: int, frame: SendFrame, story: Story) -> None:
+        _, kind, step, slice_, priority, flags, _ = frame
+        key = (slice_, step)
+        event: object
+        if kind == Kind.PUSH:
+            event = PushArrived(rank, slice_, step, priority, flags)
+            self._priorities[key] = min(priority, self._priorities.get(key, priority))
+        elif kind == Kind.VALUE:
+            event = ValueArrived(rank, slice_, step, priority)
+            self.stories[slice_] = story
+            self._priorities[key] = priority
+            self._expect(key, without=0)
+        elif kind == Kind.PULL:
+            event = PullArrived(rank, slice_, step, priority)
+        else:
+            event = WorkerLeft(rank)
+        self._do(self._machine.handle(event))
+
+    def _expect(self, key: tuple[int, int], without: int = -1) -> None:
+        workers = self._cluster.setup.workers
+        for i in range(workers):
+            rank = (self._index + i) % workers
+            if rank != without:
+                self._link.expect(key[1], self._priorities[key], key[0], rank)
+
+    def _updated(self) -> None:
+        update, self._updating = self._updating, None
+        assert update is not None
+        if update.ranks:
+            self.stories[update.slice] += ((update.step, update.ranks),)
+        self._expect((update.slice, update.step))
+        self._do(self._machine.handle(UpdateFinished()))
+
+    def _sent(self) -> None:
+        frame = self._link.busy_with
+        assert frame is not None
+        queue = self._link.queues[frame.peer]
+        if queue and queue[-1][0] is frame:  # otherwise it has arrived, and all bytes were read
+            self._check_untouched(*queue[-1])
+        self._link.busy_with = None
+        self._do(self._machine.handle(FrameSent()))
+
+    def _arrive(self, rank: int, queue: deque[tuple[SendFrame, Story]]) -> None:
+        frame, story = queue.popleft()
+        if self._link.busy_with is frame:
+            self._check_untouched(frame, story)
+        self._cluster.workers[rank].receive(self._index, frame, story)
+
+    def _check_untouched(self, frame: SendFrame, story: Story) -> None:
+        assert self.stories[frame.slice] == story, f"{frame} changed while it was sent"
+
+    def _do(self, instructions: Sequence[object]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, SendFrame):
+                self._link.send(instruction, self.stories[instruction.slice])
+            elif isinstance(instruction, UpdateSlice):
+                assert self._updating is None, "two updates at once"
+                assert instruction.ranks == tuple(sorted(instruction.ranks))
+                self._updating = instruction
+                self._cluster.updates.append(instruction)
+            elif isinstance(instruction, FinishSession):
+                self.finished = True
+            else:
+                assert isinstance(instruction, InstallValue), instruction

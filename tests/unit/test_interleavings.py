@@ -1,0 +1,146 @@
+"""Whatever the order in which things happen, every parameter is updated exactly once per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreprop.config import PRESETS
+from foreprop.core.slicing import Partition
+from foreprop.core.worker import WorkerMachine
+from tests.simulator import Cluster, Setup
+
+SEEDS = st.integers(0, 2**32 - 1)
+KNOBS = {
+    "granularity": ["slice", "array"],
+    "order": ["priority", "fifo"],
+    "reply": ["broadcast", "notify", "pull"],
+    "placement": ["round_robin", "kvstore", "balanced"],
+}
+
+
+@st.composite
+def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
+    if preset is None:
+        knobs: dict[str, Any] = {name: draw(st.sampled_from(c)) for name, c in KNOBS.items()}
+    else:
+        knobs = dict(PRESETS[preset])
+    sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    cells = [(r, p, s) for r in range(workers) for p in range(len(sizes)) for s in range(1, 4)]
+    return Setup(
+        sizes_elems=sizes,
+        partition=Partition(
+            granularity=knobs["granularity"],
+            placement=knobs["placement"],
+            servers=draw(st.integers(1, 3)),
+            slice_elems=draw(st.integers(1, 4)),
+            big_array_elems=3,
+            seed=draw(st.integers(0, 3)),
+        ),
+        order=knobs["order"],
+        reply=knobs["reply"],
+        workers=workers,
+        steps=steps,
+        forward_order=tuple(draw(st.permutations(range(len(sizes))))),
+        unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
+        wait_at_end=draw(st.booleans()),
+    )
+
+
+def check(setup: Setup, seed: int) -> Cluster:
+    """Run it (the simulator checks every step of the way), then look at how it ended."""
+    cluster = Cluster(setup, seed).run()
+    expected = {
+        (piece.number, step, setup.ranks(piece.parameter, step))
+        for piece in cluster.slices
+        for step in range(1, setup.steps + 1)
+    }
+    # a session may end while its last update is still under way if nobody waits for it
+    done = [tuple(update) for update in cluster.updates]
+    assert len(done) == len(set(done))
+    if setup.wait_at_end:
+        assert set(done) == expected
+        for worker in cluster.workers:
+            steps = list(range(1 if worker.rank == 0 else 0, setup.steps + 1))
+            assert all(completed == steps for completed in worker.completed)
+            assert worker.stories == [
+                setup.story(piece.parameter, setup.steps) for piece in cluster.slices
+            ]
+    else:
+        assert set(done) <= expected
+        assert {update for update in expected if update[1] < setup.steps} <= set(done)
+    return cluster
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_updates_every_parameter_once_per_step(preset: str) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(setups(preset), SEEDS)
+    def run(setup: Setup, seed: int) -> None:
+        check(setup, seed)
+
+    run()
+
+
+@settings(max_examples=80, deadline=None)
+@given(setups(), SEEDS)
+def test_so_does_every_combination_of_knobs(setup: Setup, seed: int) -> None:
+    check(setup, seed)
+
+
+def example(preset: str, **changes: Any) -> Setup:
+    knobs: dict[str, Any] = dict(PRESETS[preset])
+    partition = Partition(
+        granularity=knobs["granularity"],
+        placement=knobs["placement"],
+        servers=2,
+        slice_elems=2,
+        big_array_elems=3,
+    )
+    setup: dict[str, Any] = {
+        "sizes_elems": (3, 7, 1, 0, 5),
+        "partition": partition,
+        "order": knobs["order"],
+        "reply": knobs["reply"],
+        "workers": 3,
+        "steps": 3,
+        "forward_order": (2, 0, 4, 1, 3),
+        "unused": frozenset({(0, 1, 2), (1, 1, 2), (2, 1, 2), (1, 0, 3)}),
+    }
+    return Setup(**{**setup, **changes})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_updates_are_the_same_under_any_interleaving(preset: str) -> None:
+    setup = example(preset)
+    clusters = [check(setup, seed) for seed in range(15)]
+    orders = {tuple(cluster.updates) for cluster in clusters}
+    assert len(orders) > 1  # the schedules do differ
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_the_simulator_notices_an_order_that_is_not_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the checks above are known to be able to fail."""
+    original = WorkerMachine._on_frame_sent
+
+    def lifo(self: WorkerMachine, event: Any) -> Any:
+        items = self._queue.items()
+        while self._queue:
+            self._queue.pop()
+        for i, frame in enumerate(reversed(items)):
+            self._queue.push(0, i, frame)
+        return original(self, event)
+
+    monkeypatch.setattr(WorkerMachine, "_on_frame_sent", lifo)
+    with pytest.raises(AssertionError, match="overtook"):
+        check(example("p3"), 1)
+
+
+def test_the_simulator_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerMachine, "_pull_if_all_notified", lambda self, parameter: [])
+    with pytest.raises(AssertionError, match="deadlock: rank 0"):
+        check(example("kvstore", unused=frozenset()), 1)
