@@ -1,0 +1,215 @@
+"""Settings: where each value comes from, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreprop.config import (
+    PRESETS,
+    Config,
+    cache_directory,
+    child_environment,
+    launch_info,
+    parse_setting,
+)
+from foreprop.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    for name in list(os.environ):
+        if name.startswith(("FOREPROP_", "TORCHELASTIC_")) or name in launcher:
+            monkeypatch.delenv(name)
+
+
+def test_the_presets_are_the_published_table() -> None:
+    columns = ("granularity", "order", "reply", "placement")
+    table = {name: tuple(row[column] for column in columns) for name, row in PRESETS.items()}
+    assert table == {
+        "p3": ("slice", "priority", "broadcast", "round_robin"),
+        "slicing": ("slice", "fifo", "broadcast", "round_robin"),
+        "kvstore": ("array", "fifo", "notify", "kvstore"),
+        "wfbp": ("array", "fifo", "broadcast", "balanced"),
+        "tensorflow": ("array", "fifo", "pull", "balanced"),
+    }
+    assert all(set(row) == set(columns) for row in PRESETS.values())
+    default = Config()
+    assert {column: getattr(default, column) for column in columns} == dict(PRESETS["p3"])
+    assert (default.slice_elems, default.big_array_elems) == (50_000, 1_000_000)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_sets_its_knobs(preset: str) -> None:
+    config = Config.resolve(preset)
+    assert config == Config(**PRESETS[preset])  # type: ignore[arg-type]
+    assert config.knobs(3).servers == 3
+    for name in PRESETS[preset]:
+        assert getattr(config.knobs(3), name) == PRESETS[preset][name]
+
+
+def test_argument_beats_environment_beats_preset_beats_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Config.resolve("kvstore").order == "fifo"
+    monkeypatch.setenv("FOREPROP_ORDER", "priority")
+    monkeypatch.setenv("FOREPROP_SLICE_ELEMS", "123")
+    assert Config.resolve("kvstore").order == "priority"
+    config, sources = Config.resolve_with_sources("kvstore", slice_elems=7)
+    assert (config.order, config.slice_elems, config.reply) == ("priority", 7, "notify")
+    assert sources == {
+        spec.name: {
+            "order": "environment",
+            "slice_elems": "argument",
+            "granularity": "preset kvstore",
+            "reply": "preset kvstore",
+            "placement": "preset kvstore",
+        }.get(spec.name, "default")
+        for spec in fields(Config)
+    }
+    assert Config.resolve("kvstore", order="fifo").order == "fifo"
+
+
+def test_the_environment_may_name_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_PRESET", "wfbp")
+    assert Config.resolve() == Config.resolve("wfbp")
+    assert Config.resolve("slicing").granularity == "slice"
+    monkeypatch.setenv("FOREPROP_PRESET", "p4")
+    with pytest.raises(ConfigError, match=r"preset is 'p4'; it must be one of .*'p3', 'slicing'"):
+        Config.resolve()
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no setting is called 'slice_elem'.*'slice_elems'"):
+        Config.resolve(slice_elem=3)
+    with pytest.raises(ConfigError, match="preset is 'mxnet'; it must be one of"):
+        Config.resolve("mxnet")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": "lifo"}, "order is 'lifo'; it must be one of ['priority', 'fifo']"),
+        ({"granularity": "bit"}, "granularity is 'bit'; it must be one of ['slice', 'array']"),
+        ({"placement": None}, "placement is None; it must be one of ['round_robin', 'kvstore'"),
+        ({"reply": ["pull"]}, "reply is ['pull']; it must be one of ['broadcast', 'notify'"),
+        ({"slice_elems": 0}, "slice_elems is 0; it must be at least 1"),
+        ({"slice_elems": 1.5}, "slice_elems is 1.5; it must be int"),
+        ({"slice_elems": True}, "slice_elems is True; it must be int"),
+        ({"slice_elems": "9"}, "slice_elems is '9'; it must be int"),
+        ({"big_array_elems": -1}, "big_array_elems is -1; it must be at least 1"),
+        ({"placement_seed": -1}, "placement_seed is -1; it must be at least 0"),
+        ({"servers_per_node": -1}, "servers_per_node is -1; it must be at least 0"),
+        ({"dedicated_servers": -1}, "dedicated_servers is -1; it must be at least 0"),
+        ({"workers_per_node": 0}, "workers_per_node is 0; it must be at least 1"),
+        ({"workers_per_node": "2"}, "workers_per_node is '2'; it must be int or nothing"),
+        ({"interface": 3}, "interface is 3; it must be str or nothing"),
+        ({"trace": Path("here")}, "; it must be str or nothing"),
+        ({"link_rate_bits_per_s": 999}, "link_rate_bits_per_s is 999; it must be at least 1000"),
+        ({"unsent_bytes": 0}, "unsent_bytes is 0; it must be at least 1"),
+        ({"backward_passes": 0}, "backward_passes is 0; it must be at least 1"),
+        ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be at least 0.1"),
+        ({"step_timeout_s": None}, "step_timeout_s is None; it must be float or int"),
+        ({"step_timeout_s": float("nan")}, "step_timeout_s is nan; it must be a finite number"),
+        ({"join_timeout_s": float("inf")}, "join_timeout_s is inf; it must be a finite number"),
+        ({"stall_report_s": -1.0}, "stall_report_s is -1.0; it must be at least 0.1"),
+        ({"servers_per_node": 0}, "servers_per_node and dedicated_servers are both 0"),
+    ],
+)
+def test_a_wrong_value_is_told_field_value_and_what_is_allowed(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**settings)
+    assert message in str(caught.value)
+    with pytest.raises(ConfigError):
+        Config().replace(**settings)
+
+
+def test_whole_numbers_do_where_fractions_are_allowed() -> None:
+    assert Config(step_timeout_s=5, link_rate_bits_per_s=10**9).step_timeout_s == 5
+    assert Config(servers_per_node=0, dedicated_servers=2).dedicated_servers == 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("SLICE_ELEMS", "many", "FOREPROP_SLICE_ELEMS is 'many'; it must be a whole number"),
+        ("SLICE_ELEMS", "1.5", "FOREPROP_SLICE_ELEMS is '1.5'; it must be a whole number"),
+        ("SLICE_ELEMS", "", "FOREPROP_SLICE_ELEMS is ''; it must be a whole number"),
+        ("SLICE_ELEMS", "0", "slice_elems is 0; it must be at least 1"),
+        ("STEP_TIMEOUT_S", "soon", "FOREPROP_STEP_TIMEOUT_S is 'soon'; it must be a number"),
+        ("STEP_TIMEOUT_S", "inf", "step_timeout_s is inf; it must be a finite number"),
+        ("ORDER", "Priority", "order is 'Priority'; it must be one of"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, message: str
+) -> None:
+    monkeypatch.setenv(f"FOREPROP_{variable}", text)
+    with pytest.raises(ConfigError) as caught:
+        Config.resolve()
+    assert message in str(caught.value)
+
+
+def test_every_setting_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "WORKERS_PER_NODE": "2",
+        "LINK_RATE_BITS_PER_S": "1e9",
+        "INTERFACE": "none",
+        "TRACE": "somewhere",
+        "BACKWARD_PASSES": "None",
+    }
+    for name, text in texts.items():
+        monkeypatch.setenv(f"FOREPROP_{name}", text)
+    config = Config.resolve()
+    assert (config.workers_per_node, config.link_rate_bits_per_s) == (2, 1e9)
+    assert (config.interface, config.trace, config.backward_passes) == (None, "somewhere", None)
+
+
+def test_settings_are_read_from_text() -> None:
+    assert parse_setting("x", "3", int) == 3
+    assert parse_setting("x", "3", float) == 3.0
+    assert parse_setting("x", "", int | None) is None
+    assert parse_setting("x", "text", str | None) == "text"
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    assert all(spec.metadata["help"] for spec in fields(Config))
+
+
+def test_without_a_launcher_the_world_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = launch_info()
+    assert (info.rank, info.world_size, info.local_world_size, info.launched) == (0, 1, 1, False)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # a rank is missing: not torchrun's doing
+    assert not launch_info().launched
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    info = launch_info()
+    assert (info.rank, info.world_size, info.local_world_size) == (3, 4, 4)
+    assert (info.master_port, info.launched) == (1234, True)
+    monkeypatch.setenv("RANK", "three")
+    with pytest.raises(ConfigError, match="RANK is 'three'; it must be a whole number"):
+        launch_info()
+
+
+def test_a_server_inherits_nothing_of_torchrun_or_our_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "FOREPROP_ORDER", "TORCHELASTIC_RUN_ID", "UNRELATED"):
+        monkeypatch.setenv(name, "1")
+    environment = child_environment()
+    assert environment["UNRELATED"] == environment["OMP_NUM_THREADS"] == "1"
+    assert not [n for n in environment if "RANK" in n or n.startswith(("FOREPROP", "TORCHELASTIC"))]
+
+
+def test_the_cache_directory_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "foreprop"
+    monkeypatch.setenv("FOREPROP_DATA", str(tmp_path / "data"))
+    assert cache_directory() == tmp_path / "data"

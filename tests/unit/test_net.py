@@ -1,0 +1,292 @@
+"""Streams: all bytes or an error, paced links, addresses and connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreprop.engine.launch import NodeLinks
+from foreprop.errors import ConfigError, TransportError
+from foreprop.net.memory import connected_pair
+from foreprop.net.pacing import Link, PacedStream
+from foreprop.net.stream import SocketStream
+from foreprop.net.tcp import (
+    TCP_NOTSENT_LOWAT,
+    TCP_USER_TIMEOUT,
+    connect,
+    listen,
+    local_address,
+    tune,
+)
+
+HEADER = b"header--"
+
+
+@contextmanager
+def pair() -> Iterator[tuple[SocketStream, SocketStream]]:
+    left, right = connected_pair()
+    with closing(left), closing(right):
+        yield left, right
+
+
+@contextmanager
+def in_background(run: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Results and errors of a thread that has ended by the end of the block."""
+    out: list[Any] = []
+
+    def guarded() -> None:
+        try:
+            out.append(run())
+        except Exception as error:
+            out.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    yield out
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def read_all(stream: Any, size: int) -> bytes:
+    memory = bytearray(size)
+    filled = 0
+    while filled < size:
+        received = stream.receive_into(memoryview(memory)[filled:])
+        assert received > 0
+        filled += received
+    return bytes(memory)
+
+
+class _Trickle:
+    """A socket whose sendmsg takes only a few bytes, as a full kernel buffer may make it."""
+
+    def __init__(self, sock: socket.socket, first_bytes: int) -> None:
+        self._sock = sock
+        self._first_bytes = first_bytes
+
+    def sendmsg(self, buffers: tuple[bytes, memoryview]) -> int:
+        return self._sock.send(b"".join(buffers)[: self._first_bytes])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("first_bytes", [0, 3, len(HEADER), len(HEADER) + 5, len(HEADER) + 100])
+def test_what_one_system_call_did_not_take_is_sent_after_it(first_bytes: int) -> None:
+    ours, theirs = socket.socketpair()
+    payload = bytes(range(100))
+    with ours, closing(SocketStream(theirs, "left")) as right:
+        sock: Any = _Trickle(ours, first_bytes)
+        SocketStream(sock, "right").send(HEADER, memoryview(payload))
+        assert read_all(right, len(HEADER) + 100) == HEADER + payload
+
+
+def test_a_payload_larger_than_the_kernel_s_buffers_arrives_whole() -> None:
+    payload = bytes(range(256)) * 20_000
+    with pair() as (left, right), in_background(lambda: left.send(HEADER, memoryview(payload))):
+        assert read_all(right, len(HEADER) + len(payload)) == HEADER + payload
+
+
+def test_a_read_waits_for_all_that_it_was_asked_for() -> None:
+    with pair() as (left, right):
+        memory = bytearray(6)
+        with in_background(lambda: right.receive_into(memoryview(memory))) as received:
+            left.send(b"abc", memoryview(b""))
+            time.sleep(0.05)
+            assert received == []
+            left.send(b"", memoryview(b"defg"))
+        assert (received, memory) == ([6], b"abcdef")
+        assert read_all(right, 1) == b"g"
+
+
+def test_the_end_gives_what_is_there_and_then_zero() -> None:
+    with pair() as (left, right):
+        left.send(b"abc", memoryview(b""))
+        left.close()
+        memory = bytearray(6)
+        assert right.receive_into(memoryview(memory)) == 3
+        assert right.receive_into(memoryview(memory)) == 0
+
+
+def test_close_wakes_a_blocked_reader_and_may_be_repeated() -> None:
+    with pair() as (left, _):
+        with in_background(lambda: left.receive_into(memoryview(bytearray(1)))) as received:
+            time.sleep(0.05)
+            left.close()
+        assert received == [0] or isinstance(received[0], TransportError)
+        left.close()
+
+
+def test_close_wakes_a_blocked_sender() -> None:
+    with pair() as (left, _):
+        payload = memoryview(bytes(4_000_000))
+        with in_background(lambda: left.send(HEADER, payload)) as sent:
+            time.sleep(0.05)
+            left.close()
+        assert isinstance(sent[0], TransportError)
+        assert "cannot send to right" in str(sent[0])
+
+
+def test_errors_name_the_peer() -> None:
+    with pair() as (left, right):
+        right.close()
+        with pytest.raises(TransportError, match="^cannot send to right: "):
+            left.send(HEADER, memoryview(b"x"))
+        with pytest.raises(TransportError, match="^cannot receive from left: "):
+            right.receive_into(memoryview(bytearray(1)))
+
+
+def timed(run: Callable[[], object]) -> float:
+    started_s = time.monotonic()
+    run()
+    return time.monotonic() - started_s
+
+
+def test_a_link_takes_as_long_as_its_rate_says(tmp_path: Path) -> None:
+    with closing(Link(8_000_000, tmp_path / "link")) as link:  # a megabyte per second
+        assert 0.18 < timed(lambda: [link.occupy(20_000) for _ in range(10)]) < 1.0
+
+
+def test_idle_time_is_not_saved_up(tmp_path: Path) -> None:
+    with closing(Link(8_000_000, tmp_path / "link")) as link:
+        link.occupy(1)
+        time.sleep(0.15)
+        assert 0.09 < timed(lambda: link.occupy(100_000))
+
+
+def test_links_over_one_file_share_one_clock(tmp_path: Path) -> None:
+    """Two processes of a node: each gets half the rate, both together no more than the rate."""
+    path = tmp_path / "link"
+    with closing(Link(8_000_000, path)) as ours, closing(Link(8_000_000, path)) as theirs:
+
+        def both() -> None:
+            with in_background(lambda: [ours.occupy(10_000) for _ in range(10)]):
+                for _ in range(10):
+                    theirs.occupy(10_000)
+
+        assert 0.18 < timed(both) < 1.0
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_paced_stream_delivers_the_same_bytes_at_the_link_s_rate(
+    tmp_path: Path, side: str
+) -> None:
+    payload = bytes(range(256)) * 800  # 200 KB in seven chunks
+    with (
+        pair() as (left, right),
+        closing(Link(8_000_000, tmp_path / "slow")) as slow,
+        closing(Link(1e12, tmp_path / "fast")) as fast,
+    ):
+        sender = PacedStream(left, egress=slow if side == "sender" else fast, ingress=fast)
+        receiver = PacedStream(right, egress=fast, ingress=slow if side != "sender" else fast)
+
+        def transfer() -> None:
+            with in_background(lambda: sender.send(HEADER, memoryview(payload))):
+                assert read_all(receiver, len(HEADER) + len(payload)) == HEADER + payload
+
+        assert 0.17 < timed(transfer) < 1.0
+        left.send(HEADER, memoryview(b""))
+        assert read_all(receiver, len(HEADER)) == HEADER  # an empty payload is no special case
+        receiver.close()
+        with pytest.raises(TransportError):
+            sender.send(HEADER, memoryview(payload))
+
+
+def test_frames_inside_a_node_do_not_pass_its_links() -> None:
+    with pair() as (stream, _), closing_links() as links:
+        assert links.wrap(stream, 3) is links.wrap_to_node(stream, 1) is stream  # ranks 2 and 3
+        assert isinstance(links.wrap(stream, 1), PacedStream)
+        assert isinstance(links.wrap_to_node(stream, -1), PacedStream)
+
+
+@contextmanager
+def closing_links() -> Iterator[NodeLinks]:
+    links = NodeLinks("test-net", 1, 2, 1e9)
+    yield links
+    links.close()
+
+
+def test_addresses() -> None:
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    assert local_address("127.0.0.1", "lo") in {"127.0.0.1", "::1"}
+    assert local_address("somewhere.invalid", "127.0.0.2") == "127.0.0.2"
+    with pytest.raises(ConfigError, match=r"^interface is 'eth77'; it must be .* one of .*lo"):
+        local_address("127.0.0.1", "eth77")
+
+
+@pytest.mark.parametrize("host", ["no such host", "a" * 70 + ".invalid"])
+def test_a_host_without_a_route_is_named(host: str) -> None:
+    with pytest.raises(TransportError, match=f"^no route to the rendezvous host '{host}': "):
+        local_address(host)
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    with pytest.raises(TransportError, match="^cannot listen on 192.0.2.1: "):
+        listen("192.0.2.1")
+
+
+def test_connect_waits_for_the_listener_and_then_has_no_timeout() -> None:
+    with listen("127.0.0.1") as listener:
+        with connect("127.0.0.1", listener.getsockname()[1], timeout_s=5) as sock:
+            assert sock.gettimeout() is None
+
+
+def free_port() -> int:
+    with listen("127.0.0.1") as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_connect_gives_up_in_time_and_says_to_whom() -> None:
+    port = free_port()
+    started_s = time.monotonic()
+    with pytest.raises(
+        TransportError, match=f"no connection to 127.0.0.1 port {port} within 0.2 s"
+    ):
+        connect("127.0.0.1", port, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - started_s < 3
+
+
+def test_a_port_that_the_kernel_joined_to_itself_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[socket.socket] = []
+
+    def to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+        sock = socket.socket()
+        sock.bind(address)
+        sock.connect(address)  # what can happen by chance if nobody listens on a free port
+        joined.append(sock)
+        return sock
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    with pytest.raises(TransportError, match="nobody listens"):
+        connect("127.0.0.1", free_port(), timeout_s=0.1)
+    assert joined
+    assert all(sock.fileno() == -1 for sock in joined)
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_tune_bounds_what_the_kernel_holds_unsent(emulated: bool) -> None:
+    with listen("127.0.0.1") as listener:
+        with connect("127.0.0.1", listener.getsockname()[1], timeout_s=5) as sock:
+            tune(sock, unsent_bytes=54_321, timeout_s=7, emulated=emulated)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT) == 54_321
+            assert sock.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) == 7000
+            if emulated:
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * 65_536
+            tune(sock, unsent_bytes=2**40, timeout_s=1e9)  # more than the kernel can count
+            assert sock.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) == 2**31 - 1
+
+
+def test_tune_leaves_other_sockets_alone() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        tune(ours, unsent_bytes=1, timeout_s=1)
