@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreprop.bench.emulated import EmulatedSetting, measure_emulated
+from foreprop.bench.overhead import measure_scheduling, measure_waiting
 from foreprop.bench.wire import measure_wire
 
 bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
@@ -74,4 +75,26 @@ def emulated(
             f"{result.waited_s:.3f}",
         )
     shown.caption = f"{100 * results[0].cpu_share:.0f} % of the CPUs were busy"
+    Console().print(shown)
+
+
+@bench.command("overhead")
+def overhead(
+    slices: Annotated[int, typer.Option(min=1, help="Slices of 16 elements per step.")] = 2000,
+    parameters: Annotated[int, typer.Option(min=1, help="Parameters of one element.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 20,
+) -> None:
+    """Scheduling: microseconds per slice in worker and server, and per waiting parameter."""
+    scheduling = measure_scheduling(slices=slices, steps=steps)
+    waiting = measure_waiting(parameters=parameters, steps=steps)
+    shown = Table(title="Cost beyond the bytes")
+    for heading in ("", "microseconds", "of which"):
+        shown.add_column(heading, justify="right")
+    shown.add_row("worker, CPU per slice", f"{scheduling.worker_us_per_slice:.1f}", "")
+    shown.add_row("server, CPU per slice and worker", f"{scheduling.server_us_per_slice:.1f}", "")
+    shown.add_row(
+        "waiting parameter, per step",
+        f"{waiting.total_us:.1f}",
+        f"first use {waiting.first_use_us:.1f}, swap {waiting.swap_us:.1f}",
+    )
     Console().print(shown)

@@ -9,14 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from foreprop.cli.presets import presets_from
 from foreprop.demo.run import run_demo
-from foreprop.demo.training import TRACED_STEP, DemoSetting
+from foreprop.demo.training import MAX_BATCH_SIZE, TRACED_STEP, DemoSetting
 
 
 def demo(
     steps: Annotated[int, typer.Option(min=TRACED_STEP + 12, help="Steps per preset.")] = 120,
-    workers: Annotated[int, typer.Option(min=2, help="Worker processes, each a node.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per worker and step.")] = 256,
+    workers: Annotated[
+        int, typer.Option(min=2, help="Worker processes, each a node with a server.")
+    ] = 4,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=MAX_BATCH_SIZE, help="Images per worker and step.")
+    ] = 256,
     rate_mbit: Annotated[
         float | None,
         typer.Option(
@@ -28,17 +33,23 @@ def demo(
     presets: Annotated[
         str, typer.Option(help="Presets to compare, separated by commas.")
     ] = "kvstore,p3",
-    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path(
-        "runs/demo/report.html"
-    ),
+    report: Annotated[
+        Path, typer.Option(help="HTML report to write; traces go into folders beside it.")
+    ] = Path("runs/demo/report.html"),
 ) -> None:
-    """Train a small network on Fashion-MNIST with P3 and with its baseline, side by side."""
+    """Train a small network on Fashion-MNIST with P3 and with its baseline, side by side.
+
+    Workers and servers are real processes on this machine; each node's link is paced to a rate in
+    Mbit/s. Shows ms per step, samples per second, the share of time spent waiting for parameters,
+    accuracy, and the final weights' SHA-256, which is the same for all presets.
+    """
     setting = DemoSetting(
         workers=workers,
         steps=steps,
         batch_size=batch_size,
-        presets=tuple(presets.split(",")),
+        presets=presets_from(presets),
         rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
+        folder=str(report.parent),
     )
     command = " ".join(["foreprop", *sys.argv[1:]])
     run_demo(setting, report, command=command, console=Console())

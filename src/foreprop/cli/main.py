@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated
 
 import typer
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from foreprop import errors
 from foreprop.cli.bench import bench
+from foreprop.cli.config import config
 from foreprop.cli.demo import demo
+from foreprop.cli.trace import trace
 from foreprop.errors import ForepropError
 from foreprop.version import __version__
 
@@ -20,6 +26,8 @@ app = typer.Typer(
 )
 app.command("demo")(demo)
 app.add_typer(bench, name="bench")
+app.command("config")(config)
+app.command("trace")(trace)
 
 
 def _show_version(wanted: bool) -> None:
@@ -31,19 +39,51 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Options of all commands."""
+    """P3, priority-based parameter propagation, for PyTorch."""
 
 
 def main() -> None:
-    """The console script: a `ForepropError` is a message, not a traceback."""
+    """The console script: what went wrong is a message and an exit code, not a traceback."""
+    _quiet_launcher()
     try:
         app()
     except ForepropError as error:
-        typer.echo(f"foreprop: {error}", err=True)
-        sys.exit(1)
+        _fail(str(error))
+    except ChildFailedError as error:
+        _fail(describe_failed_worker(error))
+    except SignalException as error:  # Ctrl-C while torch watches over workers
+        sys.exit(128 + error.sigval)
+
+
+def _quiet_launcher() -> None:
+    """torch would log the traceback of a worker that failed, or that Ctrl-C came; so do we."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        ours = name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
+        if ours and isinstance(logger, logging.Logger):  # each has a level of its own
+            logger.setLevel(logging.CRITICAL)
+
+
+def describe_failed_worker(error: ChildFailedError) -> str:
+    """Which worker failed first, and of what; with its traceback if that is a defect."""
+    rank, failure = error.get_first_failure()
+    told = failure.message
+    if isinstance(told, str):  # it died without a word, of a signal
+        return f"worker {rank} died: {told}"
+    cause, stack = told["message"], told.get("extraInfo", {}).get("py_callstack", "")
+    on_purpose = hasattr(errors, cause.partition(":")[0]) or cause.startswith("DatasetUnavailable")
+    text = f"worker {rank} failed: {cause}"
+    return text if on_purpose else f"{text}\n{stack}"
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"foreprop: {message}", err=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rich.table import Table
 from foreprop.bench.workers import run_workers
 from foreprop.datasets import fashion_mnist
 from foreprop.demo.training import TRACED_STEP, DemoSetting, PresetOutcome, train_all
+from foreprop.errors import ConfigError
 from foreprop.observe.report import ReportContext, RunSummary, write_report
 from foreprop.observe.timeline import Timeline, timeline_from_trace
 from foreprop.version import __version__
@@ -25,8 +26,7 @@ from foreprop.version import __version__
 def run_demo(setting: DemoSetting, report: Path, *, command: str, console: Console) -> None:
     """Train with every preset, print the table, write the report to ``report``."""
     folder = Path(setting.folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    _make_room(report, [folder / name for name in setting.presets])
     console.print("Fashion-MNIST: fetching (31 MB, once) and checking ...")
     fashion_mnist("train")
     console.print(
@@ -43,10 +43,27 @@ def run_demo(setting: DemoSetting, report: Path, *, command: str, console: Conso
     ]
     console.print(table(summaries, found))
     timelines = [Timeline(preset=name, events=_events(folder / name)) for name in setting.presets]
-    report.parent.mkdir(parents=True, exist_ok=True)
     write_report(report, _context(setting, found, command), summaries, timelines)
-    console.print(f"Report with the timeline of two steps: {report}")
-    console.print(f"Traces for https://ui.perfetto.dev: {folder}/*/*.trace.json")
+    console.print(f"Report with the timeline of two steps: {report}", soft_wrap=True)
+    console.print(
+        f"Traces of all processes: foreprop trace {folder / setting.presets[-1]} lays them into one"
+        " file for https://ui.perfetto.dev",
+        soft_wrap=True,
+    )
+
+
+def _make_room(report: Path, trace_folders: list[Path]) -> None:
+    """Be sure before the work that its outcome can be written; remove an older run's traces."""
+    try:
+        if report.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        for folder in trace_folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("*.trace.json"):
+                old.unlink()
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"report is {report}, which cannot be written: {why}") from error
 
 
 def summarise(

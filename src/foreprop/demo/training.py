@@ -23,6 +23,7 @@ from foreprop.training.shard import shard
 
 _CALIBRATION_STEPS = 8
 _BLOCK_STEPS = 12
+MAX_BATCH_SIZE = 60_000 // _CALIBRATION_STEPS
 TRACED_STEP = 20
 """The report's timeline shows this step and the next."""
 
@@ -36,6 +37,7 @@ class DemoSetting:
     rate_bits_per_s: float | None = None
     """Of each node's link; None: so that communication takes as long as computation."""
     folder: str = "runs/demo"
+    """Each preset's traces go into a folder of its name in this one."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,9 +56,9 @@ _LENGTH = struct.Struct("!I")
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous CPU tensor's bytes."""
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() and flat.data_ptr() != tensor.data_ptr():
+    if not tensor.is_contiguous():
         raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
+    flat = tensor.detach().reshape(-1)
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 

@@ -61,6 +61,7 @@ from foreprop.observe.trace import TraceRecorder
 _EMPTY = memoryview(b"")
 _STATUS_LIMIT_BYTES = 65_536
 _CLOSE_S = 10.0
+_NOTHING = -1
 
 
 class ParameterMemory(Protocol):
@@ -70,14 +71,13 @@ class ParameterMemory(Protocol):
     def values(self) -> memoryview:
         """The parameter itself, or the staging memory that stands for it."""
 
-    def take_gradient(
-        self, start_bytes: int, stop_bytes: int
-    ) -> tuple[memoryview, Callable[[], None]]:
-        """Part of the gradient, and a check to be called once it is with the kernel.
-
-        Each part is taken once; the last one ends the parameter's hold on the gradient. The check
-        raises if somebody wrote to the gradient since its push. Sending thread.
+    def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """Part of the gradient, to be sent now. Each part is taken once; the last one ends the
+        parameter's hold on the gradient. Sending thread.
         """
+
+    def check_unedited(self) -> None:
+        """Raise if somebody has written to the gradient that was taken last. Sending thread."""
 
 
 @dataclass(slots=True)
@@ -130,6 +130,7 @@ class WorkerEngine:
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._waiters = 0
+        self._awaited = _NOTHING  # the parameter that a thread waits for
         self._error: ForepropError | None = None
         self._closing = False
         self._finished = threading.Event()
@@ -205,12 +206,14 @@ class WorkerEngine:
             return
         self.start_step()
         started_ns = time.perf_counter_ns()
+        self._awaited = parameter  # before the condition is looked at
         self._wait_until(
             lambda: self._machine.is_complete(parameter),
             self._config.step_timeout_s,
             lambda: self._describe_wait(parameter, step),
             lambda: self._ask_status(parameter),
         )
+        self._awaited = _NOTHING
         waited_s = (time.perf_counter_ns() - started_ns) / 1e9
         counters = self.counters
         counters.waits += 1
@@ -332,7 +335,7 @@ class WorkerEngine:
             if kind is SendFrame:
                 self._outbox.submit(instruction)  # type: ignore[arg-type]
             elif isinstance(instruction, CompleteParameter):
-                if self._waiters:
+                if self._waiters > 1 or instruction.parameter == self._awaited:
                     self._notify()
                 if self._trace is not None:
                     now_ns = self._trace.now_ns()
@@ -362,21 +365,21 @@ class WorkerEngine:
 
     def _transmit(self, frame: SendFrame) -> None:
         server, kind, step, slice_, priority, flags, token = frame
-        check: Callable[[], None] | None = None
+        memory: ParameterMemory | None = None
         payload = _EMPTY
         if token != NO_TOKEN:
             payload = self._messages.pop(token)
         elif kind == Kind.PUSH:
             if not flags & Flag.NO_GRADIENT:
                 memory, start, stop = self._extent(slice_)
-                payload, check = memory.take_gradient(start, stop)
+                payload = memory.take_gradient(start, stop)
         elif kind == Kind.VALUE:
             payload = self._values(slice_)
         header = encode_header(kind, flags, self._rank, step, slice_, priority, len(payload))
         started_ns = time.perf_counter_ns() if self._trace is not None else 0
         self._streams[server].send(header, payload)
-        if check is not None:
-            check()
+        if memory is not None:
+            memory.check_unedited()
         if kind == Kind.PUSH:
             self.counters.pushes += 1
             self.counters.pushed_bytes += len(payload)

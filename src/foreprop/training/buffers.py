@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.engine.slicestore import bytes_of
+from foreprop.errors import ConfigError
+from foreprop.training.compiled import WAITS_AT_ENTRY
 
 
 class BufferSource(Protocol):
@@ -45,7 +47,7 @@ class ModelHook:
 
 class BeforeForward(ModelHook):
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        if not module.training:
+        if not module.training and not _in_compiled_code():
             _synchronise(self)
 
 
@@ -53,7 +55,7 @@ class FirstForward(ModelHook):
     """Tells the source that a forward pass that will be differentiated has begun."""
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _in_compiled_code():
             _tell_started(self)
 
 
@@ -69,6 +71,11 @@ class BeforeLoadStateDict(ModelHook):
             source.flush()
 
 
+def _in_compiled_code() -> bool:
+    """Then all this has been done at its entry, see `compiled`."""
+    return WAITS_AT_ENTRY and torch.compiler.is_compiling()
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _synchronise(hook: ModelHook) -> None:
     source = hook._get()
@@ -81,6 +88,35 @@ def _tell_started(hook: ModelHook) -> None:
     source = hook._get()
     if source is not None:
         source.forward_started()
+
+
+class ModelBuffers:
+    """A model's buffers, by place: a module may put another tensor there at any time."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        seen: set[int] = set()
+        self._places: list[tuple[torch.nn.Module, str]] = []
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if buffer.numel() and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self._places.append((module, name))
+        self.size_bytes = packed_bytes(self.now())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def now(self) -> list[torch.Tensor]:
+        """The tensors that are there now."""
+        return [module._buffers[name] for module, name in self._places]  # type: ignore[misc]
+
+    def check_size(self) -> None:
+        size_bytes = packed_bytes(self.now())
+        if size_bytes != self.size_bytes:
+            raise ConfigError(
+                f"the model's buffers had {self.size_bytes} bytes at parallelize() and have"
+                f" {size_bytes} now; their shapes and types must stay"
+            )
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -1,26 +1,38 @@
 """Where a parameter's bytes are: its own memory, or host memory that stands for it.
 
 This is the one place that knows about devices. A contiguous CPU parameter is sent from and
-received into directly; anything else (another layout, a GPU) is staged through contiguous host
-memory, pinned for a GPU.
+received into directly. Another layout is staged through contiguous memory. A GPU's parameter is
+staged through pinned host memory, and its gradient is ready when the copy's event has completed,
+not when the hook ran: a thread waits for the events, in order, and the backward pass goes on.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from foreprop.engine.slicestore import bytes_of
 
+Ready = Callable[[memoryview], None]
+
 
 class Memory(Protocol):
-    """The bytes of one parameter, and of its gradient on the way out. See `direct`/`staged`."""
+    """The bytes of one parameter, and of its gradient on the way out."""
 
     values: memoryview
 
-    def take_gradient(self, gradient: torch.Tensor) -> memoryview:
-        """The gradient's bytes, in the order of the parameter's flattened elements."""
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        """Call ``ready`` with the gradient's bytes, in the order of the flattened parameter.
+
+        Now, or from another thread once they are in host memory.
+        """
+
+    def await_staged(self) -> None:
+        """Block until the last `stage_gradient` has called ``ready``."""
 
     def before_sending_values(self) -> None:
         """Make ``values`` show the parameter as it is now."""
@@ -35,8 +47,11 @@ class DirectMemory:
     def __init__(self, parameter: torch.Tensor) -> None:
         self.values = bytes_of(parameter)
 
-    def take_gradient(self, gradient: torch.Tensor) -> memoryview:
-        return bytes_of(gradient.contiguous())
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        ready(bytes_of(gradient.contiguous()))
+
+    def await_staged(self) -> None:
+        pass
 
     def before_sending_values(self) -> None:
         pass
@@ -46,34 +61,127 @@ class DirectMemory:
 
 
 class StagedMemory:
-    """Any other parameter: through contiguous host memory.
+    """Another layout, or a device without streams: through contiguous host memory."""
 
-    The copy to the host ends before `take_gradient` returns, so a gradient enters the queue only
-    when it is complete.
-    """
-
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
         self._parameter = parameter
-        pinned = parameter.device.type == "cuda"
         shape, dtype = parameter.shape, parameter.dtype
         self._values = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         self._gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         self.values = bytes_of(self._values)
-        self._gradient_bytes = bytes_of(self._gradient)
 
-    def take_gradient(self, gradient: torch.Tensor) -> memoryview:
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         self._gradient.copy_(gradient)
-        return self._gradient_bytes
+        ready(bytes_of(self._gradient))
+
+    def await_staged(self) -> None:
+        pass
 
     def before_sending_values(self) -> None:
         self._values.copy_(self._parameter.detach())
 
     def land(self) -> None:
         with torch.no_grad():
-            self._parameter.copy_(self._values)
+            self._parameter.copy_(self._values, non_blocking=True)
 
 
-def memory_of(parameter: torch.Tensor) -> Memory:
-    if parameter.device.type == "cpu" and parameter.is_contiguous():
-        return DirectMemory(parameter)
-    return StagedMemory(parameter)
+class Copier(Protocol):
+    """Copies beside the computation: `torch.cuda` in the one implementation."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Begin to copy what ``source`` will hold when the work queued so far is done.
+
+        Returns an event with ``synchronize()``.
+        """
+
+
+class CudaCopier:
+    """Copies on a stream of its own, which waits for the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+
+class AsyncStagedMemory(StagedMemory):
+    """A GPU's parameter: the gradient enters the queue when its copy has completed.
+
+    The next replies may overwrite ``values`` only after the next gradient's event, which follows
+    `land`'s copy on the device, so that needs no event of its own.
+    """
+
+    def __init__(self, parameter: torch.Tensor, stager: Stager, *, pinned: bool = True) -> None:
+        super().__init__(parameter, pinned=pinned)
+        self._stager = stager
+        self._staged = threading.Event()
+        self._staged.set()
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        self._staged.clear()
+        event = self._stager.copier.start(self._gradient, gradient)
+
+        def complete() -> None:
+            try:
+                ready(bytes_of(self._gradient))
+            finally:
+                self._staged.set()
+
+        self._stager.submit(event, complete)
+
+    def await_staged(self) -> None:
+        self._staged.wait()
+
+
+class Stager:
+    """One thread that waits for copies' events, in the order in which they were started."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self._started: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="foreprop-stage", daemon=True)
+        self._thread.start()
+
+    def submit(self, event: Any, complete: Callable[[], None]) -> None:
+        self._started.put((event, complete))
+
+    def stop(self) -> None:
+        self._started.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._started.get()) is not None:
+            event, complete = job
+            event.synchronize()
+            complete()
+
+
+class MemoryFactory:
+    """Chooses each parameter's memory; owns the threads that some of it needs."""
+
+    def __init__(self) -> None:
+        self._stagers: dict[torch.device, Stager] = {}
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        if parameter.device.type == "cpu" and parameter.is_contiguous():
+            return DirectMemory(parameter)
+        if parameter.device.type == "cuda":
+            device = parameter.device
+            if device not in self._stagers:
+                self._stagers[device] = Stager(CudaCopier(device))
+            return AsyncStagedMemory(parameter, self._stagers[device])
+        return StagedMemory(parameter)
+
+    def stop(self) -> None:
+        for stager in self._stagers.values():
+            stager.stop()
+        self._stagers.clear()

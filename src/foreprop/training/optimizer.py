@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,13 +67,20 @@ def _names(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
 
 
 def _plain(value: Any, name: str) -> bool | int | float | list[float] | None:
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, (bool, int)):
         return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
     if isinstance(value, (tuple, list)):
-        return [float(item) for item in value]
+        return [_finite(item, name) for item in value]
+    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return _finite(value, name)
     raise ConfigError(f"{name} of a parameter group is {value!r}; it must be a number")
+
+
+def _finite(value: Any, name: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} of a parameter group is {number}; it must be finite")
+    return number
 
 
 def named_parameters(

@@ -18,9 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from foreprop.core.wire import Flag
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
-from foreprop.training.memory import Memory, memory_of
+from foreprop.training.memory import Memory, MemoryFactory
 from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
 
+_LEARNING_STEPS = 2
 _CLIP_HINT = (
     "After backward() a gradient belongs to foreprop, which may have sent it already. Do not edit"
     " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_);"
@@ -32,6 +33,7 @@ class SessionState(Protocol):
     """What a parameter needs to know of its session."""
 
     engine: WorkerEngine
+    memory_factory: MemoryFactory
     completed: int
     """Steps that `optimizer.step()` has ended."""
 
@@ -62,20 +64,23 @@ class SynchronisedParameter:
         self.name = name
         self.parameter = parameter
         self.expected_passes = 0  # backward passes per step; 0: not known yet
+        self.expected_discards = 0  # passes before them whose gradients are discarded (a GAN's)
         self._session = session
-        self._memory: Memory = memory_of(parameter)
+        self._memory: Memory = session.memory_factory.memory_of(parameter)
         self._address = parameter.data_ptr()
         self._version = parameter._version
         self._watched = False
         self._exposed = False  # somebody holds `.data`, through which edits leave no trace
         self._hook: RemovableHandle | None = None
         self._passes = 0  # since the gradient was last discarded
+        self._discards = 0  # passes in this step before that
         self._seen: weakref.ref[torch.Tensor] | None = None
         self._seen_version = 0
         self._applied = False  # the gradient in `p.grad` has been used by a step already
         self._pushed_step = 0
         self._held: torch.Tensor | None = None  # the gradient while it is being sent
         self._gradient: memoryview | None = None  # its bytes
+        self._sending: tuple[torch.Tensor, int] | None = None  # with the version it must keep
         self._unsent_bytes = 0
         self.attach_hook()
 
@@ -84,24 +89,23 @@ class SynchronisedParameter:
     def values(self) -> memoryview:
         return self._memory.values
 
-    def take_gradient(
-        self, start_bytes: int, stop_bytes: int
-    ) -> tuple[memoryview, Callable[[], None]]:
-        held, whole, version = self._held, self._gradient, self._seen_version
+    def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        held, whole = self._held, self._gradient
         if held is None or whole is None:
             raise InternalError(f"no gradient of {self.name} is held")
-
-        def check() -> None:
-            if held._version != version:
-                raise TrainingLoopError(
-                    f"the gradient of {self.name} was changed while it was being sent. Use"
-                    " optimizer.zero_grad() (which knows), or zero_grad(set_to_none=True)."
-                )
-
+        self._sending = (held, self._seen_version)
         self._unsent_bytes -= stop_bytes - start_bytes
         if self._unsent_bytes <= 0:
             self._held = self._gradient = None
-        return whole[start_bytes:stop_bytes], check
+        return whole[start_bytes:stop_bytes]
+
+    def check_unedited(self) -> None:
+        sending, self._sending = self._sending, None
+        if sending is not None and sending[0]._version != sending[1]:
+            raise TrainingLoopError(
+                f"the gradient of {self.name} was changed while it was being sent. Use"
+                " optimizer.zero_grad() (which knows), or zero_grad(set_to_none=True)."
+            )
 
     # Gradients.
     def attach_hook(self) -> None:
@@ -125,13 +129,26 @@ class SynchronisedParameter:
             self._refuse_another_pass(kept)
         continued = kept and gradient._version == self._seen_version + 1
         if not continued:  # a new gradient, or a zeroed one: what was there is discarded
-            self._passes, self._applied = 0, False
+            self._discard()
+            self._applied = False
         self._passes += 1
         self._seen = weakref.ref(gradient)
         self._seen_version = gradient._version
-        if session.eager and not self._applied and self._passes == self.expected_passes:
+        if session.eager and not self._applied and self._is_last_pass():
             session.begin_pushing()
             self._push(gradient, step)
+
+    def _is_last_pass(self) -> bool:
+        return self._passes == self.expected_passes and self._discards >= self.expected_discards
+
+    def _discard(self) -> None:
+        self._discards += self._passes
+        self._passes = 0
+
+    def gradient_discarded(self) -> None:
+        """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count."""
+        if self._pushed_step <= self._session.completed:
+            self._discard()
 
     def _check_gradient(self, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
@@ -151,7 +168,9 @@ class SynchronisedParameter:
         raise TrainingLoopError(
             f"the gradient of {self.name} was pushed in step {self._pushed_step}, then discarded,"
             " and optimizer.step() was never called. Call optimizer.step() after every backward"
-            " pass, or decide before backward() whether to make the step."
+            " pass, or decide before backward() whether to make the step. If some passes are always"
+            " discarded (a GAN's generator's, in its discriminator), they must be so from the first"
+            " two steps on."
         )
 
     def _push(self, gradient: torch.Tensor | None, step: int) -> None:
@@ -159,17 +178,22 @@ class SynchronisedParameter:
         flags, with_value = self._note_changed_value()
         increment_version(self.parameter)  # whoever saved the old value must not use it
         self._version = self.parameter._version
-        if gradient is None:
-            flags |= Flag.NO_GRADIENT
-        else:
-            self._held = gradient
-            self._unsent_bytes = gradient.numel() * gradient.element_size()
-            self._gradient = self._memory.take_gradient(gradient.detach())
         self._pushed_step = step
         self._watched = False
         if gradient is None or gradient.numel():
             make_wait(self.parameter, self)
-        self._session.engine.push(self.index, step, flags=flags, with_value=with_value)
+        engine = self._session.engine
+        if gradient is None:
+            engine.push(self.index, step, flags=flags | Flag.NO_GRADIENT, with_value=with_value)
+            return
+
+        def enqueue(gradient_bytes: memoryview) -> None:
+            self._gradient = gradient_bytes
+            engine.push(self.index, step, flags=flags, with_value=with_value)
+
+        self._held = gradient
+        self._unsent_bytes = gradient.numel() * gradient.element_size()
+        self._memory.stage_gradient(gradient.detach(), enqueue)
 
     def _note_changed_value(self) -> tuple[int, bool]:
         """Flags and whether rank 0 must send the values, if the parameter was changed by hand."""
@@ -192,7 +216,7 @@ class SynchronisedParameter:
                 f"{self.name} was {info.dtype} {info.shape} at parallelize() and is {dtype}"
                 f" {tuple(self.parameter.shape)} now; change the model before parallelize()"
             )
-        self._memory = memory_of(self.parameter)
+        self._memory = self._session.memory_factory.memory_of(self.parameter)
         self._address = self.parameter.data_ptr()
 
     # The end of a step.
@@ -213,10 +237,19 @@ class SynchronisedParameter:
                 self._seen_version = gradient._version
             self._session.begin_pushing()
             self._push(gradient, step)
-        learning = not self._session.eager or not self.expected_passes
-        if learning and self._passes and not self._applied:
-            self.expected_passes = self._session.fixed_passes or self._passes
-        self._applied, self._passes = True, 0
+        if self._passes and not self._applied:
+            self._learn(step)
+        self._applied, self._passes, self._discards = True, 0, 0
+
+    def _learn(self, step: int) -> None:
+        """How many passes make a step, and how many more are discarded before them."""
+        new = not self.expected_passes
+        if new or step <= _LEARNING_STEPS:
+            self.expected_discards = self._discards
+        if new or not self._session.eager:
+            self.expected_passes = self._session.fixed_passes or max(
+                self._passes, self.expected_passes
+            )
 
     def _check_still_ours(self, gradient: torch.Tensor | None) -> None:
         seen = self._seen() if self._seen is not None else None
@@ -230,7 +263,12 @@ class SynchronisedParameter:
     def _check_not_edited(self, gradient: torch.Tensor | None) -> None:
         if gradient is None or self._applied or self._seen is None or self._passes == 0:
             return
-        if self._seen() is gradient and gradient._version != self._seen_version:
+        if self._seen() is not gradient:
+            raise TrainingLoopError(
+                f"the gradient of {self.name} was replaced between backward() and step()."
+                f" {_CLIP_HINT}"
+            )
+        if gradient._version != self._seen_version:
             raise TrainingLoopError(
                 f"the gradient of {self.name} was edited in place between backward() and step()."
                 f" {_CLIP_HINT}"
@@ -239,8 +277,11 @@ class SynchronisedParameter:
     def replace_busy_gradient(self) -> None:
         """`zero_grad(set_to_none=False)`: zeros in new memory while the old is being sent."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._held is not None and self.parameter.grad is self._held:
-                self.parameter.grad = torch.zeros_like(self._held)
+            self._memory.await_staged()
+            gradient = self.parameter.grad
+            busy = self._pushed_step and not self._session.engine.is_complete(self.index)
+            if busy and gradient is not None:
+                self.parameter.grad = torch.zeros_like(gradient)
 
     # The start.
     def before_offering(self) -> None:
@@ -301,10 +342,16 @@ class SynchronisedParameter:
         """Wait for the pending update, if there is one, and make it visible."""
         if not is_waiting(self.parameter) or self._watched:
             return
+        self._memory.await_staged()
         self._session.engine.wait(self.index, self._pushed_step)
         stop_waiting(self.parameter)
         self._memory.land()
         self._version = self.parameter._version
+
+    def settle_if_stepped(self) -> None:
+        """Like `settle`, but leaves alone what still belongs to the coming step."""
+        if self._pushed_step <= self._session.completed:
+            self.settle()
 
     def detach(self) -> None:
         """The session is over: the parameter becomes an ordinary one, whatever is pending."""

@@ -24,8 +24,10 @@ from foreprop.engine.worker import WorkerEngine
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
-from foreprop.training import buffers
+from foreprop.training import buffers, compiled
+from foreprop.training.advice import give_advice
 from foreprop.training.compute_trace import ComputeTrace
+from foreprop.training.memory import MemoryFactory
 from foreprop.training.optimizer import (
     check_optimizer,
     hyperparameters,
@@ -36,8 +38,12 @@ from foreprop.training.parameter import SynchronisedParameter
 from foreprop.version import __version__
 
 FROZEN, BUFFERS = 0, 1
+_NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+"""In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_managed: dict[int, str] = {}
+"""The parameters of all open sessions, by id: their names."""
 
 
 class Session:
@@ -55,12 +61,14 @@ class Session:
         self._optimizer = optimizer
         self._closed = False
         self._named = list(named_parameters(model, optimizer))
-        managed = {id(parameter) for _, parameter, _ in self._named}
+        _check_unmanaged(self._named)
+        managed = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
         self._frozen = [p for p in model.parameters() if id(p) not in managed]
-        self._buffers = [b for b in model.buffers() if b.numel()]
+        self._buffers = buffers.ModelBuffers(model)
         self._buffers_step = 0
         self._announced: tuple[Any, ...] | None = None
         self._announced_step = 0
+        self.memory_factory = MemoryFactory()
         self._use_order: list[int] = []
         self._in_first_forward = False
         self._compute_trace: ComputeTrace | None = None
@@ -103,7 +111,7 @@ class Session:
             parameters=tuple(
                 _parameter_info(name, parameter, group) for name, parameter, group in self._named
             ),
-            blob_bytes=(buffers.packed_bytes(self._frozen), buffers.packed_bytes(self._buffers)),
+            blob_bytes=(buffers.packed_bytes(self._frozen), self._buffers.size_bytes),
         )
 
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
@@ -124,16 +132,18 @@ class Session:
             self._offer_state()
             if self.world_size > 1:
                 self._publish(FROZEN, self._frozen, 0)
-                self._publish(BUFFERS, self._buffers, 0)
+                self._publish(BUFFERS, self._buffers.now(), 0)
         else:
             for parameter in self._parameters:
                 parameter.receive_initial_value()
             self._fetch(FROZEN, self._frozen)
-            self._fetch(BUFFERS, self._buffers)
+            self._fetch(BUFFERS, self._buffers.now())
         for parameter in self._parameters:
             parameter.watch()
+            _managed[id(parameter.parameter)] = parameter.name
         self._adopt_optimizer()
         self._adopt_model()
+        self._restore += [*give_advice(), compiled.watch_entries(self)]
         _open_sessions.add(self)
         _close_at_exit()
 
@@ -151,11 +161,11 @@ class Session:
                 with torch.enable_grad():
                     loss = closure()
             _alive(session)._step()
+            self._opt_called = True  # type: ignore[attr-defined]  # schedulers look at this
             return loss
 
         def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            if not set_to_none:
-                _alive(session)._replace_busy_gradients()
+            _alive(session)._discard_gradients(set_to_none)
             own_zero_grad(set_to_none=set_to_none)
 
         if hasattr(own_step, "_wrapped_by_lr_sched"):
@@ -269,13 +279,14 @@ class Session:
     @property
     def _learning_steps(self) -> int:
         """With several models in one process (a GAN) the first step shows only half the loop."""
-        return 1 if len(_open_sessions) < 2 else 2
+        return 1 if self._world.sessions < 2 else 2
 
     def begin_pushing(self) -> None:
         """Announce the optimizer's numbers before a step's first push, if they have changed."""
         step = self.completed + 1
         if self._announced_step == step:
             return
+        self._check_same_parameters()
         groups = hyperparameters(self._optimizer)
         if groups != self._announced:
             self.engine.announce_hyperparameters(step, msgspec.json.encode(groups))
@@ -312,15 +323,19 @@ class Session:
                 parameter.finish_step(step)
         self.completed = step
         if self.rank == 0 and self.world_size > 1:
-            self._publish(BUFFERS, self._buffers, step)
+            self._buffers.check_size()
+            self._publish(BUFFERS, self._buffers.now(), step)
 
-    def _check_optimizer_unchanged(self) -> None:
+    def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != len(self._named):
             raise ConfigError(
                 f"the optimizer had {len(self._named)} parameters at parallelize() and has {count}"
                 " now; call add_param_group() before parallelize()"
             )
+
+    def _check_optimizer_unchanged(self) -> None:
+        self._check_same_parameters()
         if self._announced_step == self.completed + 1:
             groups = hyperparameters(self._optimizer)
             if groups != self._announced:
@@ -347,14 +362,25 @@ class Session:
             order = json.loads(found)
         self.engine.learn_priorities(order)
 
-    def _replace_busy_gradients(self) -> None:
+    def _discard_gradients(self, set_to_none: bool) -> None:
         for parameter in self._parameters:
-            parameter.replace_busy_gradient()
+            parameter.gradient_discarded()
+            if not set_to_none:
+                parameter.replace_busy_gradient()
+
+    def compiled_code_entered(self) -> None:
+        """Compiled code must see ordinary parameters, and evaluation rank 0's buffers."""
+        for parameter in self._parameters:
+            parameter.unwatch()
+            parameter.settle_if_stepped()
+        if self._buffers and not self._model.training:
+            self.synchronise_buffers()
 
     # Buffers and frozen parameters.
     def synchronise_buffers(self) -> None:
         if self.rank != 0 and self._buffers_step != self.completed:
-            self._fetch(BUFFERS, self._buffers)
+            self._buffers.check_size()
+            self._fetch(BUFFERS, self._buffers.now())
             self._buffers_step = self.completed
 
     def _publish(self, which: int, tensors: Sequence[torch.Tensor], step: int) -> None:
@@ -412,8 +438,10 @@ class Session:
             self.engine.close(failure=failure)
         finally:
             self._connections.close(kill=failed)
+            self.memory_factory.stop()
             for parameter in self._parameters:
                 parameter.detach()
+                _managed.pop(id(parameter.parameter), None)
             for undo in reversed(self._restore):
                 undo()
             self._restore.clear()
@@ -436,6 +464,16 @@ def _parameter_info(name: str, parameter: torch.nn.Parameter, group: int) -> Par
             " before parallelize()"
         )
     return ParameterInfo(name=name, shape=tuple(parameter.shape), dtype=dtype, group=group)
+
+
+def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> None:
+    for name, parameter, _ in named:
+        if id(parameter) in _managed:
+            raise ConfigError(
+                f"parameter {name} belongs to another open session, as {_managed[id(parameter)]}:"
+                " give each parameter to one optimizer, and close() a session before another one"
+                " takes its parameters"
+            )
 
 
 def _is_differentiable(result: Any) -> bool:
@@ -468,10 +506,15 @@ def _cut_state(
 ) -> dict[str, Any]:
     return {
         key: value.detach().reshape(-1)[start:stop]
-        if isinstance(value, torch.Tensor) and value.dim()
+        if isinstance(value, torch.Tensor) and _is_elementwise(key, value)
         else value
         for key, value in state.items()
     }
+
+
+def _is_elementwise(key: str, value: torch.Tensor) -> bool:
+    """One number per element of the parameter; of one without dimensions, the name tells."""
+    return value.dim() > 0 or key not in _NUMBERS_OF_A_PARAMETER
 
 
 _exit_registered = False

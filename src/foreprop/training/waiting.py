@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from foreprop.errors import InternalError
+from foreprop.errors import TrainingLoopError
 
 
 class Pending(Protocol):
@@ -27,6 +26,11 @@ class Pending(Protocol):
     def after_use(self, result: Any) -> None:
         """An operation with the parameter has returned ``result``."""
 
+
+_COMPILING = (
+    "torch.compile meets a parameter whose update is pending. Enter compiled code in the thread"
+    " that called parallelize(), where this is waited for, or call session.flush() before."
+)
 
 _pending: dict[int, Pending] = {}
 _classes: dict[type, type] = {}
@@ -78,8 +82,11 @@ def make_wait(parameter: torch.nn.Parameter, pending: Pending) -> None:
 
 def stop_waiting(parameter: torch.nn.Parameter) -> None:
     """Give the parameter its own class back."""
-    if _pending.pop(id(parameter), None) is not None:
-        parameter.__class__ = type(parameter).__mro__[2]  # after the waiting class and its mixin
+    if id(parameter) in _pending:
+        cls = type(parameter)
+        if issubclass(cls, _Waiting):
+            parameter.__class__ = cls.__mro__[2]  # after the waiting class and its mixin
+        _pending.pop(id(parameter), None)  # last: until then another thread finds it and waits too
 
 
 def is_waiting(parameter: torch.Tensor) -> bool:
@@ -96,12 +103,12 @@ class _Waiting:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            raise TrainingLoopError(_COMPILING)
         if func in NEEDS_NO_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        waited = _waiting_in(args, kwargs)
-        if not waited:
-            raise InternalError(f"{func} was called with a parameter that waits for nothing")
+        waited = _waiting_in((args, kwargs)).values()  # none: another thread has just settled it
         targets = _targets(func, args, kwargs)
         watching = [
             pending
@@ -132,17 +139,20 @@ def _outside_torch(tensor: Any, use: Callable[[], Any]) -> Any:
     return result
 
 
-def _waiting_in(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[torch.Tensor, Pending]]:
-    direct = {id(arg): arg for arg in args if id(arg) in _pending}
-    found = [(tensor, _pending[ident]) for ident, tensor in direct.items()]
-    if not found or any(isinstance(arg, (list, tuple)) for arg in args) or kwargs:
-        seen = {id(tensor) for tensor, _ in found}
-        for leaf in tree_leaves((args, dict(kwargs))):
-            if id(leaf) in _pending and id(leaf) not in seen:
-                seen.add(id(leaf))
-                found.append((leaf, _pending[id(leaf)]))
+def _waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:
+    """All waiting parameters among a call's arguments, however they are nested."""
+    found: dict[int, tuple[torch.Tensor, Pending]] = {}
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, torch.Tensor):
+            pending = _pending.get(id(item))
+            if pending is not None:
+                found[id(item)] = (item, pending)
+        elif isinstance(item, (list, tuple)):
+            rest.extend(reversed(item))
+        elif isinstance(item, Mapping):
+            rest.extend(reversed(list(item.values())))
     return found
 
 

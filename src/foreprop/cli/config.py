@@ -1,0 +1,59 @@
+"""``foreprop config``: every setting, its value, where it came from and what it means."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foreprop.config import Config, parse_setting
+from foreprop.errors import ConfigError
+
+
+def config(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Settings, as parallelize() takes them."),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="p3 (default), slicing, kvstore, wfbp or tensorflow.")
+    ] = None,
+) -> None:
+    """Show every setting: its value, where the value came from, and its meaning with its unit.
+
+    A NAME=VALUE here beats the environment (FOREPROP_ and the name in capitals), which beats the
+    preset, which beats the default. A script's parallelize() sees the same environment.
+    """
+    chosen, sources = Config.resolve_with_sources(preset, **settings_from(settings or []))
+    Console().print(settings_table(chosen, sources))
+
+
+def settings_from(texts: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` texts as arguments of `Config`; raises `ConfigError`."""
+    hints = typing.get_type_hints(Config)
+    names = [spec.name for spec in fields(Config)]
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is not a setting; write it as NAME=VALUE")
+        if name not in names:
+            raise ConfigError(f"no setting is called {name!r}; there are {', '.join(names)}")
+        found[name] = parse_setting(name, value, hints[name])
+    return found
+
+
+def settings_table(chosen: Config, sources: dict[str, str]) -> Table:
+    shown = Table(show_lines=False, padding=(0, 1))
+    for heading in ("setting", "value", "from"):
+        shown.add_column(heading, no_wrap=True)
+    shown.add_column("meaning", ratio=1)
+    for spec in fields(chosen):
+        value = getattr(chosen, spec.name)
+        text = "-" if value is None else str(value)
+        shown.add_row(spec.name, text, sources[spec.name], spec.metadata["help"])
+    return shown
