@@ -201,6 +201,7 @@ class _Run:
         )
         self.session = parallelize(self.model, self.optimizer, config=config)
         self.step_s: list[float] = []
+        self.waited_s = 0.0
         self.model.clock.idle_until_now()
         self._ended = self.model.clock.free_at
 
@@ -211,6 +212,7 @@ class _Run:
         clock.idle_until_now()
         loss = self.model(torch.ones(1, requires_grad=True)).sum()
         self._ended = clock.free_at
+        waited_before = self.session.engine.counters.waited_s
         for _ in range(count):
             self.optimizer.zero_grad()
             loss.backward()
@@ -218,6 +220,7 @@ class _Run:
             loss = self.model(torch.ones(1, requires_grad=True)).sum()
             self.step_s.append(clock.free_at - self._ended)
             self._ended = clock.free_at
+        self.waited_s += self.session.engine.counters.waited_s - waited_before
 
 
 def _work(text: str) -> dict[str, Any]:
@@ -228,12 +231,12 @@ def _work(text: str) -> dict[str, Any]:
     for run in runs.values():
         run.steps(setting.warm_up)
         run.step_s.clear()
+        run.waited_s = 0.0
     for _ in range(2):
         for run in runs.values():
             run.steps((setting.steps + 1) // 2)
     found = {}
     for preset, run in runs.items():
-        waited = run.session.stats()["waited_s"] / max(1, run.session.completed)
-        found[preset] = {"step_s": run.step_s, "waited_s": waited}
+        found[preset] = {"step_s": run.step_s, "waited_s": run.waited_s / len(run.step_s)}
         run.session.close()
     return found

@@ -3,9 +3,9 @@
 Sums are made in rank order and the update by a real ``torch.optim`` optimizer, one per slice, so
 nothing is re-implemented and no bit depends on timing, slice size or the number of servers.
 
-torch's kernels treat what is left over after whole vectors one by one, and in half precision and
-in fused optimizers that rounds differently. So every tensor here is padded with zeros to whole
-vectors: an element gets the same bits wherever a slice begins and ends.
+torch's kernels treat what is left over after whole vectors one by one, and in half precision that
+rounds differently. So every tensor here is padded with zeros to the vectors of the whole parameter:
+an element is treated as it would be there, wherever a slice begins and ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -63,24 +63,41 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _padded(elems: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros for this many elements, and for more up to whole vectors."""
-    return torch.zeros(-(-elems // _VECTOR_ELEMS) * _VECTOR_ELEMS, dtype=dtype)
+class Extent(NamedTuple):
+    """Where a slice lies in its tensor, which reaches from vector to vector of the parameter."""
+
+    lead_elems: int
+    elems: int
+    total_elems: int
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.total_elems, dtype=dtype)
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice's own elements of a tensor of ``total_elems``."""
+        return tensor[self.lead_elems : self.lead_elems + self.elems]
+
+
+def extent_of(piece: Slice, parameter_elems: int) -> Extent:
+    first = piece.start_elems // _VECTOR_ELEMS * _VECTOR_ELEMS
+    last = min(-(-piece.stop_elems // _VECTOR_ELEMS) * _VECTOR_ELEMS, parameter_elems)
+    return Extent(piece.start_elems - first, piece.elems, last - first)
 
 
 class GradientBuffer:
     """Room for one pushed gradient; goes back to its pool after the update."""
 
-    __slots__ = ("elems", "tensor", "view")
+    __slots__ = ("extent", "tensor", "view")
 
-    def __init__(self, elems: int, dtype: torch.dtype) -> None:
-        self.elems = elems
-        self.tensor = _padded(elems, dtype)
-        self.view = bytes_of(self.tensor[:elems])
+    def __init__(self, extent: Extent, dtype: torch.dtype) -> None:
+        self.extent = extent
+        self.tensor = extent.zeros(dtype)
+        self.view = bytes_of(extent.part(self.tensor))
 
 
 class _SliceTensors:
     __slots__ = (
+        "extent",
         "gradients",
         "groups",
         "new_state",
@@ -91,10 +108,11 @@ class _SliceTensors:
         "view",
     )
 
-    def __init__(self, piece: Slice, dtype: torch.dtype) -> None:
+    def __init__(self, piece: Slice, parameter_elems: int, dtype: torch.dtype) -> None:
         self.piece = piece
-        self.parameter = torch.nn.Parameter(_padded(piece.elems, dtype))
-        self.view = bytes_of(self.parameter[: piece.elems])
+        self.extent = extent_of(piece, parameter_elems)
+        self.parameter = torch.nn.Parameter(self.extent.zeros(dtype))
+        self.view = bytes_of(self.extent.part(self.parameter))
         self.gradients: dict[int, GradientBuffer] = {}
         self.staged: GradientBuffer | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -118,11 +136,13 @@ class SliceStore:
         self._group_of = [info.group for info in manifest.parameters]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._slices = {
-            piece.number: _SliceTensors(piece, dtypes[piece.parameter])
+            piece.number: _SliceTensors(
+                piece, manifest.parameters[piece.parameter].elems, dtypes[piece.parameter]
+            )
             for piece in slices
             if piece.server == index
         }
-        self._pool: dict[tuple[int, torch.dtype], list[GradientBuffer]] = {}
+        self._pool: dict[tuple[Extent, torch.dtype], list[GradientBuffer]] = {}
 
     def values(self, slice_: int) -> memoryview:
         """The slice's parameters as bytes, for replies."""
@@ -133,7 +153,7 @@ class SliceStore:
 
     def take_buffer(self, slice_: int) -> GradientBuffer:
         tensors = self._slices[slice_]
-        key = (tensors.piece.elems, tensors.parameter.dtype)
+        key = (tensors.extent, tensors.parameter.dtype)
         free = self._pool.get(key)
         return free.pop() if free else GradientBuffer(*key)
 
@@ -177,7 +197,7 @@ class SliceStore:
         tensors.gradients.clear()
 
     def _give_back(self, buffer: GradientBuffer) -> None:
-        key = (buffer.elems, buffer.tensor.dtype)
+        key = (buffer.extent, buffer.tensor.dtype)
         self._pool.setdefault(key, []).append(buffer)
 
     def _optimizer(self, tensors: _SliceTensors, group: Hyperparameters) -> torch.optim.Optimizer:
@@ -203,14 +223,19 @@ class SliceStore:
             state = tensors.new_state
         elif tensors.optimizer is not None:
             state = tensors.optimizer.state.get(tensors.parameter, {})
-        elems = tensors.piece.elems
-        return encode_state({key: _without_padding(value, elems) for key, value in state.items()})
+        part = tensors.extent.part
+        return encode_state(
+            {key: part(value) if _is_array(value) else value for key, value in state.items()}
+        )
 
     def import_state(self, slice_: int, data: memoryview) -> None:
         """Replace the slice's optimizer state; raises `RemoteProtocolError` if it does not fit."""
         tensors = self._slices[slice_]
         state = decode_state(data, elems=tensors.piece.elems)
-        tensors.new_state = {key: _with_padding(value) for key, value in state.items()} or None
+        tensors.new_state = {
+            key: _with_padding(value, tensors.extent) if _is_array(value) else value
+            for key, value in state.items()
+        } or None
         if tensors.new_state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
 
@@ -218,22 +243,25 @@ class SliceStore:
         return state_limit_bytes(self._slices[slice_].piece.elems)
 
 
-def _without_padding(value: Any, elems: int) -> Any:
-    return value[:elems] if isinstance(value, torch.Tensor) and value.dim() else value
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _with_padding(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return value
-    tensor = _padded(value.numel(), value.dtype)
-    tensor[: value.numel()] = value
+def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
+    tensor = extent.zeros(value.dtype)
+    extent.part(tensor)[:] = value
     return tensor
 
 
 def _arguments(group: Hyperparameters) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in group.items()
-    }
+    arguments: dict[str, Any] = {}
+    for name, value in group.items():
+        key, _, dtype = name.partition(" ")
+        if dtype:  # the user gave a tensor, see `hyperparameters`
+            arguments[key] = torch.tensor(value, dtype=DTYPES[dtype])
+        else:
+            arguments[key] = tuple(value) if isinstance(value, list) else value
+    return arguments
 
 
 class _StateEntry(msgspec.Struct, frozen=True):

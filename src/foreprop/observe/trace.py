@@ -29,7 +29,7 @@ class TraceRecorder:
         self.path = path
         self._process = process
         self._process_id = process_id
-        self._offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._offset_ns = _wall_clock_offset_ns()
         self._events: list[tuple[str, str, int, int, int, int, int, int, int]] = []
         self._thread_names: dict[int, str] = {}  # a thread may have ended before `write`
 
@@ -105,6 +105,11 @@ class TraceRecorder:
                 "priority": priority,
             },
         }
+
+
+def _wall_clock_offset_ns() -> int:
+    """What to add to `now_ns`. A pause between the two clocks makes it too small: take the best."""
+    return max(time.time_ns() - time.perf_counter_ns() for _ in range(5))
 
 
 def merge_traces(directory: Path, target: Path) -> int:

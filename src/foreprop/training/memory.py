@@ -99,14 +99,15 @@ class CudaCopier:
     """Copies on a stream of its own, which waits for the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._cuda: Any = torch.cuda
+        self._stream = self._cuda.Stream(device)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._cuda.current_stream(source.device))
+        with self._cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
-            event = torch.cuda.Event()
+            event = self._cuda.Event()
             event.record(self._stream)
         return event
 

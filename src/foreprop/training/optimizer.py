@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foreprop.core.manifest import Hyperparameters, OptimizerInfo
+from foreprop.core.manifest import ITEMSIZE_BYTES, Hyperparameters, OptimizerInfo
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS
 from foreprop.errors import ConfigError
 
@@ -46,12 +46,28 @@ def optimizer_info(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, ...]:
-    """The numbers of every parameter group, as they are now."""
+    """The numbers of every parameter group, as they are now.
+
+    A number in a tensor (``lr=torch.tensor(0.1)``) goes by its name and its type, "lr float32":
+    torch computes in that type then, and so must the servers.
+    """
     names = _names(type(optimizer))
     return tuple(
-        {name: _plain(group[name], name) for name in names if name in group}
+        {_label(name, group[name]): _plain(group[name], name) for name in names if name in group}
         for group in optimizer.param_groups
     )
+
+
+def _label(name: str, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return name
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE_BYTES:
+        raise ConfigError(
+            f"{name} of a parameter group is a tensor of {dtype}; it must be a plain number or one"
+            f" of {sorted(ITEMSIZE_BYTES)}"
+        )
+    return f"{name} {dtype}"
 
 
 _names_of: dict[type, tuple[str, ...]] = {}

@@ -1,0 +1,75 @@
+"""docs/path.md is true: a slice takes these stages in this order, and the functions exist."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foreprop
+from foreprop.observe.stages import Stage
+from foreprop.observe.trace import merge_traces
+
+PAGE = Path(__file__).parents[2] / "docs" / "path.md"
+PACKAGES = "core|engine|net|training|observe"
+FUNCTION = re.compile(rf"`((?:{PACKAGES})\.[\w.]+)`")
+STEP = 3
+
+
+def record_stages(folder: Path) -> list[dict[str, Any]]:
+    """The stages of one slice in one step, in the order in which they began."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with foreprop.parallelize(model, optimizer, trace=str(folder)):
+        for _ in range(STEP + 1):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    merged = folder / "merged.json"
+    merge_traces(folder, merged)
+    events = json.loads(merged.read_text())["traceEvents"]
+    names = {stage.value for stage in Stage}
+    ours = [
+        event for event in events if event.get("cat") in names and event["args"]["step"] == STEP
+    ]
+    return sorted(ours, key=lambda event: (event["ts"], event["ts"] + event["dur"]))
+
+
+def test_a_slice_takes_every_stage_once_and_in_order(tmp_path: Path) -> None:
+    events = record_stages(tmp_path)
+    assert [Stage(event["cat"]) for event in events] == list(Stage)
+    assert {event["name"] for event in events} == {"weight"}
+    assert [event["args"]["slice"] for event in events] == [-1, 0, 0, 0, 0, 0, 0, 0, -1]
+
+
+def sections() -> dict[str, str]:
+    """The page's text under each numbered heading, by the heading's stage."""
+    parts = re.split(r"^## (?:\d+\. )?`?([^`\n]+)`?$", PAGE.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_page_tells_every_stage_in_order() -> None:
+    named = [name for name in sections() if name in Stage.__members__]
+    assert named == [stage.name for stage in Stage]
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_every_stage_has_code_a_thread_and_what_may_go_wrong(stage: Stage) -> None:
+    text = sections()[stage.name]
+    assert FUNCTION.search(text)
+    assert "**Thread:**" in text
+    assert "**What may go wrong:**" in text
+
+
+@pytest.mark.parametrize("name", sorted(set(FUNCTION.findall(PAGE.read_text()))))
+def test_every_function_that_the_page_names_exists(name: str) -> None:
+    package, module, *path = name.split(".")
+    found: Any = importlib.import_module(f"foreprop.{package}.{module}")
+    for part in path:
+        found = getattr(found, part)
+    assert callable(found)
