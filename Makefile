@@ -50,6 +50,7 @@ $(BIN)/python:
 	fi
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@echo "Installing foreprop, torch and the tools into $(VENV); the first time this takes minutes ..."
+	@$(PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	    -c constraints.txt -e '.[dev]'
 	@touch $@

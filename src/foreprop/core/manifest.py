@@ -20,6 +20,9 @@ Reply = Literal["broadcast", "notify", "pull"]
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The parameter types that can be synchronised."""
 
+BUFFERS_BLOB = 0
+"""The number of the blob that holds all buffers; the ones after it are frozen parameters."""
+
 Number = bool | int | float | None | list[float]
 Hyperparameters = dict[str, Number]
 
@@ -65,8 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     knobs: Knobs
     optimizer: OptimizerInfo
     parameters: tuple[ParameterInfo, ...]
-    blob_bytes: tuple[int, int]
-    """Bytes of all frozen parameters, and of all buffers."""
+    blob_bytes: tuple[int, ...]
+    """Bytes of all buffers (first), and of each parameter that the optimizer does not have."""
 
     def slices(self) -> tuple[Slice, ...]:
         partition = Partition(
@@ -97,7 +100,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
     knobs = manifest.knobs
     counts = (manifest.world_size, knobs.servers, knobs.slice_elems, knobs.big_array_elems)
-    if min(counts) < 1 or min(manifest.blob_bytes) < 0:
+    if min(counts) < 1 or min(manifest.blob_bytes, default=0) < 0:
         raise RemoteProtocolError(
             f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"
             f" {knobs}"

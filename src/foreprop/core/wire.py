@@ -17,6 +17,7 @@ from foreprop.errors import LocalProtocolError, RemoteProtocolError
 
 MAGIC = 0xF0E9
 PROTOCOL_VERSION = 1
+MAX_PAYLOAD_BYTES = 2**32 - 1
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 """Bound for payloads whose size the receiver cannot know beforehand (hello, status, failure)."""
 

@@ -27,7 +27,7 @@ def run_demo(setting: DemoSetting, report: Path, *, command: str, console: Conso
     """Train with every preset, print the table, write the report to ``report``."""
     folder = Path(setting.folder)
     _make_room(report, [folder / name for name in setting.presets])
-    console.print("Fashion-MNIST: fetching (31 MB, once) and checking ...")
+    console.print("Fashion-MNIST (31 MB) is fetched once, and checked ...")
     fashion_mnist("train")
     console.print(
         f"{setting.workers} workers and {setting.workers} servers on this machine, each pair a node"

@@ -56,15 +56,24 @@ def decode_failure(data: bytes | memoryview) -> Failure:
         raise RemoteProtocolError(f"not a failure report: {error}") from error
 
 
-def failure_of(error: BaseException) -> Failure:
-    """What to tell the others about an error of ours."""
-    kind = type(error).__name__
+def failure_of(error: BaseException, *, by: str = "") -> Failure:
+    """What to tell the others about an error of ours; ``by`` names this process in it.
+
+    An error that is not foreprop's own ends this process, so to the others it is a peer lost.
+    """
+    kind, peer = type(error).__name__, getattr(error, "peer", "")
+    text = str(error) or repr(error)
+    if by and not isinstance(error, ForepropError):
+        name = type(error).__name__
+        kind, peer, text = "PeerLost", by, f"{by} ended: {name}" + f": {error}" * bool(str(error))
+    elif by and not text.startswith(("rank ", "server ")):
+        text = f"{by}: {text}"
     if kind not in _KINDS:
         kind = "TransportError" if isinstance(error, OSError) else "InternalError"
     return Failure(
         kind=kind,
-        message=_printable(str(error) or repr(error)),
-        peer=getattr(error, "peer", ""),
+        message=_printable(text),
+        peer=peer,
         step=getattr(error, "step", -1),
     )
 

@@ -20,7 +20,13 @@ import msgspec
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import Hyperparameters, Manifest, decode_manifest, describe_mismatch
+from foreprop.core.manifest import (
+    BUFFERS_BLOB,
+    Hyperparameters,
+    Manifest,
+    decode_manifest,
+    describe_mismatch,
+)
 from foreprop.core.server import (
     AnswerReady,
     FailSession,
@@ -101,8 +107,9 @@ class _Session:
         )
         self.store = SliceStore(manifest, slices, index)
         self.hyperparameters = _HyperparameterHistory(manifest.world_size)
-        self.blobs: dict[int, dict[int, bytes]] = {0: {}, 1: {}}
+        self.blobs: dict[int, dict[int, bytes]] = {}  # by number and step
         self.blob_pulls: list[tuple[int, int, int]] = []  # (rank, which, step)
+        self.blob_readers: dict[int, set[int]] = {}
 
 
 class _HyperparameterHistory:
@@ -318,7 +325,7 @@ class Server:
                 peer.incoming = session.store.take_buffer(header.slice)
             return peer.incoming.view
         if kind == Kind.BLOB:
-            return _exactly(header, session.manifest.blob_bytes[_which_blob(header)])
+            return _exactly(header, session.manifest.blob_bytes[_which_blob(header, session)])
         if kind == Kind.STATE:
             session.machine.owned(header.slice)
             return _bounded(header, session.store.state_limit_bytes(header.slice))
@@ -453,27 +460,34 @@ class Server:
     def _on_blob(self, session: _Session, header: Header, payload: memoryview) -> None:
         if header.rank != 0:
             raise RemoteProtocolError(f"rank {header.rank} sent buffers; only rank 0 may")
-        which = _which_blob(header)
+        which = _which_blob(header, session)
         with self._lock:
-            kept = session.blobs[which]
+            kept = session.blobs.setdefault(which, {})
             kept[header.step] = bytes(payload)
-            for step in sorted(kept)[:-2]:
+            for step in sorted(kept)[:-2]:  # no rank is more than one step behind
                 del kept[step]
             ready = [p for p in session.blob_pulls if p[1] == which and p[2] == header.step]
-            for pull in ready:
-                session.blob_pulls.remove(pull)
+            session.blob_pulls = [p for p in session.blob_pulls if p not in ready]
         for rank, _, _ in ready:
-            self._answer(rank, Kind.BLOB_REPLY, header, bytes(payload))
+            self._hand_out(session, rank, which, header)
 
     def _on_blob_pull(self, session: _Session, peer: _Peer, header: Header) -> None:
-        which = _which_blob(header)
+        which = _which_blob(header, session)
         with self._lock:
-            data = session.blobs[which].get(header.step)
-            if data is None:
-                session.blob_pulls = [p for p in session.blob_pulls if p[:2] != (peer.rank, which)]
-                session.blob_pulls.append((peer.rank, which, header.step))
+            if header.step not in session.blobs.get(which, {}):
+                pulls = [p for p in session.blob_pulls if p[:2] != (peer.rank, which)]
+                session.blob_pulls = [*pulls, (peer.rank, which, header.step)]
                 return
-        self._answer(peer.rank, Kind.BLOB_REPLY, header, data)
+        self._hand_out(session, peer.rank, which, header)
+
+    def _hand_out(self, session: _Session, rank: int, which: int, header: Header) -> None:
+        with self._lock:
+            data = session.blobs[which][header.step]
+            session.blob_readers.setdefault(which, set()).add(rank)
+            others = session.manifest.world_size - 1
+            if which != BUFFERS_BLOB and len(session.blob_readers[which]) == others:
+                del session.blobs[which]  # a frozen parameter is asked for once
+        self._answer(rank, Kind.BLOB_REPLY, header, data)
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
@@ -690,8 +704,8 @@ def _bounded(header: Header, limit_bytes: int) -> memoryview:
     return memoryview(bytearray(header.payload_bytes))
 
 
-def _which_blob(header: Header) -> int:
-    if header.slice not in (0, 1):
+def _which_blob(header: Header, session: _Session) -> int:
+    if header.slice >= len(session.manifest.blob_bytes):
         raise RemoteProtocolError(f"there is no blob {header.slice}")
     return header.slice
 

@@ -243,14 +243,14 @@ class WorkerEngine:
 
     # Buffers, frozen parameters and optimizer state.
     def publish_blob(self, which: int, step: int, data: bytes) -> None:
-        """Rank 0: leave bytes with server 0 for whoever asks. 0: frozen parameters, 1: buffers."""
+        """Rank 0: leave a blob (see `Manifest.blob_bytes`) with server 0 for whoever asks."""
         self._send_message(0, Kind.BLOB, step, LAST_PRIORITY, data, slice_=which)
 
     def fetch_blob(self, which: int, step: int) -> memoryview:
-        """Rank 0's bytes of this step; blocks until they are there."""
+        """Rank 0's blob of this step; blocks until it is there."""
         self._blobs.pop(which, None)
         self._send_message(0, Kind.BLOB_PULL, step, CONTROL_PRIORITY, b"", slice_=which)
-        what = ("frozen parameters", "buffers")[which]
+        what = "frozen parameters" if which else "buffers"
         self._wait_until(
             lambda: which in self._blobs,
             self._config.step_timeout_s,
@@ -476,7 +476,7 @@ class WorkerEngine:
         kind = header.kind
         if kind == Kind.STATE_REPLY and header.slice < len(self.slices):
             return state_limit_bytes(self.slices[header.slice].elems)
-        if kind == Kind.BLOB_REPLY and header.slice in (0, 1):
+        if kind == Kind.BLOB_REPLY and header.slice < len(self.manifest.blob_bytes):
             return self.manifest.blob_bytes[header.slice]
         if kind == Kind.STATUS_REPLY:
             return _STATUS_LIMIT_BYTES

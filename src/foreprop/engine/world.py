@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -16,6 +18,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from foreprop.config import LaunchInfo, launch_info
 from foreprop.errors import StepTimeout, TransportError
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1
 
 
 @dataclass(kw_only=True)
@@ -41,15 +45,47 @@ class World:
     def publish(self, key: str, value: str) -> None:
         self.store.set(key, value)
 
-    def lookup(self, key: str, *, timeout_s: float, what: str, raw: bool = False) -> bytes:
-        """A key's value, waiting for it; raises `StepTimeout` that says what is missing."""
+    def lookup(
+        self,
+        key: str,
+        *,
+        timeout_s: float,
+        what: str,
+        setting: str = "join_timeout_s",
+        raw: bool = False,
+        look: Callable[[], None] | None = None,
+        report_s: float = 10.0,
+    ) -> bytes:
+        """A key's value, waiting for it; raises `StepTimeout` that says what is missing.
+
+        ``look`` is called now and then and may raise what has happened meanwhile; after
+        ``report_s`` the wait is reported on standard error. `TransportError` if the store is gone.
+        """
+        started = time.monotonic()
+        report_at, pause_s = started + report_s, _FIRST_LOOK_S
+        while (found := self._maybe_value(key, what, raw=raw)) is None:
+            now = time.monotonic()
+            if look is not None:
+                look()
+            if now >= started + timeout_s:
+                raise StepTimeout(f"rank {self.rank} waited {timeout_s:g} s ({setting}) for {what}")
+            if now >= report_at:
+                report_at = float("inf")
+                text = f"foreprop: rank {self.rank} for {now - started:.0f} s waits for {what}"
+                print(text, file=sys.stderr, flush=True)
+            # Store.wait() would block Ctrl-C, and torch prints a warning whenever it times out
+            time.sleep(min(pause_s, started + timeout_s - now))
+            pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
+        return found
+
+    def _maybe_value(self, key: str, what: str, *, raw: bool) -> bytes | None:
         store = self.raw_store if raw else self.store
         try:
-            store.wait([key], timedelta(seconds=timeout_s))
-            return bytes(store.get(key))
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise StepTimeout(
-                f"rank {self.rank} waited {timeout_s:g} s (join_timeout_s) for {what}"
+            return bytes(store.get(key)) if store.check([key]) else None
+        except (dist.DistError, RuntimeError) as error:
+            raise TransportError(
+                f"rank {self.rank} lost the rendezvous store at {self.host} while it waited for"
+                f" {what}; the process that holds it (torchrun's, or rank 0) is gone"
             ) from error
 
 
@@ -99,7 +135,7 @@ def _meet(info: LaunchInfo) -> World:
         size=size,
         local_size=info.local_world_size if info.launched else size,
         host=info.master_address,
-        store=PrefixStore("foreprop", store),
+        store=PrefixStore(f"foreprop/{info.attempt}", store),  # torchrun's restarts start anew
         raw_store=_unwrap(store),
     )
 

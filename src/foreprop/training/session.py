@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest, ParameterInfo
+from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Manifest, ParameterInfo
+from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.engine.launch import Connections
 from foreprop.engine.slicestore import decode_state, encode_state
 from foreprop.engine.worker import WorkerEngine
@@ -37,7 +38,7 @@ from foreprop.training.optimizer import (
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.version import __version__
 
-FROZEN, BUFFERS = 0, 1
+FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
 
@@ -75,6 +76,7 @@ class Session:
         self._restore: list[Callable[[], None]] = []
         connections = Connections(world, config)
         manifest = self._manifest(connections)
+        _check_frames(manifest)
         connections.open()
         self._connections = connections
         manifest = msgspec.structs.replace(manifest, session=connections.session_id)
@@ -111,7 +113,10 @@ class Session:
             parameters=tuple(
                 _parameter_info(name, parameter, group) for name, parameter, group in self._named
             ),
-            blob_bytes=(buffers.packed_bytes(self._frozen), self._buffers.size_bytes),
+            blob_bytes=(
+                self._buffers.size_bytes,
+                *(buffers.packed_bytes([parameter]) for parameter in self._frozen),
+            ),
         )
 
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
@@ -131,13 +136,15 @@ class Session:
             self.engine.offer_values()
             self._offer_state()
             if self.world_size > 1:
-                self._publish(FROZEN, self._frozen, 0)
-                self._publish(BUFFERS, self._buffers.now(), 0)
+                for number, frozen in enumerate(self._frozen, FROZEN):
+                    self._publish(number, [frozen], 0)
+                self._publish(BUFFERS_BLOB, self._buffers.now(), 0)
         else:
             for parameter in self._parameters:
                 parameter.receive_initial_value()
-            self._fetch(FROZEN, self._frozen)
-            self._fetch(BUFFERS, self._buffers.now())
+            for number, frozen in enumerate(self._frozen, FROZEN):
+                self._fetch(number, [frozen])
+            self._fetch(BUFFERS_BLOB, self._buffers.now())
         for parameter in self._parameters:
             parameter.watch()
             _managed[id(parameter.parameter)] = parameter.name
@@ -324,7 +331,7 @@ class Session:
         self.completed = step
         if self.rank == 0 and self.world_size > 1:
             self._buffers.check_size()
-            self._publish(BUFFERS, self._buffers.now(), step)
+            self._publish(BUFFERS_BLOB, self._buffers.now(), step)
 
     def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
@@ -380,7 +387,7 @@ class Session:
     def synchronise_buffers(self) -> None:
         if self.rank != 0 and self._buffers_step != self.completed:
             self._buffers.check_size()
-            self._fetch(BUFFERS, self._buffers.now())
+            self._fetch(BUFFERS_BLOB, self._buffers.now())
             self._buffers_step = self.completed
 
     def _publish(self, which: int, tensors: Sequence[torch.Tensor], step: int) -> None:
@@ -473,6 +480,22 @@ def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> No
                 f"parameter {name} belongs to another open session, as {_managed[id(parameter)]}:"
                 " give each parameter to one optimizer, and close() a session before another one"
                 " takes its parameters"
+            )
+
+
+def _check_frames(manifest: Manifest) -> None:
+    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
+            f" than a frame of {MAX_PAYLOAD_BYTES}"
+        )
+    for piece in manifest.slices():
+        info = manifest.parameters[piece.parameter]
+        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
+        if size_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
+                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
             )
 
 
