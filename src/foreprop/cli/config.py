@@ -47,13 +47,25 @@ def settings_from(texts: list[str]) -> dict[str, Any]:
     return found
 
 
+_UNITS = {"_bits_per_s": "bit/s", "_bytes": "bytes", "_elems": "elements", "_s": "s"}
+"""By the end of a setting's name; the first that fits."""
+
+
+def value_text(name: str, value: Any) -> str:
+    """A setting's value with its unit."""
+    if value is None:
+        return "not set"
+    number = f"{value:g}" if isinstance(value, float) else str(value)
+    unit = next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
+    return f"{number} {unit}".strip()
+
+
 def settings_table(chosen: Config, sources: dict[str, str]) -> Table:
-    shown = Table(show_lines=False, padding=(0, 1))
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("setting", "value", "from"):
         shown.add_column(heading, no_wrap=True)
     shown.add_column("meaning", ratio=1)
     for spec in fields(chosen):
-        value = getattr(chosen, spec.name)
-        text = "-" if value is None else str(value)
+        text = value_text(spec.name, getattr(chosen, spec.name))
         shown.add_row(spec.name, text, sources[spec.name], spec.metadata["help"])
     return shown

@@ -14,6 +14,7 @@ from foreprop import errors
 from foreprop.cli.bench import bench
 from foreprop.cli.config import config
 from foreprop.cli.demo import demo
+from foreprop.cli.server import server
 from foreprop.cli.trace import trace
 from foreprop.errors import ForepropError
 from foreprop.version import __version__
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo)
+app.command("server")(server)
 app.add_typer(bench, name="bench")
 app.command("config")(config)
 app.command("trace")(trace)

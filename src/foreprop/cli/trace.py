@@ -32,7 +32,7 @@ def trace(
         )
     try:
         count = merge_traces(directory, target)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"a trace in {directory} is damaged: {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error

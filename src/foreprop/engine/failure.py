@@ -31,6 +31,9 @@ _KINDS: dict[str, type[ForepropError]] = {
 }
 
 
+_MESSAGE_LIMIT = 10_000
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a session ended. ``peer`` names the process to blame, empty if there is none."""
 
@@ -61,20 +64,21 @@ def failure_of(error: BaseException, *, by: str = "") -> Failure:
 
     An error that is not foreprop's own ends this process, so to the others it is a peer lost.
     """
-    kind, peer = type(error).__name__, getattr(error, "peer", "")
+    kind = type(error).__name__
+    peer, step = (error.peer, error.step) if isinstance(error, PeerLost) else ("", -1)
     text = str(error) or repr(error)
     if by and not isinstance(error, ForepropError):
-        name = type(error).__name__
-        kind, peer, text = "PeerLost", by, f"{by} ended: {name}" + f": {error}" * bool(str(error))
+        peer, text = by, f"{by} ended: {kind}" + f": {error}" * bool(str(error))
+        kind = "PeerLost"
     elif by and not text.startswith(("rank ", "server ")):
         text = f"{by}: {text}"
     if kind not in _KINDS:
         kind = "TransportError" if isinstance(error, OSError) else "InternalError"
     return Failure(
         kind=kind,
-        message=_printable(text),
+        message=_printable(text[:_MESSAGE_LIMIT]),
         peer=peer,
-        step=getattr(error, "step", -1),
+        step=step,
     )
 
 

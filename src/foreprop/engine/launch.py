@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -11,24 +12,49 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from foreprop.config import Config, child_environment
 from foreprop.engine.server import Server, StreamWrapper
 from foreprop.engine.world import World
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, HandshakeError, TransportError
 from foreprop.net.pacing import Link, PacedStream
 from foreprop.net.stream import SocketStream, Stream
 from foreprop.net.tcp import connect, listen, local_address, tune
+from foreprop.version import __version__
 
 DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
+_REPORT_S = 10.0
+_END_BY_ITSELF_S = 3.0
+"""A server that has to end is given this long to tell the other workers why."""
 
 
 def dedicated_key(session: int) -> str:
     """The raw store's key that announces a session to `foreprop server`."""
     return f"foreprop/dedicated/{session}"
+
+
+REFUSED = "refused "
+"""How an entry begins that says why a dedicated server will not come."""
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells `foreprop server` about a session."""
+
+    session_id: str
+    servers: int
+    nodes: int
+    workers_per_node: int
+    foreprop: str
+    config: dict[str, str | int | float | None]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +66,8 @@ class ServerTask:
     config: dict[str, object]
     node: int | None
     workers_per_node: int
+    shares_node: bool = True
+    """Whether other processes of the session are on its (emulated) node."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -48,8 +76,11 @@ class ServerTask:
 class ServerHandle(Protocol):
     """A server that this process has started."""
 
-    def finish(self, *, kill: bool) -> None:
-        """Wait for it to end by itself, or end it now."""
+    def finish(self, *, kill_after_s: float | None, report: Callable[[], None]) -> None:
+        """Wait for it to end by itself, and end it after a time if one is given.
+
+        Without one ``report`` is called once if it takes long.
+        """
 
 
 class ProcessServer:
@@ -65,6 +96,8 @@ class ProcessServer:
             str(read_end),
             task.encode(),
         ]
+        if threading.current_thread() is threading.main_thread():
+            command.append("--die-with-parent")  # the kernel would take another thread's end for it
         self._process = subprocess.Popen(
             command,
             pass_fds=(listener.fileno(), read_end),
@@ -79,18 +112,27 @@ class ProcessServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def finish(self, *, kill: bool) -> None:
-        if not kill:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=300)
+    def poll(self) -> int | None:
+        """Its exit code, or None while it runs."""
+        return self._process.poll()
+
+    def finish(self, *, kill_after_s: float | None, report: Callable[[], None]) -> None:
+        if kill_after_s is not None:
+            self._wait(kill_after_s)
+        elif not self._wait(_REPORT_S):
+            report()
+            self._process.wait()
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-        try:
-            self._process.wait(timeout=0.5 if kill else 5)
-        except subprocess.TimeoutExpired:
+        if not self._wait(0.5):
             self._process.kill()
             self._process.wait()
+
+    def _wait(self, timeout_s: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode is not None
 
     def forget_in_child(self) -> None:
         """A forked child (a DataLoader's worker) must not keep the server alive."""
@@ -108,9 +150,12 @@ class ThreadServer:
         self._server = server
         self._thread.start()
 
-    def finish(self, *, kill: bool) -> None:
-        if kill:
+    def finish(self, *, kill_after_s: float | None, report: Callable[[], None]) -> None:
+        self._thread.join(_REPORT_S if kill_after_s is None else kill_after_s)
+        if kill_after_s is not None:
             self._server.cancel()
+        elif self._thread.is_alive():
+            report()
         self._thread.join()
 
 
@@ -118,10 +163,7 @@ class NodeLinks:
     """The emulated network interface of one node, shared by its processes."""
 
     def __init__(self, session_id: str, node: int, workers_per_node: int, rate: float) -> None:
-        folder = Path(tempfile.gettempdir())
-        self._paths = [
-            folder / f"foreprop-{session_id}-{node}-{way}" for way in ("egress", "ingress")
-        ]
+        self._paths = _link_paths(session_id, node)
         self._links = [Link(rate, path) for path in self._paths]
         self._node = node
         self._workers_per_node = workers_per_node
@@ -146,6 +188,18 @@ class NodeLinks:
             link.close()
 
 
+def _link_paths(session_id: str, node: int) -> list[Path]:
+    folder = Path(tempfile.gettempdir())
+    return [folder / f"foreprop-{session_id}-{node}-{way}" for way in ("egress", "ingress")]
+
+
+def unlink_links(task: ServerTask) -> None:
+    """Remove what a node that has died on the way may have left."""
+    if task.node is not None:
+        for path in _link_paths(task.session_id, task.node):
+            path.unlink(missing_ok=True)
+
+
 def node_links(
     config: Config, session_id: str, node: int | None, workers_per_node: int
 ) -> NodeLinks | None:
@@ -164,6 +218,8 @@ def start_server(
 
 def build_server(task: ServerTask, config: Config) -> Server:
     links = node_links(config, task.session_id, task.node, task.workers_per_node)
+    if links is not None and not task.shares_node:
+        links.unlink()
     wrap: StreamWrapper | None = links.wrap if links is not None else None
     return Server(index=task.index, session_id=task.session_id, config=config, wrap=wrap)
 
@@ -191,6 +247,7 @@ class Connections:
 
     def open(self) -> None:
         """Start this node's servers if it is this worker's task, then connect to all."""
+        self._check_dedicated()
         try:
             self.session_id = self._agree_on_session()
             self.links = node_links(self._config, self.session_id, self.node, self.workers_per_node)
@@ -198,27 +255,86 @@ class Connections:
                 self._start_servers()
             for server in range(self.servers):
                 self.streams.append(self._connect(server))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, HandshakeError):
+                with contextlib.suppress(Exception):  # the store may be gone, too
+                    self._world.publish(f"{self._key}/refused", str(error))
             self.close(kill=True)
             raise
 
+    def _check_dedicated(self) -> None:
+        if self._config.dedicated_servers and self._world.size == 1 and self._world.in_process:
+            raise ConfigError(
+                f"dedicated_servers is {self._config.dedicated_servers}, and servers find the"
+                " workers through torchrun's rendezvous: start the script with torchrun"
+            )
+
     def _agree_on_session(self) -> str:
-        world = self._world
-        if world.rank == 0:
+        """Rank 0's session id; raises `HandshakeError` if this rank has another cluster in mind.
+
+        Who does not agree on who takes part could never meet at the servers.
+        """
+        if self._world.rank == 0:
             session_id = secrets.token_hex(8)
             if self._config.dedicated_servers:
-                number = world.raw_store.add(DEDICATED_SESSIONS, 1)
-                session_id = f"{number}-{session_id}"
-                announcement = {"session_id": session_id, "servers": self.servers}
-                world.raw_store.set(dedicated_key(number), json.dumps(announcement))
-            world.publish(self._key, session_id)
+                session_id = self._announce_to_dedicated(session_id)
+            self._world.publish(self._key, json.dumps([session_id, self._shape()]))
             return session_id
         what = "rank 0 to start the session; does every rank call parallelize() equally often?"
-        return self._lookup(self._key, what)
+        session_id, theirs = json.loads(self._lookup(self._key, what))
+        ours = self._shape()
+        differing = [
+            f"{name}: rank 0 has {theirs.get(name)}, rank {self._world.rank} has {ours[name]}"
+            for name in ours
+            if theirs.get(name) != ours[name]
+        ]
+        if differing:
+            raise HandshakeError(
+                f"rank 0 and rank {self._world.rank} do not agree: {'; '.join(differing)}"
+            )
+        return str(session_id)
+
+    def _shape(self) -> dict[str, object]:
+        """What decides who listens and who connects."""
+        return {
+            "world size": self._world.size,
+            "workers_per_node": self.workers_per_node,
+            "servers_per_node": self._config.servers_per_node,
+            "dedicated_servers": self._config.dedicated_servers,
+            "servers": self.servers,
+        }
+
+    def _announce_to_dedicated(self, token: str) -> str:
+        store = self._world.raw_store
+        number = store.add(DEDICATED_SESSIONS, 1)
+        session_id = f"{number}-{token}"
+        announcement = Announcement(
+            session_id=session_id,
+            servers=self.servers,
+            nodes=self.nodes,
+            workers_per_node=self.workers_per_node,
+            foreprop=__version__,
+            config=asdict(self._config),
+        )
+        store.set(dedicated_key(number), announcement.encode())
+        return session_id
+
+    def check_refused(self) -> None:
+        """Raise what another rank found to differ before it could tell a server."""
+        key = f"{self._key}/refused"
+        if self._world.store.check([key]):
+            raise HandshakeError(self._world.store.get(key).decode())
 
     def _lookup(self, key: str, what: str, *, raw: bool = False) -> str:
-        timeout_s = self._config.join_timeout_s
-        return self._world.lookup(key, timeout_s=timeout_s, what=what, raw=raw).decode()
+        found = self._world.lookup(
+            key,
+            timeout_s=self._config.join_timeout_s,
+            what=what,
+            raw=raw,
+            look=self.check_refused,
+            report_s=self._config.stall_report_s,
+        )
+        return found.decode()
 
     def _start_servers(self) -> None:
         if self._world.rank % self.workers_per_node:
@@ -243,10 +359,19 @@ class Connections:
         if dedicated:
             number = self.session_id.partition("-")[0]
             key = f"{dedicated_key(int(number))}/server/{server}"
-            what = f"dedicated server {server} of {dedicated}; start `foreprop server`"
+            what = (
+                f"dedicated server {server} of {dedicated}; start `foreprop server --count"
+                f" {dedicated}{self._rendezvous_option()}`"
+            )
         else:
-            key, what = f"{self._key}/server/{server}", f"server {server} to start"
-        address, port = self._lookup(key, what, raw=bool(dedicated)).split()
+            starter = server // self._config.servers_per_node * self.workers_per_node
+            key = f"{self._key}/server/{server}"
+            what = f"server {server}, which rank {starter} starts"
+        found = self._lookup(key, what, raw=bool(dedicated))
+        if found.startswith(REFUSED):
+            raise HandshakeError(found.removeprefix(REFUSED))
+        address, port = found.split()
+        self._check_reachable(server, address)
         sock = connect(address, int(port), timeout_s=self._config.join_timeout_s)
         self._sockets.append(sock)
         tune(
@@ -261,6 +386,21 @@ class Connections:
             stream = self.links.wrap_to_node(stream, node)
         return stream
 
+    def _rendezvous_option(self) -> str:
+        store: Any = self._world.raw_store
+        port = getattr(store, "port", None)
+        return f" --rendezvous {self._world.host}:{port}" if port else ""
+
+    def _check_reachable(self, server: int, address: str) -> None:
+        theirs, ours = ipaddress.ip_address(address), ipaddress.ip_address(self.address)
+        if theirs.is_loopback and not ours.is_loopback:
+            raise TransportError(
+                f"server {server} listens on {address}, where only its own machine can reach it;"
+                f" rank {self._world.rank} is at {self.address}. Set interface (or"
+                " FOREPROP_INTERFACE) on that machine, or give torchrun a rendezvous address that"
+                " is not a loopback one"
+            )
+
     def settled(self) -> None:
         """Every process has joined: names that were needed only for that can go."""
         if self.links is not None:
@@ -269,12 +409,20 @@ class Connections:
     def close(self, *, kill: bool) -> None:
         for stream in self.streams:
             stream.close()
+        patience_s = _END_BY_ITSELF_S if self.streams else 0.0  # who was never told goes on
         for handle in self.handles:
-            handle.finish(kill=kill)
+            handle.finish(kill_after_s=patience_s if kill else None, report=self._report_waiting)
         self.handles.clear()
         if self.links is not None:
             self.links.close()
             self.links = None
+
+    def _report_waiting(self) -> None:
+        text = (
+            f"foreprop: rank {self._world.rank} is done and keeps its server for the ranks that"
+            " have not closed their session yet"
+        )
+        print(text, file=sys.stderr, flush=True)
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of what only the parent may keep alive."""

@@ -6,6 +6,7 @@ at once when the process that holds the other end of its lifeline ends.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -14,21 +15,27 @@ import sys
 import threading
 
 from foreprop.config import Config
-from foreprop.engine.launch import ServerTask, build_server
+from foreprop.engine.launch import ServerTask, build_server, unlink_links
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     listener_fd, lifeline_fd, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
+    if "--die-with-parent" in sys.argv and sys.platform == "linux":
+        # for a stopped server (SIGSTOP), which cannot see its lifeline end
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     task = ServerTask(**json.loads(text))
     config = Config(**task.config)  # type: ignore[arg-type]
+    threading.Thread(target=_end_with_parent, args=(lifeline_fd, task), daemon=True).start()
     server = build_server(task, config)
     return 1 if server.run(socket.socket(fileno=listener_fd)) else 0
 
 
-def _end_with_parent(lifeline_fd: int) -> None:
+def _end_with_parent(lifeline_fd: int, task: ServerTask) -> None:
     os.read(lifeline_fd, 1)  # returns when the parent has gone, however it went
+    unlink_links(task)
     os._exit(1)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from foreprop.config import Config
@@ -63,12 +64,15 @@ from foreprop.net.stream import SocketStream, Stream
 from foreprop.net.tcp import tune
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder, trace_path
+from foreprop.version import __version__
 
 _EMPTY = memoryview(b"")
 _HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
 _GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
 _FAREWELL_S = 2.0
 _LISTEN_POLL_S = 0.2
+_MAX_STRANGERS = 1000
+"""Connections at one time that have not said hello; a larger world joins in portions."""
 
 StreamWrapper = Callable[[Stream, int], Stream]
 """Puts an emulated link around the stream to a rank, if there is one."""
@@ -83,9 +87,14 @@ class _Peer:
         self.rank = -1
         self.manifest: Manifest | None = None
         self.incoming: GradientBuffer | None = None
-        self.last_step = 0
+        self.last_push: tuple[int, int] | None = None  # (slice, step)
         self.left = False
+        self.connected_at_s = time.monotonic()
         self.receive_started_ns = 0
+
+    @property
+    def last_step(self) -> int:
+        return 0 if self.last_push is None else self.last_push[1]
 
 
 class _Session:
@@ -178,7 +187,8 @@ class Server:
         self._changed = threading.Condition(self._lock)
         self._peers: dict[int, _Peer] = {}
         self._session: _Session | None = None
-        self._waiting: list[_Peer] = []  # hellos that came before rank 0's
+        self._strangers: list[_Peer] = []  # who has not said hello
+        self._started_at_s = time.monotonic()
         self._done = threading.Event()
         self._failure: Failure | None = None
         self._messages: dict[int, bytes] = {}
@@ -201,24 +211,59 @@ class Server:
         listener.settimeout(_LISTEN_POLL_S)
         reporter = _StallReporter(self)
         while not self._done.is_set():
+            reporter.look()
+            self._look_at_joining()
             try:
                 sock, address = listener.accept()
             except TimeoutError:
-                reporter.look()
                 continue
-            except OSError:
-                break
+            except OSError as error:  # too many descriptors, or gone before we looked
+                print(f"foreprop: server {self._index}: accept: {error}", file=sys.stderr)
+                time.sleep(_LISTEN_POLL_S)
+                continue
+            self._welcome_socket(sock, address[0])
+        listener.close()
+        return self.wait()
+
+    def _welcome_socket(self, sock: socket.socket, address: str) -> None:
+        with self._lock:
+            strangers = len(self._strangers)
+        if strangers >= _MAX_STRANGERS:
+            sock.close()
+            return
+        try:
             sock.settimeout(None)
-            timeout_s = self._config.step_timeout_s
             tune(
                 sock,
                 unsent_bytes=self._config.unsent_bytes,
-                timeout_s=timeout_s,
+                timeout_s=self._config.step_timeout_s,
                 emulated=self._wrap is not None,
             )
-            self.serve(SocketStream(sock, f"worker at {address[0]}"))
-        listener.close()
-        return self.wait()
+        except OSError:
+            sock.close()
+            return
+        self.serve(SocketStream(sock, f"worker at {address}"))
+
+    def _look_at_joining(self) -> None:
+        """Give up on workers that do not come, and on strangers that say nothing."""
+        limit_s, now = self._config.join_timeout_s, time.monotonic()
+        with self._lock:
+            silent = [peer for peer in self._strangers if now > peer.connected_at_s + limit_s]
+            joined = sorted(self._peers)
+            zero = self._peers.get(0)
+        for peer in silent:
+            peer.stream.close()
+        if self._session is None and now > self._started_at_s + limit_s:
+            size = zero.manifest.world_size if zero is not None and zero.manifest else 0
+            missing = [rank for rank in range(size) if rank not in joined]
+            what = f"ranks {missing}" if missing else "rank 0"
+            self._fail(
+                Failure(
+                    kind="StepTimeout",
+                    message=f"server {self._index} waited {limit_s:g} s (join_timeout_s) for"
+                    f" {what} to join; ranks {joined} have",
+                )
+            )
 
     def start(self) -> None:
         self._outbox.start()
@@ -228,6 +273,7 @@ class Server:
         peer = _Peer(stream)
         with self._lock:
             self._streams.append(stream)
+            self._strangers.append(peer)
         self._spawn("receive", lambda: self._receive(peer))
 
     def wait(self) -> Failure | None:
@@ -250,6 +296,7 @@ class Server:
     def _spawn(self, what: str, run: Callable[[], None]) -> None:
         name = f"foreprop-server{self._index}-{what}"
         thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads = [known for known in self._threads if known.is_alive()]
         self._threads.append(thread)
         thread.start()
 
@@ -292,15 +339,35 @@ class Server:
             self._fail(failure)
 
     def _on_closed(self, peer: _Peer) -> None:
-        if peer.rank < 0 or peer.left or self._done.is_set():
+        if peer.rank < 0:
+            with self._lock:
+                self._strangers.remove(peer)
+                self._streams.remove(peer.stream)
+            return
+        if peer.left or self._done.is_set():
             return
         message = (
             f"rank {peer.rank} is gone: its connection to server {self._index} closed without a"
-            f" goodbye (its last push was for step {peer.last_step})"
+            f" goodbye; {self._describe_last(peer)}"
         )
         self._fail(
             Failure(kind="PeerLost", message=message, peer=f"rank {peer.rank}", step=peer.last_step)
         )
+
+    def _describe_last(self, peer: _Peer) -> str:
+        """Where a lost worker was: stage, step and parameter."""
+        session = self._session
+        if session is None:
+            return "the session had not started"
+        if peer.last_push is None:
+            last = "it had pushed nothing"
+        else:
+            last = f"its last push was {session.names[peer.last_push[0]]} of step {peer.last_step}"
+        with self._lock:
+            for slice_, step in session.machine.incomplete():
+                text = session.machine.describe_wait(slice_, step)
+                return f"{last}; stage {Stage.PUSH_RECEIVED.value}, step {step}: {text}"
+        return f"{last} (stage {Stage.PUSH_RECEIVED.value}); nothing was waiting for it"
 
     def _destination(self, peer: _Peer, header: Header) -> memoryview:
         """Where the payload goes; every size is checked against what is known here."""
@@ -354,7 +421,7 @@ class Server:
         with self._lock:
             self._store_gradient(session, event, buffer)
             instructions = session.machine.handle(event)
-        peer.last_step = header.step
+        peer.last_push = (header.slice, header.step)
         if self._trace is not None:
             self._span(Stage.PUSH_RECEIVED, header, peer.receive_started_ns)
         self._execute(instructions)
@@ -400,9 +467,7 @@ class Server:
                 data = session.store.export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
-            with self._lock:
-                text = session.machine.describe_wait(header.slice, step)
-            self._answer(rank, Kind.STATUS_REPLY, header, text.encode())
+            self._tell_status(session, peer, header)
         elif kind == Kind.FAILURE:
             peer.left = True
             self._fail(decode_failure(payload))
@@ -411,6 +476,18 @@ class Server:
             self._dispatch(WorkerLeft(rank))
         else:
             raise RemoteProtocolError(f"rank {rank} sent {Kind(kind).name}")
+
+    def _tell_status(self, session: _Session, peer: _Peer, header: Header) -> None:
+        """Past the queue, whose head may be just what everybody waits for."""
+        with self._lock:
+            text = session.machine.describe_wait(header.slice, header.step)
+        current = self._outbox.current
+        if current is not None:
+            text += f"; it is sending to rank {current.peer}"
+        data = text.encode()
+        about = (header.step, header.slice, CONTROL_PRIORITY, len(data))
+        frame = encode_header(Kind.STATUS_REPLY, 0, self._index, *about)
+        _tell(peer, frame, memoryview(data))
 
     def _started(self) -> _Session:
         if self._session is None:
@@ -429,6 +506,7 @@ class Server:
             if header.rank in self._peers:
                 raise RemoteProtocolError(f"two workers say that they are rank {header.rank}")
             peer.rank, peer.manifest = header.rank, manifest
+            self._strangers.remove(peer)
             if self._wrap is not None:
                 peer.stream = self._wrap(peer.stream, peer.rank)
             self._peers[header.rank] = peer
@@ -448,6 +526,12 @@ class Server:
     def _compare_all(self, zero: Manifest) -> str | None:
         if zero.optimizer.name not in ELEMENTWISE_OPTIMIZERS:
             return f"optimizer {zero.optimizer.name!r} is not one that servers apply"
+        ours = (__version__, torch.__version__.partition("+")[0], sys.byteorder)
+        theirs = (zero.foreprop, zero.torch, zero.byteorder)
+        for name, mine, other in zip(("foreprop", "torch", "byteorder"), ours, theirs, strict=True):
+            if mine != other:
+                us = f"server {self._index}"
+                return f"rank 0 and {us} do not agree: {name}: rank 0 has {other!r}, {us} {mine!r}"
         for rank, peer in self._peers.items():
             if peer.manifest is not None:
                 them = f"rank {rank}"
@@ -701,7 +785,8 @@ def _bounded(header: Header, limit_bytes: int) -> memoryview:
         raise RemoteProtocolError(
             f"{Kind(header.kind).name} of {header.payload_bytes} bytes; at most {limit_bytes}"
         )
-    return memoryview(bytearray(header.payload_bytes))
+    # untouched memory: who only says that much will come takes none
+    return memoryview(np.empty(header.payload_bytes, np.uint8))
 
 
 def _which_blob(header: Header, session: _Session) -> int:

@@ -61,6 +61,9 @@ from foreprop.observe.trace import TraceRecorder
 _EMPTY = memoryview(b"")
 _STATUS_LIMIT_BYTES = 65_536
 _CLOSE_S = 10.0
+_CAUSE_S = 1.0
+"""How long after a connection's end another server may still tell the reason."""
+_GOODBYE_S = 1.0
 _NOTHING = -1
 
 
@@ -134,11 +137,14 @@ class WorkerEngine:
         self._error: ForepropError | None = None
         self._closing = False
         self._finished = threading.Event()
+        self._failed = threading.Event()
+        self._sending = [threading.Lock() for _ in streams]  # frames never interleave
         self._welcomes = 0
         self._answers: dict[tuple[int, int], bytes] = {}
         self._blobs: dict[int, memoryview] = {}
         self._messages: dict[int, memoryview] = {}
         self._next_token = 0
+        self._tellers: list[threading.Thread] = []
         self._outbox = Outbox("foreprop-send", self._transmit, self._next_after_sent, self._broke)
         self._threads = [
             threading.Thread(
@@ -148,21 +154,30 @@ class WorkerEngine:
         ]
 
     # The start.
-    def join(self) -> None:
-        """Shake hands with every server; raises `HandshakeError` with both sides' values."""
+    def join(self, look: Callable[[], None] = lambda: None) -> None:
+        """Shake hands with every server; raises `HandshakeError` with both sides' values.
+
+        ``look`` is called now and then, and may raise what came to be known on another way.
+        """
         self._outbox.start()
         for thread in self._threads:
             thread.start()
         hello = self.manifest.encode()
         for server in range(len(self._streams)):
             self._send_message(server, Kind.HELLO, 0, CONTROL_PRIORITY, hello)
+
+        def welcomed() -> bool:
+            look()
+            return self._welcomes == len(self._streams)
+
         self._wait_until(
-            lambda: self._welcomes == len(self._streams),
+            welcomed,
             self._config.join_timeout_s,
             lambda: (
                 f"the handshake: {self._welcomes} of {len(self._streams)} servers have"
-                " welcomed all workers (join_timeout_s); does every rank call parallelize()?"
+                " welcomed all workers; does every rank call parallelize()?"
             ),
+            setting="join_timeout_s",
         )
 
     def offer_values(self) -> None:
@@ -288,6 +303,9 @@ class WorkerEngine:
             self._finished.wait(self._config.step_timeout_s)
         for server in range(len(self._streams)):
             self._say_goodbye(server, error)
+        deadline = time.monotonic() + 2 * _GOODBYE_S
+        for teller in self._tellers:
+            teller.join(max(0.0, deadline - time.monotonic()))
         if error is None:
             for thread in self._threads:  # the servers close once every worker has left
                 thread.join(_CLOSE_S)
@@ -303,23 +321,23 @@ class WorkerEngine:
                 thread.join()
 
     def _say_goodbye(self, server: int, error: BaseException | None) -> None:
-        data = failure_of(error).encode() if error is not None else b""
+        data = b""
+        if error is not None:
+            data = failure_of(error, by=f"rank {self._rank}").encode()
         kind = Kind.BYE if error is None else Kind.FAILURE
         header = encode_header(kind, 0, self._rank, 0, 0, CONTROL_PRIORITY, len(data))
-        stream = self._streams[server]
 
-        def tell() -> None:
-            try:
-                stream.send(header, memoryview(data))
-            except TransportError:
-                return
-
+        teller = threading.Thread(
+            target=self._tell,
+            args=(server, header, memoryview(data)),
+            name="foreprop-goodbye",
+            daemon=True,
+        )
+        teller.start()
         if error is None:
-            tell()
-        elif self._outbox.current is None:
-            teller = threading.Thread(target=tell, daemon=True)
-            teller.start()
-            teller.join(1.0)
+            teller.join(self._config.step_timeout_s)
+        else:
+            self._tellers.append(teller)
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
@@ -377,7 +395,8 @@ class WorkerEngine:
             payload = self._values(slice_)
         header = encode_header(kind, flags, self._rank, step, slice_, priority, len(payload))
         started_ns = time.perf_counter_ns() if self._trace is not None else 0
-        self._streams[server].send(header, payload)
+        with self._sending[server]:
+            self._streams[server].send(header, payload)
         if memory is not None:
             memory.check_unedited()
         if kind == Kind.PUSH:
@@ -440,19 +459,35 @@ class WorkerEngine:
                 frame = reader.advance(received)
                 if frame is not None:
                     self._on_frame(server, frame, started_ns)
+        except TransportError as error:
+            self._lose(server, str(error))
         except ForepropError as error:
             self._fail(error)
-            return
         except BaseException as error:
             self._broke(error)
+        else:
+            self._lose(server, f"its connection to rank {self._rank} closed")
+
+    def _lose(self, server: int, why: str) -> None:
+        """A server has gone; if it went with its worker, the other servers name that."""
+        if self._closing or self._failed.wait(_CAUSE_S):
             return
-        if not self._closing:
-            self._fail(
-                PeerLost(
-                    f"server {server} is gone: its connection to rank {self._rank} closed",
-                    peer=f"server {server}",
-                )
+        awaited = self._awaited
+        if awaited == _NOTHING:
+            incomplete = (p for p in range(len(self._memory)) if not self.is_complete(p))
+            awaited = next(incomplete, _NOTHING)
+        step = self._machine.step_of(max(0, awaited))
+        if awaited == _NOTHING:
+            what = f"nothing; step {step} was complete"
+        else:
+            what = self._describe_wait(awaited, step)
+        self._fail(
+            PeerLost(
+                f"server {server} is gone: {why}; rank {self._rank} was waiting for {what}",
+                peer=f"server {server}",
+                step=step,
             )
+        )
 
     def _destination(self, server: int, header: Header) -> memoryview:
         kind, size = header.kind, header.payload_bytes
@@ -498,7 +533,7 @@ class WorkerEngine:
             self._welcomes += 1
             self._notify()
         elif kind == Kind.FAILURE:
-            raise decode_failure(payload).as_error()
+            self._fail(decode_failure(payload).as_error())
         elif kind == Kind.BLOB_REPLY:
             self._blobs[slice_] = payload
             self._notify()
@@ -519,6 +554,7 @@ class WorkerEngine:
         timeout_s: float,
         describe: Callable[[], str],
         on_stall: Callable[[], None] | None = None,
+        setting: str = "step_timeout_s",
     ) -> None:
         """Block until the condition holds; reports a stall, raises failure or `StepTimeout`."""
         started = time.monotonic()
@@ -532,7 +568,7 @@ class WorkerEngine:
                         raise self._error
                     now = time.monotonic()
                     if now >= started + timeout_s:
-                        raise self._timeout(describe(), now - started)
+                        raise self._timeout(describe(), now - started, setting)
                     if on_stall is not None and now >= ask_at:
                         ask_at = now + self._config.stall_report_s
                         on_stall()
@@ -544,10 +580,8 @@ class WorkerEngine:
             finally:
                 self._waiters -= 1
 
-    def _timeout(self, what: str, waited_s: float) -> StepTimeout:
-        error = StepTimeout(
-            f"rank {self._rank} waited {waited_s:.1f} s (step_timeout_s) for {what}"
-        )
+    def _timeout(self, what: str, waited_s: float, setting: str) -> StepTimeout:
+        error = StepTimeout(f"rank {self._rank} waited {waited_s:.1f} s ({setting}) for {what}")
         self._error = error
         return error
 
@@ -564,9 +598,10 @@ class WorkerEngine:
             f" {len(missing)} of its slices are missing"
         )
         if queued:
-            current = self._outbox.current
-            to = f" while sending to server {current.peer}" if current is not None else ""
-            text += f", {len(queued)} of them not yet sent{to}"
+            text += f", {len(queued)} of them not yet sent"
+        current = self._outbox.current
+        if current is not None:
+            text += f"; it is sending to server {current.peer}"
         parts = []
         for server in sorted({piece.server for piece, _ in missing}):
             slice_ = next(piece.number for piece, _ in missing if piece.server == server)
@@ -581,20 +616,28 @@ class WorkerEngine:
     def _ask_status(self, parameter: int) -> None:
         with self._lock:
             missing = self._machine.missing_slices(parameter)
-        asked: set[int] = set()
-        for piece, sent in missing:
-            if sent and piece.server not in asked:
-                asked.add(piece.server)
-                self._answers.pop((Kind.STATUS_REPLY, piece.number), None)
-                step = self._machine.step_of(parameter)
-                self._send_message(
-                    piece.server,
-                    Kind.STATUS_PULL,
-                    step,
-                    CONTROL_PRIORITY,
-                    b"",
-                    slice_=piece.number,
-                )
+        step = self._machine.step_of(parameter)
+        for server in {piece.server for piece, _ in missing}:
+            slice_ = next(piece.number for piece, _ in missing if piece.server == server)
+            self._answers.pop((Kind.STATUS_REPLY, slice_), None)
+            frame = encode_header(
+                Kind.STATUS_PULL, 0, self._rank, step, slice_, CONTROL_PRIORITY, 0
+            )
+            # past the queue, whose head may be what everybody waits for; nobody waits for this
+            ask = threading.Thread(
+                target=self._tell, args=(server, frame), name="foreprop-ask", daemon=True
+            )
+            ask.start()
+
+    def _tell(self, server: int, header: bytes, payload: memoryview = _EMPTY) -> None:
+        if not self._sending[server].acquire(timeout=_GOODBYE_S):
+            return  # stuck in the middle of a frame
+        try:
+            self._streams[server].send(header, payload)
+        except TransportError:
+            return  # the receiving thread has seen it, too
+        finally:
+            self._sending[server].release()
 
     def _report(self, text: str) -> None:
         print(f"foreprop: rank {self._rank} {text}", file=sys.stderr, flush=True)
@@ -603,15 +646,15 @@ class WorkerEngine:
         """Keep the first error, and give up all connections: nothing more is coming."""
         if self._error is None and not self._closing:
             self._error = error
+        self._failed.set()
         self._finished.set()
         self._notify()
 
     def _broke(self, error: BaseException) -> None:
         if isinstance(error, ForepropError):
             # a broken connection is told better by its receiving end, which may know the cause
-            if isinstance(error, TransportError):
-                time.sleep(0.5)
-            self._fail(error)
+            if not isinstance(error, TransportError) or not self._failed.wait(2 * _CAUSE_S):
+                self._fail(error)
         else:
             wrapped = InternalError(f"rank {self._rank}: {error!r}")
             wrapped.__cause__ = error

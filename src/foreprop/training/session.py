@@ -128,7 +128,7 @@ class Session:
     def _start(self) -> None:
         if self.rank != 0:
             self.engine.await_values()  # before the servers know us: values may come at once
-        self.engine.join()
+        self.engine.join(self._connections.check_refused)
         self._connections.settled()
         if self.rank == 0:
             for parameter in self._parameters:
@@ -205,7 +205,9 @@ class Session:
             self._compute_trace = ComputeTrace(model, self._trace, lambda: self.completed + 1)
             self._restore.append(self._compute_trace.remove)
         handles = [
-            model.register_load_state_dict_pre_hook(buffers.BeforeLoadStateDict(self)),
+            module.register_load_state_dict_pre_hook(buffers.BeforeLoadStateDict(self))
+            for module in model.modules()  # a part may be loaded by itself
+            if next(module.parameters(recurse=False), None) is not None
         ]
         if self._buffers:
             handles.append(model.register_forward_pre_hook(buffers.BeforeForward(self)))
@@ -365,7 +367,14 @@ class Session:
             self._world.publish(key, json.dumps(order))
         else:
             what = "rank 0's first step (its forward pass gives the priorities)"
-            found = self._world.lookup(key, timeout_s=self.config.step_timeout_s, what=what)
+            found = self._world.lookup(
+                key,
+                timeout_s=self.config.step_timeout_s,
+                setting="step_timeout_s",
+                what=what,
+                look=self.engine.raise_if_failed,
+                report_s=self.config.stall_report_s,
+            )
             order = json.loads(found)
         self.engine.learn_priorities(order)
 

@@ -163,8 +163,8 @@ def _targets(
     written: list[Any] = []
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    if args and (in_place or name in _IN_PLACE_DUNDERS or func == _SET_DATA):
-        first = args[0]
+    if in_place or name in _IN_PLACE_DUNDERS or func == _SET_DATA:
+        first = args[0] if args else next(iter(kwargs.values()), None)  # nn.init names it
         written += first if isinstance(first, (list, tuple)) else [first]
     out = kwargs.get("out")
     if out is not None:

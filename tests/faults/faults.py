@@ -1,0 +1,116 @@
+"""Faults on purpose: planned in the test, carried out in the worker, and counted.
+
+    injector = EventInjector(tmp_path)
+    injector.at(rank=1, step=3, phase="backward").kill()
+    ...                                # run workers with `injector.plan`
+    (fault,) = injector.fired()        # who, when (time.monotonic), what
+
+A worker carries a fault out on itself, on its server or on its network cable, at an exact point
+of its own program, and writes it down first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward", "between"]
+ACTIONS = ("kill", "stop", "interrupt", "kill_server", "stop_server", "unplug", "stop_server_and_die")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    rank: int
+    step: int
+    phase: str
+    action: str
+    log: str
+    cable: str = ""
+
+
+class EventInjector:
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "faults.log"
+        self.plan: list[dict[str, Any]] = []
+
+    def at(self, *, rank: int, step: int, phase: Phase = "between") -> _Point:
+        return _Point(self, {"rank": rank, "step": step, "phase": phase, "log": str(self._log)})
+
+    def fired(self) -> list[dict[str, Any]]:
+        """What has been done, in order; empty if nothing was, and then the test proves nothing."""
+        if not self._log.exists():
+            return []
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class _Point:
+    injector: EventInjector
+    where: dict[str, Any]
+
+    def __getattr__(self, action: str) -> Any:
+        if action not in ACTIONS:
+            raise AttributeError(action)
+
+        def plan(**more: Any) -> EventInjector:
+            self.injector.plan.append({**self.where, "action": action, **more})
+            return self.injector
+
+        return plan
+
+
+class Faults:
+    """The worker's side: looks at every point whether something is planned for it."""
+
+    def __init__(
+        self, plan: Sequence[dict[str, Any]], rank: int, model: Any, session: Any
+    ) -> None:
+        self.step = 0
+        self._mine = [Fault(**fault) for fault in plan if fault["rank"] == rank]
+        self._session = session
+        if self._mine:
+            middle = model[-1]
+            middle.register_forward_pre_hook(lambda *_: self._maybe_fire("forward"))
+            middle.register_full_backward_hook(lambda *_: self._maybe_fire("backward"))
+
+    def between(self) -> None:
+        self._maybe_fire("between")
+
+    def _maybe_fire(self, phase: str) -> None:
+        for fault in self._mine:
+            if (fault.step, fault.phase) == (self.step, phase):
+                self._mine.remove(fault)
+                self._fire(fault)
+                return
+
+    def _fire(self, fault: Fault) -> None:
+        pids = [handle.pid for handle in self._session._connections.handles]
+        done = {"action": fault.action, "rank": fault.rank, "step": fault.step}
+        _append(fault.log, {**done, "phase": fault.phase, "at_s": time.monotonic(), "servers": pids})
+        if fault.action == "unplug":
+            host, device = fault.cable.split()
+            command = ["nsenter", f"--net=/proc/{host}/ns/net", "ip", "link", "set", device, "down"]
+            subprocess.run(command, check=True)
+        elif fault.action.endswith("_server"):
+            signals = {"kill_server": signal.SIGKILL, "stop_server": signal.SIGSTOP}
+            os.kill(pids[0], signals[fault.action])
+        elif fault.action == "stop_server_and_die":
+            os.kill(pids[0], signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            own = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+            os.kill(os.getpid(), own[fault.action])
+
+
+def _append(path: str, entry: dict[str, Any]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(descriptor, json.dumps(entry).encode() + b"\n")
+    os.fsync(descriptor)
+    os.close(descriptor)

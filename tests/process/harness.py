@@ -1,0 +1,221 @@
+"""Real worker processes, with or without torchrun, and what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from tests.process.train_script import Scenario
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "process" / "train_script.py"
+MARK = "FOREPROP_TEST_RUN"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def environment(mark: str, more: Mapping[str, str]) -> dict[str, str]:
+    """For a process of a test: marked, and with nothing of this process's own settings."""
+    own = ("FOREPROP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    fixed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**kept, **fixed, "RUN_MARK": mark, **more}
+
+
+@dataclass
+class Run:
+    """Processes of one test. Leaving the block ends whatever is still there."""
+
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: list[psutil.Process] = field(default_factory=list)
+    outputs: list[Path] = field(default_factory=list)
+    exit_codes: dict[int, int] = field(default_factory=dict)  # by process id
+    temporary: set[str] = field(default_factory=lambda: set(os.listdir(tempfile.gettempdir())))
+
+    def environment(self, scenario: Scenario, **more: str) -> dict[str, str]:
+        variables = {"SCENARIO": scenario.encode(), "RESULTS": str(self.folder), **more}
+        return environment(self.mark, variables)
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str]) -> psutil.Process:
+        """A fresh process in a session of its own."""
+        output = self._new_output()
+        with output.open("wb") as stream:
+            child = subprocess.Popen(
+                list(command),
+                env=dict(variables),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        child.returncode = 0  # we wait for it ourselves; Popen must not warn about that
+        return self._note(child.pid)
+
+    def fork(self, zygote: Zygote, variables: Mapping[str, str], netns: str = "") -> psutil.Process:
+        return self._note(zygote.fork(SCRIPT, variables, self._new_output(), netns))
+
+    def _new_output(self) -> Path:
+        self.outputs.append(self.folder / f"output-{len(self.outputs)}.txt")
+        return self.outputs[-1]
+
+    def _note(self, pid: int) -> psutil.Process:
+        process = psutil.Process(pid)
+        self.started.append(process)
+        return process
+
+    def output(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in self.outputs)
+
+    def wait(self, timeout_s: float, *, but: Sequence[psutil.Process] = ()) -> None:
+        """Until every started process has ended, but for some; fails with all output."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.started:
+            while process not in but and not self._has_ended(process):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"still running after {timeout_s} s:\n{self.output()}")
+                time.sleep(0.02)
+
+    def _has_ended(self, process: psutil.Process) -> bool:
+        if process.pid in self.exit_codes:
+            return True
+        pid, status = os.waitpid(process.pid, os.WNOHANG)
+        if pid:
+            self.exit_codes[pid] = os.waitstatus_to_exitcode(status)
+        return bool(pid)
+
+    def codes(self) -> list[int]:
+        return [self.exit_codes[process.pid] for process in self.started]
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """What each rank has left, by rank."""
+        found = sorted(self.folder.glob("rank-*.json"))
+        return {int(p.stem.partition("-")[2]): json.loads(p.read_text()) for p in found}
+
+    def ours(self) -> list[psutil.Process]:
+        """Every process that descends from this run, also one whose parents have all died."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                running = process.status() != psutil.STATUS_ZOMBIE
+                if running and process.environ().get("RUN_MARK") == self.mark:
+                    found.append(process)
+        return found
+
+    def check_nothing_left(self, within_s: float = 3.0) -> None:
+        """No process of the run, and no file of ours in the temporary folder."""
+        deadline = time.monotonic() + within_s
+        while (left := self.ours()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        described = [f"{p.pid} {p.status()} {p.cmdline()[:6]}" for p in left]
+        assert not left, f"left behind: {described}\n{self.output()}"
+        new = set(os.listdir(tempfile.gettempdir())) - self.temporary
+        assert not [name for name in new if name.startswith("foreprop")]
+
+    def end(self) -> None:
+        for process in self.ours():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(TimeoutError):
+            self.wait(5)
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Run]:
+    run = Run(folder)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+class Zygote:
+    """The process that forks workers (see zygote.py)."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "process" / "zygote.py")],
+            env=environment("", {}),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def fork(self, script: Path, variables: Mapping[str, str], output: Path, netns: str) -> int:
+        request = {
+            "script": str(script),
+            "environment": dict(variables),
+            "output": str(output),
+            "netns": netns,
+        }
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(request) + "\n")
+        stdin.flush()
+        return int(stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@contextlib.contextmanager
+def workers(
+    zygote: Zygote,
+    folder: Path,
+    size: int,
+    scenario: Scenario,
+    *,
+    local_size: int = 1,
+    **more: str,
+) -> Iterator[Run]:
+    """Ranks 0 to ``size`` - 1, started as torchrun does, but by nobody who would end the others.
+
+    ``local_size`` 1: every worker is a node of its own and has a server. The rendezvous store is
+    ours, as it is torchrun's.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with running(folder) as run:
+        for rank in range(size):
+            told = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % local_size),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(local_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            }
+            run.fork(zygote, run.environment(scenario, **told, **more))
+        yield run
+    del store
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def interrupt(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGINT)

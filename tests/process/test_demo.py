@@ -1,0 +1,128 @@
+"""The demo and every benchmark, as commands, tiny."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from foreprop.datasets import PACKAGE_FOLDER, DatasetUnavailable
+from foreprop.datasets import data_folder, ensure_files, from_folder
+
+pytestmark = pytest.mark.process
+
+# A shell that starts the tests in the background lets them, and so their children, ignore Ctrl-C.
+_FOREPROP = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from foreprop.cli.main import main
+main()
+"""
+_TIMEOUT_S = 100.0
+DEMO = ("demo", "--workers", "2", "--batch-size", "16", "--rate-mbit", "500")
+
+
+@pytest.fixture
+def fashion_mnist() -> None:
+    """Skips the test where the data set would have to be downloaded."""
+    folder = data_folder() / "fashion-mnist"
+    here = {str(place): from_folder(place) for place in (folder, "/" / PACKAGE_FOLDER)}
+    try:
+        ensure_files(sources=here)
+    except DatasetUnavailable:
+        pytest.skip("Fashion-MNIST is not on this machine; `make demo` fetches it")
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """``foreprop ARGUMENTS`` in a folder and a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _FOREPROP, *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder: Path, *arguments: str) -> tuple[str, str]:
+    """Standard output and error of a command that must succeed."""
+    with start(folder, *arguments) as process:
+        try:
+            output, error = process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, error
+    return output, error
+
+
+def row(output: str, name: str) -> list[str]:
+    """The cells of a table's row."""
+    (line,) = [line for line in output.splitlines() if line.strip("│ ").startswith(name)]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+@pytest.mark.usefixtures("fashion_mnist")
+def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
+    report = tmp_path / "out" / "report.html"
+    output, _ = run(tmp_path, *DEMO, "--steps", "32", "--report", str(report))
+    digests = {row(output, preset)[-1] for preset in ("kvstore", "p3")}
+    assert len(digests) == 1
+    assert re.fullmatch("[0-9a-f]{16}", digests.pop())
+    assert "final weights identical, bit for bit" in output
+    page = report.read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "<svg" in page
+    assert all(f">{preset}<" in page for preset in ("kvstore", "p3"))
+    assert "http" not in re.sub(r'xmlns="[^"]*"', "", page)  # self-contained
+    for preset in ("kvstore", "p3"):
+        assert len(list((report.parent / preset).glob("*.trace.json"))) == 4
+    assert not (tmp_path / "runs").exists()
+    merged, _ = run(tmp_path, "trace", str(report.parent / "p3"))
+    assert re.match(r"\d+ events in .*merged.json", merged)
+
+
+@pytest.mark.usefixtures("fashion_mnist")
+def test_ctrl_c_ends_the_demo_silently(tmp_path: Path) -> None:
+    with start(tmp_path, *DEMO, "--steps", "5000") as process:
+        told = ""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while "order=priority" not in told and time.monotonic() < deadline:
+            told += process.stderr.readline() if process.stderr else ""
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            _, error = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert "foreprop:" not in error
+
+
+def test_bench_wire(tmp_path: Path) -> None:
+    output, _ = run(tmp_path, "bench", "wire", "--slices", "4", "--steps", "2")
+    assert float(row(output, "foreprop")[1]) > 0
+    assert float(row(output, "bare sockets")[1]) > 0
+
+
+def test_bench_overhead(tmp_path: Path) -> None:
+    sizes = ("--slices", "20", "--parameters", "5", "--steps", "2")
+    output, _ = run(tmp_path, "bench", "overhead", *sizes)
+    for name in ("worker", "server", "waiting parameter"):
+        assert float(row(output, name)[1]) >= 0
+
+
+def test_bench_emulated(tmp_path: Path) -> None:
+    sizes = ("--workers", "2", "--compute-s", "0.1", "--scale", "256", "--steps", "2")
+    output, _ = run(tmp_path, "bench", "emulated", *sizes, "--presets", "p3,kvstore")
+    for preset in ("p3", "kvstore"):
+        assert float(row(output, preset)[1]) >= 0.1

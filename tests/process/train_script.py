@@ -1,0 +1,88 @@
+"""A training script for the tests: what it does, and what goes wrong in it, comes from outside.
+
+``SCENARIO`` is a JSON object (see `Scenario`), ``RESULTS`` a folder. Every rank leaves there
+``rank-N.json``: the SHA-256 of its weights, or the error that it raised and when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import foreprop
+from tests.faults.faults import Faults
+
+SIZES = {"small": (8, 16, 4), "large": (512, 2048, 512)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    steps: int = 6
+    size: str = "small"
+    settings: dict[str, Any] = field(default_factory=dict)
+    faults: tuple[dict[str, Any], ...] = ()
+    raise_at: dict[str, int] = field(default_factory=dict)  # step by rank
+    leave_at: dict[str, int] = field(default_factory=dict)
+    loader_workers: int = 0
+    pause_s: float = 0.0  # between steps
+    only_first_attempt: bool = False
+
+    def encode(self) -> str:
+        return json.dumps(vars(self))
+
+
+def main() -> None:
+    scenario = Scenario(**json.loads(os.environ["SCENARIO"]))
+    rank = int(os.environ.get("RANK", "0"))
+    result: dict[str, Any] = {"pid": os.getpid()}
+    try:
+        result["sha256"] = train(scenario, rank)
+    except BaseException as error:
+        result |= {"error": type(error).__name__, "message": str(error), "at_s": time.monotonic()}
+        raise
+    finally:
+        (Path(os.environ["RESULTS"]) / f"rank-{rank}.json").write_text(json.dumps(result))
+
+
+def train(scenario: Scenario, rank: int) -> str:
+    torch.manual_seed(0)
+    size_in, hidden, size_out = SIZES[scenario.size]
+    model = nn.Sequential(nn.Linear(size_in, hidden), nn.ReLU(), nn.Linear(hidden, size_out))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    session = foreprop.parallelize(model, optimizer, **scenario.settings)
+    faults = Faults(scenario.faults, rank, model, session)
+    data = TensorDataset(torch.randn(512, size_in), torch.randn(512, size_out))
+    loader = foreprop.shard(
+        DataLoader(data, batch_size=4, shuffle=True, num_workers=scenario.loader_workers)
+    )
+    steps = scenario.leave_at.get(str(rank), scenario.steps)
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    for step, (x, y) in zip(range(1, steps + 1), batches(loader), strict=False):
+        if scenario.raise_at.get(str(rank)) == step and (first or not scenario.only_first_attempt):
+            raise ValueError("the data are odd")
+        faults.step = step
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        faults.between()
+        time.sleep(scenario.pause_s)
+    weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()
+
+
+def batches(loader: Any) -> Any:
+    while True:
+        yield from loader
+
+
+if __name__ == "__main__":
+    main()

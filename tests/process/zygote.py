@@ -1,0 +1,68 @@
+"""Starts Python programs that have torch imported already: forks instead of starting.
+
+Reads requests from standard input, one JSON object per line (``script``, ``environment``,
+``output``, ``netns``), and answers each with the new process's id. The process runs the script as
+``__main__`` to its ordinary end, with every exit handler. It is a child of whoever adopts orphans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch._dynamo
+
+import foreprop
+
+_CLONE_NEWNET = 0x40000000
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork for each request; returns the request in the new process, None at the end."""
+    for line in sys.stdin:
+        read_end, write_end = os.pipe()
+        if os.fork():
+            os.close(write_end)
+            pid = os.read(read_end, 20)
+            os.close(read_end)
+            os.wait()
+            os.write(1, pid + b"\n")
+        elif os.fork():
+            os._exit(0)  # so that the new process is an orphan, to be adopted
+        else:
+            os.write(write_end, str(os.getpid()).encode())
+            os.close(write_end)
+            os.close(read_end)
+            return dict(json.loads(line))
+    return None
+
+
+def become(request: dict[str, Any]) -> str:
+    os.setsid()
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.close(null)
+    if request.get("netns"):
+        namespace = os.open(request["netns"], os.O_RDONLY)
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = [request["script"], *request.get("arguments", [])]
+    return str(request["script"])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    wanted = serve()
+    if wanted is not None:
+        runpy.run_path(become(wanted), run_name="__main__")

@@ -1,0 +1,324 @@
+"""The command line: help, wrong usage, where settings come from, and how it says what failed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typer.testing import CliRunner, Result
+
+from foreprop.cli import main as cli
+from foreprop.cli.config import settings_from, value_text
+from foreprop.cli.presets import presets_from
+from foreprop.config import PRESETS, Config
+from foreprop.errors import ConfigError, PeerLost
+from foreprop.version import __version__
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for spec in (*(field.name for field in fields(Config)), "preset"):
+        monkeypatch.delenv(f"FOREPROP_{spec.upper()}", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    loggers = [x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)]
+    levels = {logger: logger.level for logger in loggers}
+    yield
+    for logger, level in levels.items():
+        logger.setLevel(level)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+
+
+# Help.
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_has_help(path: tuple[str, ...]) -> None:
+    result = invoke(*path, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+    assert COMMANDS[path].help
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_option_and_argument_has_help(path: tuple[str, ...]) -> None:
+    for parameter in COMMANDS[path].params:
+        assert getattr(parameter, "help", None), parameter.name
+
+
+UNITS = {"s": "second", "mbit": "Mbit/s", "bytes": "byte", "elems": "element", "us": "microsecond"}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_names_the_unit_of_every_option_that_has_one(path: tuple[str, ...]) -> None:
+    for parameter in COMMANDS[path].params:
+        unit = UNITS.get(parameter.name.rpartition("_")[2]) if "_" in parameter.name else None
+        assert unit is None or unit.lower() in parameter.help.lower(), parameter.name
+
+
+def test_the_expected_commands_are_there() -> None:
+    expected = {"demo", "server", "bench", "config", "trace"}
+    assert expected <= {path[0] for path in COMMANDS if path}
+
+
+def test_version() -> None:
+    assert invoke("--version").output.strip() == __version__
+
+
+# Wrong usage.
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nonsense"], "nonsense"),
+        (["demo", "--steps", "3"], "--steps"),
+        (["demo", "--steps", "many"], "--steps"),
+        (["demo", "--batch-size", "7501"], "--batch-size"),
+        (["demo", "--workers", "1"], "--workers"),
+        (["bench", "wire", "--slice-elems", "0"], "--slice-elems"),
+        (["trace", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["config", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_usage_is_told_with_exit_code_2(arguments: list[str], told: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert told in result.output
+    assert "Traceback" not in result.output
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The console script's exit code."""
+    monkeypatch.setattr(sys, "argv", ["foreprop", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["demo", "--presets", "p3,p4"], "preset is 'p4'; it must be one of ['p3'"),
+        (["demo", "--presets", ","], "preset is ''; it must be one of"),
+        (["config", "--preset", "p4"], "preset is 'p4'; it must be one of"),
+        (["config", "slice_elem=1"], "no setting is called 'slice_elem'; there are granularity"),
+        (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
+        (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
+        (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),
+        (["config", "order=random"], "order is 'random'; it must be one of ['priority', 'fifo']"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    told: str,
+) -> None:
+    assert run_main(monkeypatch, *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"foreprop: {told}")
+    assert error.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for report in (tmp_path, tmp_path / "file" / "report.html"):
+        assert run_main(monkeypatch, "demo", "--report", str(report)) == 1
+        captured = capsys.readouterr()
+        assert f"report is {report}, which cannot be written" in captured.err
+        assert not captured.out
+
+
+# Errors while a command runs.
+def failing_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("foreprop.cli.demo.run_demo", run)
+    return run_main(monkeypatch, "demo")
+
+
+def worker_failure(tmp_path: Path, message: object) -> ChildFailedError:
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"message": message}))
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(file))
+    return ChildFailedError("work", {1: failure})
+
+
+def told(message: str, stack: str = "Traceback ...") -> dict[str, object]:
+    return {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": "1"}}
+
+
+def test_a_failing_worker_is_told_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    error = worker_failure(tmp_path, told("PeerLost: rank 2 is gone"))
+    assert failing_with(monkeypatch, error) == 1
+    assert capsys.readouterr().err == "foreprop: worker 1 failed: PeerLost: rank 2 is gone\n"
+
+
+def test_a_defect_in_a_worker_is_told_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    error = worker_failure(tmp_path, told("ValueError: oops", "File x, line 3"))
+    assert failing_with(monkeypatch, error) == 1
+    assert capsys.readouterr().err == (
+        "foreprop: worker 1 failed: ValueError: oops\nFile x, line 3\n"
+    )
+
+
+def test_a_killed_worker_is_told_with_its_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = ProcessFailure(local_rank=0, pid=77, exitcode=-9, error_file="")
+    error = ChildFailedError("work", {3: failure})
+    assert failing_with(monkeypatch, error) == 1
+    assert capsys.readouterr().err == (
+        "foreprop: worker 3 died: Signal 9 (SIGKILL) received by PID 77\n"
+    )
+
+
+def test_an_error_of_ours_is_its_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing_with(monkeypatch, PeerLost("rank 2 is gone", peer="rank 2")) == 1
+    assert capsys.readouterr().err == "foreprop: rank 2 is gone\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SignalException("Ctrl-C", 2)])
+def test_ctrl_c_is_exit_code_130_and_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    assert failing_with(monkeypatch, error) == 130
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+# Presets.
+def test_presets_are_separated_by_commas() -> None:
+    assert presets_from("kvstore,p3") == ("kvstore", "p3")
+    assert presets_from(" p3 , wfbp,,p3") == ("p3", "wfbp")
+
+
+# Settings.
+def shown_settings(*arguments: str) -> dict[str, tuple[str, str]]:
+    """Value and source of every setting that ``foreprop config`` shows."""
+    result = invoke("config", *arguments)
+    assert result.exit_code == 0
+    rows = [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()[1:]]
+    return {row[0]: (row[1], row[2]) for row in rows if len(row) > 3}
+
+
+def test_config_shows_every_setting_with_value_source_and_meaning() -> None:
+    output = invoke("config").output
+    shown = shown_settings()
+    assert list(shown) == [spec.name for spec in fields(Config)]
+    for spec in fields(Config):
+        source = "preset p3" if spec.name in PRESETS["p3"] else "default"
+        assert shown[spec.name] == (value_text(spec.name, spec.default), source)
+        assert spec.metadata["help"].split()[0] in output
+
+
+def test_config_shows_where_each_value_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_SLICE_ELEMS", "300")
+    monkeypatch.setenv("FOREPROP_ORDER", "priority")
+    monkeypatch.setenv("FOREPROP_STEP_TIMEOUT_S", "7.5")
+    shown = shown_settings("--preset", "kvstore", "slice_elems=20", "interface=eth1")
+    assert shown["slice_elems"] == ("20 elements", "argument")
+    assert shown["interface"] == ("eth1", "argument")
+    assert shown["order"] == ("priority", "environment")
+    assert shown["step_timeout_s"] == ("7.5 s", "environment")
+    assert shown["placement"] == ("kvstore", "preset kvstore")
+    assert shown["join_timeout_s"] == ("120 s", "default")
+
+
+def test_the_environment_chooses_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_PRESET", "wfbp")
+    assert shown_settings()["granularity"] == ("array", "preset wfbp")
+
+
+def test_settings_from_reads_numbers_names_and_none() -> None:
+    texts = ["slice_elems=5", "order=fifo", "link_rate_bits_per_s=1e9", "trace=none"]
+    assert settings_from(texts) == {
+        "slice_elems": 5,
+        "order": "fifo",
+        "link_rate_bits_per_s": 1e9,
+        "trace": None,
+    }
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        settings_from(["order"])
+
+
+# Traces.
+def write_trace(folder: Path, process: str, count: int) -> None:
+    events = [{"ph": "X", "name": f"{process}-{i}", "ts": i} for i in range(count)]
+    (folder / f"{process}.abc.trace.json").write_text(json.dumps({"traceEvents": events}))
+
+
+def test_trace_merges_all_processes(tmp_path: Path) -> None:
+    write_trace(tmp_path, "worker-0", 2)
+    write_trace(tmp_path, "server-0", 3)
+    target = tmp_path / "all.json"
+    result = invoke("trace", str(tmp_path), "--out", str(target))
+    assert result.exit_code == 0
+    assert f"5 events in {target}" in result.output
+    names = [event["name"] for event in json.loads(target.read_text())["traceEvents"]]
+    assert sorted(names) == [f"server-0-{i}" for i in range(3)] + [f"worker-0-{i}" for i in (0, 1)]
+
+
+def test_trace_writes_beside_the_traces_by_default_and_can_be_repeated(tmp_path: Path) -> None:
+    write_trace(tmp_path, "worker-0", 2)
+    for _ in range(2):
+        assert f"2 events in {tmp_path / 'merged.json'}" in invoke("trace", str(tmp_path)).output
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "has no *.trace.json"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"other": 1}', "is damaged"),
+    ],
+)
+def test_trace_says_what_is_wrong_with_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    content: str | None,
+    told: str,
+) -> None:
+    if content is not None:
+        (tmp_path / "worker-0.abc.trace.json").write_text(content)
+    assert run_main(monkeypatch, "trace", str(tmp_path)) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_trace_says_where_it_cannot_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_trace(tmp_path, "worker-0", 1)
+    target = tmp_path / "no" / "folder.json"
+    assert run_main(monkeypatch, "trace", str(tmp_path), "--out", str(target)) == 1
+    assert f"cannot write {target}" in capsys.readouterr().err
