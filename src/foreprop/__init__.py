@@ -4,6 +4,9 @@ session = foreprop.parallelize(model, optimizer)
 loader = foreprop.shard(loader)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from foreprop.config import PRESETS, Config
 from foreprop.errors import (
     ConfigError,
@@ -17,10 +20,12 @@ from foreprop.errors import (
     TrainingLoopError,
     TransportError,
 )
-from foreprop.training.parallelize import parallelize
-from foreprop.training.session import Session
-from foreprop.training.shard import shard
 from foreprop.version import __version__
+
+if TYPE_CHECKING:
+    from foreprop.training.parallelize import parallelize
+    from foreprop.training.session import Session
+    from foreprop.training.shard import shard
 
 __all__ = [
     "PRESETS",
@@ -40,3 +45,14 @@ __all__ = [
     "parallelize",
     "shard",
 ]
+
+_TRAINING = {"parallelize": "parallelize", "Session": "session", "shard": "shard"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the training side at its first use: a server has none, and starts in half the time."""
+    if name not in _TRAINING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"foreprop.training.{_TRAINING[name]}"), name)
+    globals()[name] = value
+    return value

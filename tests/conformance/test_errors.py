@@ -1,5 +1,6 @@
 """What would silently go wrong is an error that says what to do (issue point 6)."""
 
+# ruff: noqa: PT012 - it is a loop that goes wrong, with a message of its own
 from __future__ import annotations
 
 import contextlib
@@ -204,7 +205,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_parameter_changed_while_pending(name: str, steps: int) -> None:
     with (
-        _session(steps) as (model, _, _session_),
+        _session(steps) as (model, _, _),
         torch.no_grad(),
         pytest.raises(TrainingLoopError, match=r"Call session.flush\(\) after"),
     ):
@@ -392,12 +393,14 @@ def test_zero_grad_of_the_model_in_place_is_right_or_an_error() -> None:
     batches = make_batches(8)
     plain = run_plain(with_sgd(), _zeroing, batches)
     model, optimizer = build_seeded(with_sgd())
+    said = ""
     try:
         with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
             _zeroing(model, optimizer, batches)
             check_same_bits(model.state_dict(), plain.model)
     except TrainingLoopError as error:
-        assert "zero_grad(set_to_none=True)" in str(error)
+        said = str(error)
+    assert not said or "zero_grad(set_to_none=True)" in said
 
 
 def _zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:

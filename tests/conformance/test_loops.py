@@ -134,9 +134,7 @@ def test_a_backward_pass_before_training_that_is_thrown_away() -> None:
 
 
 def test_ema_of_the_parameters() -> None:
-    def loop(
-        model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]
-    ) -> float:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> float:
         average = torch.optim.swa_utils.AveragedModel(
             model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
         )
@@ -390,7 +388,10 @@ def test_two_independent_models() -> None:
         return [build_seeded(with_sgd()), build_seeded(with_sgd(lr=0.05), seed=1)]
 
     plain = pairs_of()
-    train(plain, [tuple(torch.cat(p) for p in zip(*s, strict=True)) for s in zip(*by_rank, strict=True)])
+    train(
+        plain,
+        [tuple(torch.cat(p) for p in zip(*s, strict=True)) for s in zip(*by_rank, strict=True)],
+    )
 
     def work(world: World) -> list[dict[str, torch.Tensor]]:
         pairs = pairs_of()

@@ -383,9 +383,7 @@ def test_memory_layouts(layout: torch.memory_format) -> None:
         return _convolutional().to(memory_format=layout)
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
-        train_classifier(
-            model, optimizer, [(x.to(memory_format=layout), y) for x, y in batches]
-        )
+        train_classifier(model, optimizer, [(x.to(memory_format=layout), y) for x, y in batches])
         assert model[0].weight.is_contiguous(memory_format=layout)
 
     check_both(with_sgd(make), loop, _images(2))
@@ -443,7 +441,9 @@ class _Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
         for layer in (self.second, self.third):
-            x = checkpoint(lambda h, f=layer: torch.tanh(f(h)), x, use_reentrant=self._use_reentrant)
+            x = checkpoint(
+                lambda h, f=layer: torch.tanh(f(h)), x, use_reentrant=self._use_reentrant
+            )
         return self.output(x)
 
 

@@ -1,5 +1,6 @@
 """Every element-wise optimizer, schedulers, and what is refused (issue point 4)."""
 
+# ruff: noqa: PT012 - it is a loop that goes wrong, with a message of its own
 from __future__ import annotations
 
 import copy
@@ -18,11 +19,11 @@ from foreprop.errors import ConfigError, TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     Batch,
+    batches_of,
     build_seeded,
     check_same_bits,
     check_world_of_one,
     check_world_of_two,
-    batches_of,
     make_batches,
     run_plain,
     small_model,
@@ -340,8 +341,9 @@ def _check_refused(model: nn.Module, optimizer: torch.optim.Optimizer, reason: s
 def test_add_param_group_after_parallelize() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model[:2].parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="add_param_group"), foreprop.parallelize(
-        model, optimizer, world=worlds(1)[0]
+    with (
+        pytest.raises(ConfigError, match="add_param_group"),
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0]),
     ):
         train_classifier(model, optimizer, make_batches(2))
         optimizer.add_param_group({"params": list(model[2:].parameters())})
@@ -351,8 +353,9 @@ def test_add_param_group_after_parallelize() -> None:
 @pytest.mark.parametrize("setting", ["lr", "momentum"])
 def test_settings_changed_between_backward_and_step(setting: str) -> None:
     model, optimizer = build_seeded(with_sgd())
-    with pytest.raises(TrainingLoopError, match="between backward"), foreprop.parallelize(
-        model, optimizer, world=worlds(1)[0]
+    with (
+        pytest.raises(TrainingLoopError, match="between backward"),
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0]),
     ):
         train_classifier(model, optimizer, make_batches(2))
         (x, y), *_ = make_batches(1)

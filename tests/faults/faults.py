@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "between"]
-ACTIONS = ("kill", "stop", "interrupt", "kill_server", "stop_server", "unplug", "stop_server_and_die")
+ACTIONS = "kill stop interrupt kill_server stop_server stop_server_and_die unplug".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,7 @@ class _Point:
 class Faults:
     """The worker's side: looks at every point whether something is planned for it."""
 
-    def __init__(
-        self, plan: Sequence[dict[str, Any]], rank: int, model: Any, session: Any
-    ) -> None:
+    def __init__(self, plan: Sequence[dict[str, Any]], rank: int, model: Any, session: Any) -> None:
         self.step = 0
         self._mine = [Fault(**fault) for fault in plan if fault["rank"] == rank]
         self._session = session
@@ -92,11 +90,12 @@ class Faults:
 
     def _fire(self, fault: Fault) -> None:
         pids = [handle.pid for handle in self._session._connections.handles]
-        done = {"action": fault.action, "rank": fault.rank, "step": fault.step}
-        _append(fault.log, {**done, "phase": fault.phase, "at_s": time.monotonic(), "servers": pids})
+        done: dict[str, Any] = {"action": fault.action, "rank": fault.rank, "step": fault.step}
+        done |= {"phase": fault.phase, "at_s": time.monotonic(), "servers": pids}
+        _append(fault.log, done)
         if fault.action == "unplug":
-            host, device = fault.cable.split()
-            command = ["nsenter", f"--net=/proc/{host}/ns/net", "ip", "link", "set", device, "down"]
+            switch, device = fault.cable.split()
+            command = ["nsenter", f"--net={switch}", "ip", "link", "set", device, "down"]
             subprocess.run(command, check=True)
         elif fault.action.endswith("_server"):
             signals = {"kill_server": signal.SIGKILL, "stop_server": signal.SIGSTOP}

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,11 +49,16 @@ class Run:
     started: list[psutil.Process] = field(default_factory=list)
     outputs: list[Path] = field(default_factory=list)
     exit_codes: dict[int, int] = field(default_factory=dict)  # by process id
-    temporary: set[str] = field(default_factory=lambda: set(os.listdir(tempfile.gettempdir())))
 
     def environment(self, scenario: Scenario, **more: str) -> dict[str, str]:
-        variables = {"SCENARIO": scenario.encode(), "RESULTS": str(self.folder), **more}
-        return environment(self.mark, variables)
+        variables = {"SCENARIO": scenario.encode(), "RESULTS": str(self.folder)}
+        return environment(self.mark, {**variables, "TMPDIR": str(self.temporary), **more})
+
+    @property
+    def temporary(self) -> Path:
+        folder = self.folder / "tmp"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> psutil.Process:
         """A fresh process in a session of its own."""
@@ -129,8 +133,8 @@ class Run:
             time.sleep(0.05)
         described = [f"{p.pid} {p.status()} {p.cmdline()[:6]}" for p in left]
         assert not left, f"left behind: {described}\n{self.output()}"
-        new = set(os.listdir(tempfile.gettempdir())) - self.temporary
-        assert not [name for name in new if name.startswith("foreprop")]
+        files = [path.name for path in self.temporary.rglob("*foreprop*")]
+        assert not files, f"left behind: {files}"
 
     def end(self) -> None:
         for process in self.ours():

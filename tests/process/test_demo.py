@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from foreprop.datasets import PACKAGE_FOLDER, DatasetUnavailable
-from foreprop.datasets import data_folder, ensure_files, from_folder
+from foreprop.datasets import (
+    PACKAGE_FOLDER,
+    DatasetUnavailable,
+    data_folder,
+    ensure_files,
+    from_folder,
+)
 
 pytestmark = pytest.mark.process
 
@@ -66,7 +71,11 @@ def run(folder: Path, *arguments: str) -> tuple[str, str]:
 
 def row(output: str, name: str) -> list[str]:
     """The cells of a table's row."""
-    (line,) = [line for line in output.splitlines() if line.strip("│ ").startswith(name)]
+    (line,) = [
+        line
+        for line in output.splitlines()
+        if line.startswith("│") and line.strip("│ ").startswith(name)
+    ]
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
@@ -79,15 +88,11 @@ def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{16}", digests.pop())
     assert "final weights identical, bit for bit" in output
     page = report.read_text()
-    assert page.startswith("<!DOCTYPE html>")
-    assert "<svg" in page
+    assert page.count("<svg") == 2
     assert all(f">{preset}<" in page for preset in ("kvstore", "p3"))
-    assert "http" not in re.sub(r'xmlns="[^"]*"', "", page)  # self-contained
     for preset in ("kvstore", "p3"):
         assert len(list((report.parent / preset).glob("*.trace.json"))) == 4
     assert not (tmp_path / "runs").exists()
-    merged, _ = run(tmp_path, "trace", str(report.parent / "p3"))
-    assert re.match(r"\d+ events in .*merged.json", merged)
 
 
 @pytest.mark.usefixtures("fashion_mnist")

@@ -14,7 +14,7 @@ import runpy
 import sys
 from typing import Any
 
-import torch._dynamo
+import torch.utils.data
 
 import foreprop
 
@@ -63,6 +63,7 @@ def become(request: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    getattr(foreprop, "parallelize")  # noqa: B009 - loaded at its first use: here, once
     wanted = serve()
     if wanted is not None:
         runpy.run_path(become(wanted), run_name="__main__")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
+import signal
 import socket
 import threading
 import time
@@ -87,8 +89,10 @@ def _send(sock: socket.socket, header: bytes, payload: memoryview) -> None:
 
 
 def _receive_exactly(sock: socket.socket, view: memoryview) -> bool:
-    received = sock.recv_into(view, 0, socket.MSG_WAITALL)
-    return received == len(view)
+    try:
+        return sock.recv_into(view, 0, socket.MSG_WAITALL) == len(view)
+    except ConnectionError:
+        return False
 
 
 def _serve(port: int, message_bytes: int, messages: int, unsent_bytes: int) -> None:
@@ -96,6 +100,7 @@ def _serve(port: int, message_bytes: int, messages: int, unsent_bytes: int) -> N
 
     Like a server's parameters, every message and every answer has memory of its own.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its peer does
     sock = socket.create_connection(("127.0.0.1", port))
     tune(sock, unsent_bytes=unsent_bytes, timeout_s=_JOIN_S)
     arrived = threading.Semaphore(0)
@@ -109,7 +114,8 @@ def _serve(port: int, message_bytes: int, messages: int, unsent_bytes: int) -> N
                 arrived.acquire()
                 if ended.is_set():
                     return
-                _send(sock, header, answers[start : start + message_bytes])
+                with contextlib.suppress(ConnectionError):
+                    _send(sock, header, answers[start : start + message_bytes])
 
     sender = threading.Thread(target=reply)
     sender.start()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
+import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -32,5 +35,36 @@ def run_workers(
         start_method="spawn",
         monitor_interval=0.1,
     )
-    results: dict[int, Any] = elastic_launch(settings, work)(*arguments)
+    with _children_start_undisturbed():
+        results: dict[int, Any] = elastic_launch(settings, _work)(work, *arguments)
     return results
+
+
+@contextlib.contextmanager
+def _children_start_undisturbed() -> Iterator[None]:
+    """Ctrl-C waits in a child that is still importing: children inherit what this thread blocks.
+
+    In this process another thread takes the signal, and Python handles it in the main one.
+    """
+    ended = threading.Event()
+    taker = threading.Thread(target=ended.wait, name="foreprop-signals", daemon=True)
+    taker.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ended.set()
+        taker.join()
+
+
+def _work(work: Callable[..., Any], *arguments: Any) -> Any:
+    signal.signal(signal.SIGINT, _interrupt_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return work(*arguments)
+
+
+def _interrupt_once(number: int, frame: object) -> None:
+    """Ctrl-C reaches a worker from the terminal and again from torch's launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt

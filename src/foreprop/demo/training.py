@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
@@ -105,16 +106,25 @@ def train_all(setting: DemoSetting) -> dict[str, Any]:
     train, test = fashion_mnist("train"), fashion_mnist("test")
     compute_s = _calibrate(world, setting, train)
     rate = setting.rate_bits_per_s or _balanced_rate(setting, compute_s)
-    runs = {name: _Training(name, setting, train, rate) for name in setting.presets}
-    with _progress(enabled=world.rank == 0) as progress:
+    with contextlib.ExitStack() as sessions:  # after an error, end them with that error
+        runs = {}
+        for name in setting.presets:
+            runs[name] = _Training(name, setting, train, rate)
+            sessions.enter_context(runs[name].session)
+        _train_in_turns(runs, setting, visible=world.rank == 0)
+        outcomes = {name: run.finish(test) for name, run in runs.items()}
+    return {"compute_s": compute_s, "rate_bits_per_s": rate, "outcomes": outcomes}
+
+
+def _train_in_turns(runs: dict[str, _Training], setting: DemoSetting, *, visible: bool) -> None:
+    """Blocks of the presets alternate, so that a change of the machine's load meets all alike."""
+    with _progress(enabled=visible) as progress:
         bars = {name: progress.add_task(name, total=setting.steps, note="") for name in runs}
         for done in range(0, setting.steps, _BLOCK_STEPS):
             steps = min(_BLOCK_STEPS, setting.steps - done)
             for name, run in runs.items():
                 run.block(steps, measured=done > 0)
                 _advance(progress, bars[name], run, steps)
-    outcomes = {name: run.finish(test) for name, run in runs.items()}
-    return {"compute_s": compute_s, "rate_bits_per_s": rate, "outcomes": outcomes}
 
 
 def _calibrate(world: World, setting: DemoSetting, data: TensorDataset) -> float:

@@ -12,14 +12,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import torch.distributed as dist
 
 from foreprop.config import Config, child_environment
+from foreprop.engine.failure import decode_failure, failure_of
 from foreprop.engine.server import Server, StreamWrapper
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError, TransportError
@@ -53,8 +57,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     foreprop: str
     config: dict[str, str | int | float | None]
 
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self)
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +225,10 @@ def build_server(task: ServerTask, config: Config) -> Server:
     if links is not None and not task.shares_node:
         links.unlink()
     wrap: StreamWrapper | None = links.wrap if links is not None else None
-    return Server(index=task.index, session_id=task.session_id, config=config, wrap=wrap)
+    server = Server(index=task.index, session_id=task.session_id, config=config, wrap=wrap)
+    if links is not None:
+        weakref.finalize(server, links.close)  # in this process; another one's end closes them
+    return server
 
 
 class Connections:
@@ -242,6 +249,7 @@ class Connections:
             raise ConfigError("servers_per_node is 0 and there are no dedicated_servers")
         self.address = local_address(world.host, config.interface)
         self._key = f"session/{self.number}"
+        self._refused_key = f"{self._key}/refused"
         self.links: NodeLinks | None = None
         self.session_id = ""
 
@@ -256,9 +264,7 @@ class Connections:
             for server in range(self.servers):
                 self.streams.append(self._connect(server))
         except BaseException as error:
-            if isinstance(error, HandshakeError):
-                with contextlib.suppress(Exception):  # the store may be gone, too
-                    self._world.publish(f"{self._key}/refused", str(error))
+            self.refuse(error)
             self.close(kill=True)
             raise
 
@@ -319,11 +325,19 @@ class Connections:
         store.set(dedicated_key(number), announcement.encode())
         return session_id
 
+    def refuse(self, error: BaseException) -> None:
+        """Tell those who have not met a server yet that the session will not start, and why."""
+        text = failure_of(error, by=f"rank {self._world.rank}").encode().decode()
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be what is gone
+            if self._world.size > 1 and not self._world.store.check([self._refused_key]):
+                self._world.publish(self._refused_key, text)
+
     def check_refused(self) -> None:
-        """Raise what another rank found to differ before it could tell a server."""
-        key = f"{self._key}/refused"
-        if self._world.store.check([key]):
-            raise HandshakeError(self._world.store.get(key).decode())
+        """Raise what has ended the start of the session on another rank."""
+        store = self._world.store
+        with contextlib.suppress(dist.DistError):
+            if store.check([self._refused_key]):
+                raise decode_failure(store.get(self._refused_key)).as_error()
 
     def _lookup(self, key: str, what: str, *, raw: bool = False) -> str:
         found = self._world.lookup(
@@ -364,15 +378,14 @@ class Connections:
                 f" {dedicated}{self._rendezvous_option()}`"
             )
         else:
-            starter = server // self._config.servers_per_node * self.workers_per_node
             key = f"{self._key}/server/{server}"
-            what = f"server {server}, which rank {starter} starts"
+            what = f"server {server}, which rank {self._starter_of(server)} starts"
         found = self._lookup(key, what, raw=bool(dedicated))
         if found.startswith(REFUSED):
             raise HandshakeError(found.removeprefix(REFUSED))
         address, port = found.split()
         self._check_reachable(server, address)
-        sock = connect(address, int(port), timeout_s=self._config.join_timeout_s)
+        sock = self._connect_to(address, int(port))
         self._sockets.append(sock)
         tune(
             sock,
@@ -385,6 +398,20 @@ class Connections:
             node = -1 if dedicated else server // self._config.servers_per_node
             stream = self.links.wrap_to_node(stream, node)
         return stream
+
+    def _connect_to(self, address: str, port: int) -> socket.socket:
+        timeout_s = self._config.join_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.check_refused()
+            try:
+                return connect(address, port, timeout_s=min(1.0, timeout_s))
+            except TransportError as error:
+                if time.monotonic() >= deadline:
+                    rank = self._world.rank
+                    raise TransportError(
+                        f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
+                    ) from error
 
     def _rendezvous_option(self) -> str:
         store: Any = self._world.raw_store
@@ -400,6 +427,15 @@ class Connections:
                 " FOREPROP_INTERFACE) on that machine, or give torchrun a rendezvous address that"
                 " is not a loopback one"
             )
+
+    def server_names(self) -> list[str]:
+        """Each server with who goes if it goes."""
+        if self._config.dedicated_servers:
+            return [f"server {i} (dedicated)" for i in range(self.servers)]
+        return [f"server {i} (beside rank {self._starter_of(i)})" for i in range(self.servers)]
+
+    def _starter_of(self, server: int) -> int:
+        return server // self._config.servers_per_node * self.workers_per_node
 
     def settled(self) -> None:
         """Every process has joined: names that were needed only for that can go."""

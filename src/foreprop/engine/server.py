@@ -222,8 +222,19 @@ class Server:
                 time.sleep(_LISTEN_POLL_S)
                 continue
             self._welcome_socket(sock, address[0])
+        self._accept_the_rest(listener)
         listener.close()
         return self.wait()
+
+    def _accept_the_rest(self, listener: socket.socket) -> None:
+        """Who has connected is to hear why the session has failed."""
+        listener.setblocking(False)
+        while self._failure is not None:
+            try:
+                sock, address = listener.accept()
+            except OSError:
+                return
+            self._welcome_socket(sock, address[0])
 
     def _welcome_socket(self, sock: socket.socket, address: str) -> None:
         with self._lock:
@@ -255,13 +266,13 @@ class Server:
             peer.stream.close()
         if self._session is None and now > self._started_at_s + limit_s:
             size = zero.manifest.world_size if zero is not None and zero.manifest else 0
-            missing = [rank for rank in range(size) if rank not in joined]
-            what = f"ranks {missing}" if missing else "rank 0"
+            missing = [f"rank {rank}" for rank in range(size) if rank not in joined]
+            what = ", ".join(missing) or "rank 0"
             self._fail(
                 Failure(
                     kind="StepTimeout",
                     message=f"server {self._index} waited {limit_s:g} s (join_timeout_s) for"
-                    f" {what} to join; ranks {joined} have",
+                    f" {what} to join; it has met ranks {joined}",
                 )
             )
 
@@ -703,7 +714,7 @@ class Server:
         header = encode_header(Kind.FAILURE, 0, self._index, 0, 0, CONTROL_PRIORITY, len(data))
         tellers = [
             threading.Thread(target=_tell, args=(peer, header, data), daemon=True)
-            for peer in list(self._peers.values())
+            for peer in (*self._peers.values(), *self._strangers)
             if not peer.left
         ]
         for teller in tellers:
@@ -786,7 +797,7 @@ def _bounded(header: Header, limit_bytes: int) -> memoryview:
             f"{Kind(header.kind).name} of {header.payload_bytes} bytes; at most {limit_bytes}"
         )
     # untouched memory: who only says that much will come takes none
-    return memoryview(np.empty(header.payload_bytes, np.uint8))
+    return np.empty(header.payload_bytes, np.uint8).data
 
 
 def _which_blob(header: Header, session: _Session) -> int:

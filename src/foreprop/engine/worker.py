@@ -113,8 +113,10 @@ class WorkerEngine:
         rank: int,
         config: Config,
         trace: TraceRecorder | None = None,
+        servers: Sequence[str] | None = None,
     ) -> None:
         self.manifest = manifest
+        self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self.slices = manifest.slices()
         self.counters = Counters()
         self._memory = memory
@@ -483,7 +485,7 @@ class WorkerEngine:
             what = self._describe_wait(awaited, step)
         self._fail(
             PeerLost(
-                f"server {server} is gone: {why}; rank {self._rank} was waiting for {what}",
+                f"{self._servers[server]} is gone: {why}; rank {self._rank} was waiting for {what}",
                 peer=f"server {server}",
                 step=step,
             )
@@ -601,7 +603,7 @@ class WorkerEngine:
             text += f", {len(queued)} of them not yet sent"
         current = self._outbox.current
         if current is not None:
-            text += f"; it is sending to server {current.peer}"
+            text += f"; it is sending to {self._servers[current.peer]}"
         parts = []
         for server in sorted({piece.server for piece, _ in missing}):
             slice_ = next(piece.number for piece, _ in missing if piece.server == server)
@@ -609,7 +611,7 @@ class WorkerEngine:
             parts.append(
                 f"server {server} says: {status.decode(errors='replace')}"
                 if status is not None
-                else f"server {server} has not answered"
+                else f"{self._servers[server]} has not answered"
             )
         return f"{text}; " + "; ".join(parts)
 

@@ -307,14 +307,7 @@ class SynchronisedParameter:
 
     def before_use(self, func: Callable[..., Any], *, in_place: bool) -> bool:
         """Called by the waiting parameter: wait, and give the class back."""
-        session = self._session
-        if self._pushed_step > session.completed:
-            raise TrainingLoopError(
-                f"{self.name} is used between its backward pass and optimizer.step(): its gradient"
-                f" is pushed and its value may be replaced at any moment. Call optimizer.step()"
-                " first. If several backward passes belong to one step, their number was learned"
-                " in the first step; set it with parallelize(..., backward_passes=N)."
-            )
+        self.check_stepped()
         if self._watched:
             with torch._C.DisableTorchFunctionSubclass():
                 stop_waiting(self.parameter)
@@ -329,6 +322,16 @@ class SynchronisedParameter:
         if func == _GET_DATA:
             self._exposed = True
         return False
+
+    def check_stepped(self) -> None:
+        """Raise if the gradient of a step has been pushed that has not been made."""
+        if self._pushed_step > self._session.completed:
+            raise TrainingLoopError(
+                f"{self.name} is used between its backward pass and optimizer.step(): its gradient"
+                f" is pushed and its value may be replaced at any moment. Call optimizer.step()"
+                " first. If several backward passes belong to one step, their number was learned"
+                " in the first step; set it with parallelize(..., backward_passes=N)."
+            )
 
     def after_use(self, result: Any) -> None:
         if not self._watched:

@@ -73,6 +73,7 @@ class Session:
         self._use_order: list[int] = []
         self._in_first_forward = False
         self._compute_trace: ComputeTrace | None = None
+        self._loaded: dict[Any, Any] | None = None  # optimizer state, since the last step
         self._restore: list[Callable[[], None]] = []
         connections = Connections(world, config)
         manifest = self._manifest(connections)
@@ -89,6 +90,7 @@ class Session:
             rank=world.rank,
             config=config,
             trace=self._trace,
+            servers=connections.server_names(),
         )
         try:
             self._parameters += [
@@ -97,6 +99,7 @@ class Session:
             ]
             self._start()
         except BaseException as error:
+            connections.refuse(error)
             self._release(failure=error)
             raise
 
@@ -133,8 +136,8 @@ class Session:
         if self.rank == 0:
             for parameter in self._parameters:
                 parameter.before_offering()
+            self._send_state(0)  # first: who has the values may ask for it
             self.engine.offer_values()
-            self._offer_state()
             if self.world_size > 1:
                 for number, frozen in enumerate(self._frozen, FROZEN):
                     self._publish(number, [frozen], 0)
@@ -145,6 +148,7 @@ class Session:
             for number, frozen in enumerate(self._frozen, FROZEN):
                 self._fetch(number, [frozen])
             self._fetch(BUFFERS_BLOB, self._buffers.now())
+        self._optimizer.state.clear()
         for parameter in self._parameters:
             parameter.watch()
             _managed[id(parameter.parameter)] = parameter.name
@@ -192,7 +196,7 @@ class Session:
             optimizer.register_state_dict_pre_hook(lambda _: _alive(session)._pull_state()),
             optimizer.register_state_dict_post_hook(lambda *_: _alive(session)._drop_state()),
             optimizer.register_load_state_dict_post_hook(
-                lambda _: _alive(session)._offer_state(replace=True)
+                lambda _: _alive(session)._replace_state()
             ),
         ]
         self._restore += [handle.remove for handle in handles]
@@ -228,6 +232,7 @@ class Session:
         self.engine.raise_if_failed()
         self.engine.start_step()
         for parameter in self._parameters:
+            parameter.check_stepped()
             parameter.settle()
 
     def stats(self) -> dict[str, Any]:
@@ -326,6 +331,7 @@ class Session:
         if self.completed == 0:
             self._learn_priorities()
         step = self.completed + 1
+        self._loaded = None
         self.begin_pushing()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
@@ -411,7 +417,8 @@ class Session:
     def _pull_state(self) -> None:
         """Before ``optimizer.state_dict()``: fetch what single-process training would have."""
         self.flush()
-        if not self.completed and not self._state_offered:
+        if self._loaded is not None:
+            self._optimizer.state.update(self._loaded)
             return
         pieces: dict[int, list[dict[str, Any]]] = {}
         slices = self.engine.slices
@@ -428,20 +435,25 @@ class Session:
     def _drop_state(self) -> None:
         self._optimizer.state.clear()
 
-    _state_offered = False
+    def _replace_state(self) -> None:
+        """After ``optimizer.load_state_dict()``: from the next step on, rank 0's counts.
 
-    def _offer_state(self, *, replace: bool = False) -> None:
-        """Send state that was loaded here to the servers; rank 0's counts."""
-        state = self._optimizer.state
-        if not state and not replace:
-            return
-        self._state_offered = True
+        Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
+        """
+        self.flush()  # the updates so far go by the old state
         if self.rank == 0:
-            for piece in self.engine.slices:
-                parameter = self._named[piece.parameter][1]
-                part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
-                self.engine.send_state(piece.number, self.completed + 1, encode_state(part))
-        state.clear()
+            self._send_state(self.completed + 1)
+        self._loaded = dict(self._optimizer.state)
+        self._optimizer.state.clear()
+
+    def _send_state(self, step: int) -> None:
+        state = self._optimizer.state
+        if not state and step == 0:
+            return
+        for piece in self.engine.slices:
+            parameter = self._named[piece.parameter][1]
+            part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
+            self.engine.send_state(piece.number, step, encode_state(part))
 
     # The end.
     def _release(self, *, failure: BaseException | None) -> None:

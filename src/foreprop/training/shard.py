@@ -75,7 +75,9 @@ def shard(
 ) -> DataLoader[Any] | ShardedLoader:
     """This rank's share of ``loader``; the loader itself in a world of one.
 
-    A loader that shuffles is shuffled anew in every pass, alike on all ranks, from ``seed``.
+    A loader that shuffles is shuffled anew in every pass, alike on all ranks, from ``seed``. The
+    batches of a batch sampler of one's own are dealt out in turn, so it must make the same ones on
+    every rank: let it draw from a generator of its own.
     Raises `ConfigError` for an iterable-style data set, which only its author can divide.
     """
     world = world or current_world()
@@ -86,7 +88,8 @@ def shard(
             "dataset is an IterableDataset, which cannot be divided from outside: yield every"
             " world_size-th item, starting at rank, in its __iter__"
         )
-    if loader.batch_size is None and loader.batch_sampler is None:
+    batches = loader.batch_sampler
+    if batches is None:
         raise ConfigError("batch_size is None: shard() needs a loader that makes batches")
     options: dict[str, Any] = {
         name: getattr(loader, name)
@@ -103,26 +106,25 @@ def shard(
     }
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor
-    if type(loader.batch_sampler) is not BatchSampler:
-        batches = _ShardedBatches(loader.batch_sampler, world)
-        return DataLoader(loader.dataset, batch_sampler=batches, **options)
-    _check_sampler(loader.sampler)
+    if type(batches) is not BatchSampler:
+        return DataLoader(loader.dataset, batch_sampler=_ShardedBatches(batches, world), **options)
+    _check_sampler(batches.sampler)
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,
         num_replicas=world.size,
         rank=world.rank,
-        shuffle=isinstance(loader.sampler, RandomSampler),
+        shuffle=isinstance(batches.sampler, RandomSampler),
         seed=seed,
         drop_last=False,
     )
-    ours: DataLoader[Any] = DataLoader(
+    shares: DataLoader[Any] = DataLoader(
         loader.dataset,
-        batch_size=loader.batch_size,
+        batch_size=batches.batch_size,
         sampler=sampler,
-        drop_last=loader.drop_last,
+        drop_last=batches.drop_last,
         **options,
     )
-    return ShardedLoader(ours, sampler)
+    return ShardedLoader(shares, sampler)
 
 
 def _check_sampler(sampler: Any) -> None:

@@ -1,0 +1,192 @@
+"""Workers and servers that do not die but fall silent: SIGSTOP, and an unplugged cable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults.faults import EventInjector
+from tests.faults.test_lost_peers import check_place
+from tests.process.harness import Run, Zygote, free_port, running, workers
+from tests.process.train_script import Scenario
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+TIMEOUT_S = 3.0
+MARGIN_S = 3.0
+
+
+def scenario(injector: EventInjector, **more: Any) -> Scenario:
+    settings = {"step_timeout_s": TIMEOUT_S, "stall_report_s": 1.0}
+    faults = tuple(injector.plan)
+    return Scenario(
+        **{"steps": 100, "pause_s": 0.02, "settings": settings, "faults": faults, **more}
+    )
+
+
+def check_timed_out(run: Run, since_s: float, survivors: list[int], names: str) -> None:
+    results = run.results()
+    for rank in survivors:
+        result = results[rank]
+        assert result.get("error") in {"StepTimeout", "PeerLost"}, (
+            f"{rank}: {result}\n{run.output()}"
+        )
+        waited_s = result["at_s"] - since_s
+        assert waited_s < TIMEOUT_S + MARGIN_S, f"rank {rank}: {result}"
+        assert re.search(names, result["message"]), f"rank {rank}: {result}\n{run.output()}"
+        check_place(result["message"])
+
+
+def check_stall_was_reported(run: Run, what: str) -> None:
+    """On standard error, by the process that waits: rank, parameter, stage, step and for whom."""
+    report = r"foreprop: rank (\d) for \d+ s waits for parameter [02]\.\w+, step \d+, stage \w+: .*"
+    found = [match[0] for match in re.finditer(report, run.output())]
+    assert any(re.search(what, line) for line in found), (found, run.output())
+    assert (
+        re.search(r"foreprop: server \d+, step \d+: for \d+ s ", run.output()) or "server" in what
+    )
+
+
+def end_stopped(run: Run, process: psutil.Process) -> None:
+    """As torchrun ends what does not end by itself."""
+    process.kill()
+    run.wait(10)
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("phase", ["backward", "between"])
+def test_a_stopped_worker_is_named_after_the_timeout(
+    zygote: Zygote, tmp_path: Path, size: str, phase: Any
+) -> None:
+    """Large: the server blocks in the middle of its reply to the stopped worker."""
+    injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).stop()
+    with workers(zygote, tmp_path, 3, scenario(injector, size=size), local_size=3) as run:
+        stopped = run.started[1]
+        run.wait(30, but=[stopped])
+        (fault,) = injector.fired()
+        assert stopped.status() == psutil.STATUS_STOPPED
+        check_timed_out(run, fault["at_s"], [0, 2], r"rank 1\b")
+        check_stall_was_reported(run, r"rank 1\b")
+        end_stopped(run, stopped)
+        run.check_nothing_left()
+
+
+def test_a_stopped_worker_that_goes_on_hears_what_has_happened(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop()
+    with workers(zygote, tmp_path, 2, scenario(injector), local_size=2) as run:
+        stopped = run.started[1]
+        run.wait(30, but=[stopped])
+        assert len(injector.fired()) == 1
+        stopped.send_signal(signal.SIGCONT)
+        run.wait(10)
+        result = run.results()[1]
+        assert result["error"] in {"StepTimeout", "PeerLost"}, result
+        run.check_nothing_left()
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_a_stopped_server_is_named_and_ended_by_its_worker(
+    zygote: Zygote, tmp_path: Path, size: str
+) -> None:
+    injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop_server()
+    with workers(zygote, tmp_path, 2, scenario(injector, size=size)) as run:
+        run.wait(30)
+        (fault,) = injector.fired()
+        check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)")
+        check_stall_was_reported(run, r"server 1 \(beside rank 1\) has not answered")
+        run.check_nothing_left()
+
+
+def test_a_stopped_server_ends_when_its_worker_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+    injector = EventInjector(tmp_path).at(rank=1, step=3).stop_server_and_die()
+    with workers(zygote, tmp_path, 2, scenario(injector)) as run:
+        run.wait(30)
+        (fault,) = injector.fired()
+        check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")
+        run.check_nothing_left()
+
+
+class Cables:
+    """A network namespace per node, and a cable from each to a switch in a namespace of its own."""
+
+    def __init__(self, nodes: int) -> None:
+        self.tag = uuid.uuid4().hex[:6]
+        self.switch = f"fp{self.tag}s"
+        self.nodes = [f"fp{self.tag}n{i}" for i in range(nodes)]
+
+    def build(self) -> None:
+        for name in (self.switch, *self.nodes):
+            ip("netns", "add", name)
+        self._in(self.switch, "ip", "link", "add", "br0", "type", "bridge")
+        self._in(self.switch, "ip", "link", "set", "br0", "up")
+        for i, node in enumerate(self.nodes):
+            ends = ("type", "veth", "peer", "name", f"port{i}", "netns", self.switch)
+            self._in(node, "ip", "link", "add", "eth0", *ends)
+            self._in(node, "ip", "address", "add", f"10.231.77.{i + 1}/24", "dev", "eth0")
+            self._in(node, "ip", "link", "set", "eth0", "up")
+            self._in(node, "ip", "link", "set", "lo", "up")
+            self._in(self.switch, "ip", "link", "set", f"port{i}", "master", "br0", "up")
+
+    def _in(self, namespace: str, *command: str) -> None:
+        ip("netns", "exec", namespace, *command)
+
+    def remove(self) -> None:
+        for name in (*self.nodes, self.switch):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def cables(nodes: int) -> Iterator[Cables]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    made = Cables(nodes)
+    try:
+        try:
+            made.build()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.mark.lab
+def test_an_unplugged_node_is_named_by_the_others(zygote: Zygote, tmp_path: Path) -> None:
+    """No packet comes or goes any more, and nobody says so: node 1 holds a worker and a server."""
+    with cables(2) as net, running(tmp_path) as run:
+        injector = EventInjector(tmp_path).at(rank=1, step=3, phase="between")
+        plan = injector.unplug(cable=f"/run/netns/{net.switch} port1")
+        port = free_port()
+        for rank, node in enumerate(net.nodes):
+            told = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "10.231.77.1",
+                "MASTER_PORT": str(port),
+            }
+            variables = run.environment(scenario(plan), **told)
+            run.fork(zygote, variables, netns=f"/run/netns/{node}")
+        run.wait(40)
+        (fault,) = injector.fired()
+        check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")
+        check_timed_out(run, fault["at_s"], [1], r"rank 0\b|server 0\b")
+        run.check_nothing_left()
