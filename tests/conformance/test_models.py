@@ -441,9 +441,7 @@ class _Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
         for layer in (self.second, self.third):
-            x = checkpoint(
-                lambda h, f=layer: torch.tanh(f(h)), x, use_reentrant=self._use_reentrant
-            )
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self._use_reentrant))
         return self.output(x)
 
 

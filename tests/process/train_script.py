@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,11 @@ class Scenario:
     faults: tuple[dict[str, Any], ...] = ()
     raise_at: dict[str, int] = field(default_factory=dict)  # step by rank
     leave_at: dict[str, int] = field(default_factory=dict)
+    die_at: dict[str, int] = field(default_factory=dict)
+    linger_s: dict[str, float] = field(default_factory=dict)  # before the weights are read
     loader_workers: int = 0
+    keep_loader: bool = False  # its workers are alive when the script ends
+    shuffle: bool = True
     pause_s: float = 0.0  # between steps
     only_first_attempt: bool = False
 
@@ -50,7 +55,11 @@ def main() -> None:
         result |= {"error": type(error).__name__, "message": str(error), "at_s": time.monotonic()}
         raise
     finally:
-        (Path(os.environ["RESULTS"]) / f"rank-{rank}.json").write_text(json.dumps(result))
+        write_result(rank, result)
+
+
+def write_result(rank: int, result: dict[str, Any]) -> None:
+    (Path(os.environ["RESULTS"]) / f"rank-{rank}.json").write_text(json.dumps(result))
 
 
 def train(scenario: Scenario, rank: int) -> str:
@@ -62,21 +71,36 @@ def train(scenario: Scenario, rank: int) -> str:
     faults = Faults(scenario.faults, rank, model, session)
     data = TensorDataset(torch.randn(512, size_in), torch.randn(512, size_out))
     loader = foreprop.shard(
-        DataLoader(data, batch_size=4, shuffle=True, num_workers=scenario.loader_workers)
+        DataLoader(
+            data,
+            batch_size=4,
+            shuffle=scenario.shuffle,
+            num_workers=scenario.loader_workers,
+            persistent_workers=scenario.keep_loader,
+        )
     )
     steps = scenario.leave_at.get(str(rank), scenario.steps)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     for step, (x, y) in zip(range(1, steps + 1), batches(loader), strict=False):
         if scenario.raise_at.get(str(rank)) == step and (first or not scenario.only_first_attempt):
             raise ValueError("the data are odd")
+        if scenario.die_at.get(str(rank)) == step:
+            write_result(rank, {"at_s": time.monotonic()})
+            os.kill(os.getpid(), signal.SIGKILL)
         faults.step = step
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         faults.between()
         time.sleep(scenario.pause_s)
+    if scenario.keep_loader:
+        kept.append(loader)
+    time.sleep(scenario.linger_s.get(str(rank), 0.0))
     weights = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     return hashlib.sha256(weights).hexdigest()
+
+
+kept: list[Any] = []
 
 
 def batches(loader: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from foreprop.bench.workers import children_start_undisturbed
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.net.tcp import tune
 
@@ -41,7 +42,8 @@ class BarePair:
             target=_serve,
             args=(listener.getsockname()[1], message_bytes, messages, unsent_bytes),
         )
-        self._peer.start()
+        with children_start_undisturbed():
+            self._peer.start()
         self._sock, _ = listener.accept()
         listener.close()
         tune(self._sock, unsent_bytes=unsent_bytes, timeout_s=_JOIN_S)
@@ -101,7 +103,10 @@ def _serve(port: int, message_bytes: int, messages: int, unsent_bytes: int) -> N
     Like a server's parameters, every message and every answer has memory of its own.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its peer does
-    sock = socket.create_connection(("127.0.0.1", port))
+    try:
+        sock = socket.create_connection(("127.0.0.1", port))
+    except ConnectionError:
+        return  # whoever wanted it has ended
     tune(sock, unsent_bytes=unsent_bytes, timeout_s=_JOIN_S)
     arrived = threading.Semaphore(0)
     ended = threading.Event()

@@ -8,6 +8,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -35,17 +36,18 @@ def run_workers(
         start_method="spawn",
         monitor_interval=0.1,
     )
-    with _children_start_undisturbed():
+    with children_start_undisturbed():
         results: dict[int, Any] = elastic_launch(settings, _work)(work, *arguments)
     return results
 
 
 @contextlib.contextmanager
-def _children_start_undisturbed() -> Iterator[None]:
+def children_start_undisturbed() -> Iterator[None]:
     """Ctrl-C waits in a child that is still importing: children inherit what this thread blocks.
 
     In this process another thread takes the signal, and Python handles it in the main one.
     """
+    resource_tracker.ensure_running()  # starting it would unblock the signal again
     ended = threading.Event()
     taker = threading.Thread(target=ended.wait, name="foreprop-signals", daemon=True)
     taker.start()

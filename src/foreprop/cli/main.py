@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -74,7 +74,7 @@ def _quiet_launcher() -> None:
 def describe_failed_worker(error: ChildFailedError) -> str:
     """Which worker failed first, and of what; with its traceback if that is a defect."""
     rank, failure = error.get_first_failure()
-    told = failure.message
+    told: Any = failure.message  # what torch's `record` wrote, or a text
     if isinstance(told, str):  # it died without a word, of a signal
         return f"worker {rank} died: {told}"
     cause, stack = told["message"], told.get("extraInfo", {}).get("py_callstack", "")

@@ -7,6 +7,7 @@ at once when the process that holds the other end of its lifeline ends.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -29,8 +30,14 @@ def main() -> int:
     task = ServerTask(**json.loads(text))
     config = Config(**task.config)  # type: ignore[arg-type]
     threading.Thread(target=_end_with_parent, args=(lifeline_fd, task), daemon=True).start()
+    threading.Thread(target=_load_what_updates_need, daemon=True).start()
     server = build_server(task, config)
     return 1 if server.run(socket.socket(fileno=listener_fd)) else 0
+
+
+def _load_what_updates_need() -> None:
+    """torch.optim loads this (a second's work) when it is first used: better while workers join."""
+    importlib.import_module("torch._dynamo")
 
 
 def _end_with_parent(lifeline_fd: int, task: ServerTask) -> None:

@@ -79,9 +79,6 @@ class ParameterMemory(Protocol):
         parameter's hold on the gradient. Sending thread.
         """
 
-    def check_unedited(self) -> None:
-        """Raise if somebody has written to the gradient that was taken last. Sending thread."""
-
 
 @dataclass(slots=True)
 class Counters:
@@ -385,7 +382,6 @@ class WorkerEngine:
 
     def _transmit(self, frame: SendFrame) -> None:
         server, kind, step, slice_, priority, flags, token = frame
-        memory: ParameterMemory | None = None
         payload = _EMPTY
         if token != NO_TOKEN:
             payload = self._messages.pop(token)
@@ -399,8 +395,6 @@ class WorkerEngine:
         started_ns = time.perf_counter_ns() if self._trace is not None else 0
         with self._sending[server]:
             self._streams[server].send(header, payload)
-        if memory is not None:
-            memory.check_unedited()
         if kind == Kind.PUSH:
             self.counters.pushes += 1
             self.counters.pushed_bytes += len(payload)

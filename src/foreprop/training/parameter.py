@@ -80,7 +80,7 @@ class SynchronisedParameter:
         self._pushed_step = 0
         self._held: torch.Tensor | None = None  # the gradient while it is being sent
         self._gradient: memoryview | None = None  # its bytes
-        self._sending: tuple[torch.Tensor, int] | None = None  # with the version it must keep
+        self._guarded = False  # nobody may write to the gradient: it is being sent
         self._unsent_bytes = 0
         self.attach_hook()
 
@@ -93,15 +93,18 @@ class SynchronisedParameter:
         held, whole = self._held, self._gradient
         if held is None or whole is None:
             raise InternalError(f"no gradient of {self.name} is held")
-        self._sending = (held, self._seen_version)
         self._unsent_bytes -= stop_bytes - start_bytes
         if self._unsent_bytes <= 0:
             self._held = self._gradient = None
         return whole[start_bytes:stop_bytes]
 
-    def check_unedited(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None and sending[0]._version != sending[1]:
+    def _check_unedited(self) -> None:
+        """Raise if somebody has written to the gradient since its push.
+
+        Asked in the training thread, where nobody writes to it rightfully before its reply is in.
+        """
+        gradient = self._seen() if self._guarded and self._seen is not None else None
+        if gradient is not None and gradient._version != self._seen_version:
             raise TrainingLoopError(
                 f"the gradient of {self.name} was changed while it was being sent. Use"
                 " optimizer.zero_grad() (which knows), or zero_grad(set_to_none=True)."
@@ -127,6 +130,9 @@ class SynchronisedParameter:
         kept = self._seen is not None and self._seen() is gradient
         if self._pushed_step == step:
             self._refuse_another_pass(kept)
+        if kept:
+            self._check_unedited()
+        self._guarded = False
         continued = kept and gradient._version == self._seen_version + 1
         if not continued:  # a new gradient, or a zeroed one: what was there is discarded
             self._discard()
@@ -191,7 +197,7 @@ class SynchronisedParameter:
             self._gradient = gradient_bytes
             engine.push(self.index, step, flags=flags, with_value=with_value)
 
-        self._held = gradient
+        self._held, self._guarded = gradient, gradient.numel() > 0
         self._unsent_bytes = gradient.numel() * gradient.element_size()
         self._memory.stage_gradient(gradient.detach(), enqueue)
 
@@ -282,6 +288,9 @@ class SynchronisedParameter:
             busy = self._pushed_step and not self._session.engine.is_complete(self.index)
             if busy and gradient is not None:
                 self.parameter.grad = torch.zeros_like(gradient)
+            elif self._pushed_step <= self._session.completed:
+                self._check_unedited()
+                self._guarded = False
 
     # The start.
     def before_offering(self) -> None:
@@ -347,6 +356,8 @@ class SynchronisedParameter:
             return
         self._memory.await_staged()
         self._session.engine.wait(self.index, self._pushed_step)
+        self._check_unedited()
+        self._guarded = False
         stop_waiting(self.parameter)
         self._memory.land()
         self._version = self.parameter._version
