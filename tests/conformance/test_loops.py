@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,6 +94,36 @@ def test_create_graph_and_gradient_penalty() -> None:
             optimizer.step()
 
     check_both(with_sgd(), loop, batches_of(2))
+
+
+def test_a_gradient_may_be_written_to_as_soon_as_its_reply_is_in() -> None:
+    """Also if the sending thread has not yet noticed that its last frame has left."""
+    delayed: list[int] = []
+
+    def delay(stream: Any) -> None:
+        send = stream.send
+
+        def send_and_linger(header: bytes, payload: memoryview) -> None:
+            send(header, payload)
+            delayed.append(len(payload))
+            time.sleep(0.02)
+
+        stream.send = send_and_linger
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in make_batches(4):
+            F.cross_entropy(model(x), y).backward()  # in place into the gradient of before
+            optimizer.step()
+
+    plain, plain_optimizer = build_seeded(with_sgd(lr=0.01))
+    train(plain, plain_optimizer)
+    model, optimizer = build_seeded(with_sgd(lr=0.01))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
+        for stream in session.engine._streams:
+            delay(stream)
+        train(model, optimizer)
+        check_same_bits(model.state_dict(), plain.state_dict())
+    assert len(delayed) >= 4 * 6
 
 
 # Evaluation in the middle.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from tests.process.train_script import Scenario
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "process" / "train_script.py"
-MARK = "FOREPROP_TEST_RUN"
 
 
 def free_port() -> int:
@@ -117,12 +115,16 @@ class Run:
         return {int(p.stem.partition("-")[2]): json.loads(p.read_text()) for p in found}
 
     def ours(self) -> list[psutil.Process]:
-        """Every process that descends from this run, also one whose parents have all died."""
-        found = []
+        """Every process that descends from this run, also one whose parents have all died.
+
+        What was forked shows its zygote's environment, but is in the session of its rank.
+        """
+        found, sessions = [], {process.pid for process in self.started}
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
                 running = process.status() != psutil.STATUS_ZOMBIE
-                if running and process.environ().get("RUN_MARK") == self.mark:
+                marked = process.environ().get("RUN_MARK") == self.mark
+                if running and (marked or os.getsid(process.pid) in sessions):
                     found.append(process)
         return found
 
@@ -219,7 +221,3 @@ def workers(
 
 def torchrun(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments]
-
-
-def interrupt(process: psutil.Process) -> None:
-    os.kill(process.pid, signal.SIGINT)

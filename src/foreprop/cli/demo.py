@@ -11,11 +11,11 @@ from rich.console import Console
 
 from foreprop.cli.presets import presets_from
 from foreprop.demo.run import run_demo
-from foreprop.demo.training import MAX_BATCH_SIZE, TRACED_STEP, DemoSetting
+from foreprop.demo.training import MAX_BATCH_SIZE, MIN_STEPS, DemoSetting
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=TRACED_STEP + 12, help="Steps per preset.")] = 120,
+    steps: Annotated[int, typer.Option(min=MIN_STEPS, help="Steps per preset.")] = 120,
     workers: Annotated[
         int, typer.Option(min=2, help="Worker processes, each a node with a server.")
     ] = 4,

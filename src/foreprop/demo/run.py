@@ -16,7 +16,7 @@ from rich.table import Table
 
 from foreprop.bench.workers import run_workers
 from foreprop.datasets import fashion_mnist
-from foreprop.demo.training import TRACED_STEP, DemoSetting, PresetOutcome, train_all
+from foreprop.demo.training import DemoSetting, PresetOutcome, train_all, typical_step
 from foreprop.errors import ConfigError
 from foreprop.observe.report import ReportContext, RunSummary, write_report
 from foreprop.observe.timeline import Timeline, timeline_from_trace
@@ -42,7 +42,10 @@ def run_demo(setting: DemoSetting, report: Path, *, command: str, console: Conso
         for name in setting.presets
     ]
     console.print(table(summaries, found))
-    timelines = [Timeline(preset=name, events=_events(folder / name)) for name in setting.presets]
+    timelines = [
+        Timeline(preset=name, events=_events(folder / name, found["outcomes"][name]))
+        for name in setting.presets
+    ]
     write_report(report, _context(setting, found, command), summaries, timelines)
     console.print(f"Report with the timeline of two steps: {report}", soft_wrap=True)
     console.print(
@@ -111,9 +114,10 @@ def table(summaries: list[RunSummary], found: dict[str, Any]) -> Table:
     return shown
 
 
-def _events(folder: Path) -> Any:
+def _events(folder: Path, outcome: PresetOutcome) -> Any:
     (path,) = folder.glob("worker-0.*.trace.json")
-    return timeline_from_trace(json.loads(path.read_text()), first_step=TRACED_STEP)
+    first_step = typical_step(outcome.step_s)
+    return timeline_from_trace(json.loads(path.read_text()), first_step=first_step)
 
 
 def _context(setting: DemoSetting, found: dict[str, Any], command: str) -> ReportContext:

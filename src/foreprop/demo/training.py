@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from foreprop.training.shard import shard
 _CALIBRATION_STEPS = 8
 _BLOCK_STEPS = 12
 MAX_BATCH_SIZE = 60_000 // _CALIBRATION_STEPS
-TRACED_STEP = 20
-"""The report's timeline shows this step and the next."""
+MIN_STEPS = 32
+"""Enough for a median, and for two steps in the middle of a block to show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,18 @@ class _Training:
         self.outcome.weights_sha256 = digest.hexdigest()
         self.session.close()
         return self.outcome
+
+
+def typical_step(step_s: Sequence[float]) -> int:
+    """The first of two consecutive steps that took about what a step usually takes.
+
+    ``step_s`` are the times that a `PresetOutcome` has. Both steps are inside of a block, where the
+    pipeline is neither filled nor emptied.
+    """
+    median = statistics.median(step_s)
+    inside = [i for i in range(len(step_s) - 2) if 0 < i % _BLOCK_STEPS < _BLOCK_STEPS - 2]
+    best = min(inside, key=lambda i: abs(step_s[i] - median) + abs(step_s[i + 1] - median))
+    return _BLOCK_STEPS + 1 + best  # steps count from 1, and the first block is not measured
 
 
 def train_all(setting: DemoSetting) -> dict[str, Any]:

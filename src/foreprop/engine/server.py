@@ -16,14 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import (
-    BUFFERS_BLOB,
-    Hyperparameters,
     Manifest,
     decode_manifest,
     describe_mismatch,
@@ -51,13 +48,15 @@ from foreprop.core.wire import (
     encode_header,
 )
 from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
+from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure, decode_failure, failure_of
+from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS, GradientBuffer, SliceStore
+from foreprop.engine.stall import StallReporter
 from foreprop.errors import (
     ForepropError,
     RemoteProtocolError,
-    TrainingLoopError,
     TransportError,
 )
 from foreprop.net.stream import SocketStream, Stream
@@ -68,7 +67,6 @@ from foreprop.version import __version__
 
 _EMPTY = memoryview(b"")
 _HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
-_GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
 _FAREWELL_S = 2.0
 _LISTEN_POLL_S = 0.2
 _MAX_STRANGERS = 1000
@@ -115,57 +113,8 @@ class _Session:
             names=names,
         )
         self.store = SliceStore(manifest, slices, index)
-        self.hyperparameters = _HyperparameterHistory(manifest.world_size)
-        self.blobs: dict[int, dict[int, bytes]] = {}  # by number and step
-        self.blob_pulls: list[tuple[int, int, int]] = []  # (rank, which, step)
-        self.blob_readers: dict[int, set[int]] = {}
-
-
-class _HyperparameterHistory:
-    """The optimizer's numbers by step, as each rank announced them."""
-
-    def __init__(self, world_size: int) -> None:
-        self._by_rank: list[list[tuple[int, tuple[Hyperparameters, ...]]]] = [
-            [] for _ in range(world_size)
-        ]
-        self._agreed: dict[int, tuple[Hyperparameters, ...]] = {}
-
-    def announce(self, rank: int, step: int, groups: tuple[Hyperparameters, ...]) -> None:
-        history = self._by_rank[rank]
-        history.append((step, groups))
-        del history[:-4]
-
-    def at(self, step: int) -> tuple[Hyperparameters, ...]:
-        """What all ranks agree on for this step; raises `ForepropError` if they do not."""
-        agreed = self._agreed.get(step)
-        if agreed is None:
-            agreed = self._latest(0, step)
-            for rank in range(1, len(self._by_rank)):
-                theirs = self._latest(rank, step)
-                if theirs != agreed:
-                    raise TrainingLoopError(_describe_groups(step, rank, agreed, theirs))
-            self._agreed = {s: g for s, g in self._agreed.items() if s >= step - 2}
-            self._agreed[step] = agreed
-        return agreed
-
-    def _latest(self, rank: int, step: int) -> tuple[Hyperparameters, ...]:
-        for announced, groups in reversed(self._by_rank[rank]):
-            if announced <= step:
-                return groups
-        raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
-
-
-def _describe_groups(
-    step: int, rank: int, zero: tuple[Hyperparameters, ...], theirs: tuple[Hyperparameters, ...]
-) -> str:
-    for number, (a, b) in enumerate(zip(zero, theirs, strict=False)):
-        for name in a:
-            if a[name] != b.get(name):
-                return (
-                    f"step {step}: {name} of parameter group {number} is {a[name]} on rank 0 and"
-                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
-                )
-    return f"step {step}: ranks 0 and {rank} have different parameter groups"
+        self.hyperparameters = HyperparameterHistory(manifest.world_size)
+        self.blobs = BlobShelf(readers=manifest.world_size - 1)
 
 
 class Server:
@@ -209,7 +158,7 @@ class Server:
         """Serve until every worker has left or the session has failed; returns the failure."""
         self.start()
         listener.settimeout(_LISTEN_POLL_S)
-        reporter = _StallReporter(self)
+        reporter = StallReporter(self)
         while not self._done.is_set():
             reporter.look()
             self._look_at_joining()
@@ -463,8 +412,9 @@ class Server:
         elif kind == Kind.PULL:
             self._dispatch(PullArrived(rank, header.slice, step, header.priority))
         elif kind == Kind.HYPERPARAMETERS:
+            groups = decode_groups(payload, session.manifest.optimizer.groups)
             with self._lock:
-                session.hyperparameters.announce(rank, step, _decode_groups(payload, session))
+                session.hyperparameters.announce(rank, step, groups)
         elif kind == Kind.BLOB:
             self._on_blob(session, header, payload)
         elif kind == Kind.BLOB_PULL:
@@ -555,34 +505,18 @@ class Server:
     def _on_blob(self, session: _Session, header: Header, payload: memoryview) -> None:
         if header.rank != 0:
             raise RemoteProtocolError(f"rank {header.rank} sent buffers; only rank 0 may")
-        which = _which_blob(header, session)
+        data = bytes(payload)
         with self._lock:
-            kept = session.blobs.setdefault(which, {})
-            kept[header.step] = bytes(payload)
-            for step in sorted(kept)[:-2]:  # no rank is more than one step behind
-                del kept[step]
-            ready = [p for p in session.blob_pulls if p[1] == which and p[2] == header.step]
-            session.blob_pulls = [p for p in session.blob_pulls if p not in ready]
-        for rank, _, _ in ready:
-            self._hand_out(session, rank, which, header)
+            ranks = session.blobs.put(_which_blob(header, session), header.step, data)
+        for rank in ranks:
+            self._answer(rank, Kind.BLOB_REPLY, header, data)
 
     def _on_blob_pull(self, session: _Session, peer: _Peer, header: Header) -> None:
-        which = _which_blob(header, session)
         with self._lock:
-            if header.step not in session.blobs.get(which, {}):
-                pulls = [p for p in session.blob_pulls if p[:2] != (peer.rank, which)]
-                session.blob_pulls = [*pulls, (peer.rank, which, header.step)]
-                return
-        self._hand_out(session, peer.rank, which, header)
-
-    def _hand_out(self, session: _Session, rank: int, which: int, header: Header) -> None:
-        with self._lock:
-            data = session.blobs[which][header.step]
-            session.blob_readers.setdefault(which, set()).add(rank)
-            others = session.manifest.world_size - 1
-            if which != BUFFERS_BLOB and len(session.blob_readers[which]) == others:
-                del session.blobs[which]  # a frozen parameter is asked for once
-        self._answer(rank, Kind.BLOB_REPLY, header, data)
+            which = _which_blob(header, session)
+            data = session.blobs.pull(which, header.step, peer.rank)
+        if data is not None:
+            self._answer(peer.rank, Kind.BLOB_REPLY, header, data)
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
@@ -743,31 +677,6 @@ class Server:
         return self._config.stall_report_s
 
 
-class _StallReporter:
-    """Says on standard error, once per wait, whom this server waits for."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._seen: tuple[int, int] | None = None
-        self._since = 0.0
-        self._told = False
-
-    def look(self) -> None:
-        stalled = self._server.stalled()
-        key = stalled[:2] if stalled else None
-        now = time.monotonic()
-        if stalled is None or key != self._seen:
-            self._seen, self._since, self._told = key, now, False
-        elif not self._told and now - self._since > self._server.stall_report_s:
-            self._told = True
-            print(
-                f"foreprop: server {self._server.index}, step {stalled[1]}: for"
-                f" {now - self._since:.0f} s {stalled[2]}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
 def _tell(peer: _Peer, header: bytes, payload: memoryview) -> None:
     if not peer.sending.acquire(timeout=_FAREWELL_S):
         return  # stuck in the middle of a frame: it will see the connection close
@@ -804,14 +713,3 @@ def _which_blob(header: Header, session: _Session) -> int:
     if header.slice >= len(session.manifest.blob_bytes):
         raise RemoteProtocolError(f"there is no blob {header.slice}")
     return header.slice
-
-
-def _decode_groups(payload: memoryview, session: _Session) -> tuple[Hyperparameters, ...]:
-    try:
-        groups = _GROUPS.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not hyperparameters: {error}") from error
-    expected = session.manifest.optimizer.groups
-    if [sorted(g) for g in groups] != [sorted(g) for g in expected]:
-        raise RemoteProtocolError("hyperparameters have other names than at the start")
-    return groups

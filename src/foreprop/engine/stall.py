@@ -1,0 +1,45 @@
+"""Says on standard error whom a server waits for: nothing waits in silence."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+
+class Stallable(Protocol):
+    @property
+    def index(self) -> int:
+        """The server's number."""
+
+    @property
+    def stall_report_s(self) -> float:
+        """A wait this long is reported."""
+
+    def stalled(self) -> tuple[int, int, str] | None:
+        """(slice, step, description) of a slice that some ranks have pushed and others not."""
+
+
+class StallReporter:
+    """Says on standard error, once per wait, whom this server waits for."""
+
+    def __init__(self, server: Stallable) -> None:
+        self._server = server
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._told = False
+
+    def look(self) -> None:
+        stalled = self._server.stalled()
+        key = stalled[:2] if stalled else None
+        now = time.monotonic()
+        if stalled is None or key != self._seen:
+            self._seen, self._since, self._told = key, now, False
+        elif not self._told and now - self._since > self._server.stall_report_s:
+            self._told = True
+            print(
+                f"foreprop: server {self._server.index}, step {stalled[1]}: for"
+                f" {now - self._since:.0f} s {stalled[2]}",
+                file=sys.stderr,
+                flush=True,
+            )
