@@ -96,12 +96,9 @@ def test_a_stopped_worker_that_goes_on_hears_what_has_happened(
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("size", ["large"])
-def test_a_stopped_server_is_named_and_ended_by_its_worker(
-    zygote: Zygote, tmp_path: Path, size: str
-) -> None:
+def test_a_stopped_server_is_named_and_ended_by_its_worker(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop_server()
-    with workers(zygote, tmp_path, 2, scenario(injector, size=size)) as run:
+    with workers(zygote, tmp_path, 2, scenario(injector, size="large")) as run:
         run.wait(30)
         (fault,) = injector.fired()
         check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)")
@@ -183,7 +180,7 @@ def test_an_unplugged_node_is_named_by_the_others(zygote: Zygote, tmp_path: Path
                 "MASTER_PORT": str(port),
             }
             variables = run.environment(scenario(injector), **told)
-            run.fork(zygote, variables, netns=f"/run/netns/{node}")
+            run.start(zygote, variables, netns=f"/run/netns/{node}")
         run.wait(40)
         (fault,) = injector.fired()
         check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 
 from tests.process.train_script import Scenario
@@ -58,33 +59,43 @@ class Run:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def start(self, command: Sequence[str], variables: Mapping[str, str]) -> psutil.Process:
-        """A fresh process in a session of its own."""
-        output = self._new_output()
-        with output.open("wb") as stream:
-            child = subprocess.Popen(
-                list(command),
-                env=dict(variables),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        child.returncode = 0  # we wait for it ourselves; Popen must not warn about that
-        return self._note(child.pid)
+    def start(
+        self,
+        zygote: Zygote,
+        variables: Mapping[str, str],
+        *,
+        script: Path = SCRIPT,
+        arguments: Sequence[str] = (),
+        netns: str = "",
+    ) -> psutil.Process:
+        """A Python program in a session of its own; ``netns``: the path of a network namespace."""
+        request = {
+            "script": str(script),
+            "arguments": list(arguments),
+            "environment": dict(variables),
+            "output": str(self._new_output()),
+            "netns": netns,
+        }
+        process = psutil.Process(zygote.fork(request))
+        self.started.append(process)
+        return process
 
-    def fork(self, zygote: Zygote, variables: Mapping[str, str], netns: str = "") -> psutil.Process:
-        return self._note(zygote.fork(SCRIPT, variables, self._new_output(), netns))
+    def torchrun(
+        self, zygote: Zygote, variables: Mapping[str, str], *arguments: str
+    ) -> psutil.Process:
+        module = Path(torch.__path__[0]) / "distributed" / "run.py"
+        return self.start(zygote, variables, script=module, arguments=[*arguments, str(SCRIPT)])
+
+    def foreprop(
+        self, zygote: Zygote, variables: Mapping[str, str], *arguments: str
+    ) -> psutil.Process:
+        module = ROOT / "src" / "foreprop" / "cli" / "main.py"
+        return self.start(zygote, variables, script=module, arguments=arguments)
 
     def _new_output(self) -> Path:
         self.outputs.append(self.folder / f"output-{len(self.outputs)}.txt")
+        self.outputs[-1].touch()
         return self.outputs[-1]
-
-    def _note(self, pid: int) -> psutil.Process:
-        process = psutil.Process(pid)
-        self.started.append(process)
-        return process
 
     def output(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in self.outputs)
@@ -168,13 +179,7 @@ class Zygote:
             text=True,
         )
 
-    def fork(self, script: Path, variables: Mapping[str, str], output: Path, netns: str) -> int:
-        request = {
-            "script": str(script),
-            "environment": dict(variables),
-            "output": str(output),
-            "netns": netns,
-        }
+    def fork(self, request: Mapping[str, Any]) -> int:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -214,10 +219,6 @@ def workers(
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
             }
-            run.fork(zygote, run.environment(scenario, **told, **more))
+            run.start(zygote, run.environment(scenario, **told, **more))
         yield run
     del store
-
-
-def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *arguments]

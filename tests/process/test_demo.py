@@ -18,7 +18,7 @@ from foreprop.datasets import (
     data_folder,
     ensure_files,
     from_folder,
-)from foreprop.demo.training import typical_step
+)
 
 pytestmark = pytest.mark.process
 
@@ -77,15 +77,6 @@ def row(output: str, name: str) -> list[str]:
         if line.startswith("│") and line.strip("│ ").startswith(name)
     ]
     return [cell.strip() for cell in line.strip("│").split("│")]
-
-
-def test_the_timeline_shows_two_usual_steps_inside_of_a_block() -> None:
-    usual, odd = [1.0] * 24, [9.0] * 24
-    assert 14 <= typical_step(usual) <= 22
-    odd[15:17] = 1.1, 0.9  # the second measured block has the steps 25 to 36
-    odd[1:3] = 1.0, 1.0
-    assert typical_step([*odd, *usual][:26] + usual) in range(14, 60)
-    assert typical_step([9.0, 1.0, 1.0, *[9.0, 0.1] * 5, 9.0, 1.0, 1.0]) == 14
 
 
 @pytest.mark.usefixtures("fashion_mnist")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.process.harness import SCRIPT, Zygote, running, workers
+from tests.process.harness import Zygote, running, workers
 from tests.process.train_script import SIZES, Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -32,10 +31,10 @@ def trained_plainly(steps: int) -> str:
     return hashlib.sha256(weights).hexdigest()
 
 
-def test_a_script_started_plainly_is_plain_torch(tmp_path: Path) -> None:
+def test_a_script_started_plainly_is_plain_torch(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
         scenario = Scenario(shuffle=False)
-        run.start([sys.executable, str(SCRIPT)], run.environment(scenario))
+        run.start(zygote, run.environment(scenario))
         run.wait(40)
         assert run.codes() == [0], run.output()
         assert run.results()[0]["sha256"] == trained_plainly(scenario.steps)
@@ -44,7 +43,7 @@ def test_a_script_started_plainly_is_plain_torch(tmp_path: Path) -> None:
 
 def test_dedicated_servers_need_a_rendezvous(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        run.fork(zygote, run.environment(Scenario(settings={"dedicated_servers": 2})))
+        run.start(zygote, run.environment(Scenario(settings={"dedicated_servers": 2})))
         run.wait(20)
         result = run.results()[0]
         assert result["error"] == "ConfigError"

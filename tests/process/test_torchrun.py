@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.process.harness import SCRIPT, Run, free_port, running, torchrun
+from tests.process.harness import Run, Zygote, free_port, running
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
@@ -44,134 +43,110 @@ def agree(sums: dict[str, str], workers: int, found: str) -> None:
     assert sums.setdefault(str(workers), found) == found
 
 
-def test_torchrun_on_one_node(tmp_path: Path, sums: dict[str, str]) -> None:
-    """With a rendezvous of its own (--standalone); nothing is left behind at the end."""
+def test_torchrun_on_one_node(zygote: Zygote, tmp_path: Path) -> None:
+    """With a rendezvous of its own (--standalone), two emulated nodes and paced links."""
     with running(tmp_path) as run:
-        run.start(
-            torchrun("--standalone", "--nproc-per-node", "4", str(SCRIPT)),
-            run.environment(
-                Scenario(settings={"link_rate_bits_per_s": 1e9, "workers_per_node": 2})
-            ),
-        )
+        settings = {"link_rate_bits_per_s": 1e9, "workers_per_node": 2}
+        variables = run.environment(Scenario(settings=settings))
+        run.torchrun(zygote, variables, "--standalone", "--nproc-per-node", "3")
         run.wait(60)
         assert run.codes() == [0], run.output()
-        agree(sums, 4, the_sum(run, 4))
-        assert "4 workers on 2 node(s), 2 server(s)" in run.output()
+        the_sum(run, 3)
+        assert "3 workers on 2 node(s), 2 server(s)" in run.output()
         run.check_nothing_left()
 
 
-def test_two_torchruns_as_two_nodes(tmp_path: Path, sums: dict[str, str]) -> None:
-    port = free_port()
+def test_two_torchruns_as_two_nodes(zygote: Zygote, tmp_path: Path, sums: dict[str, str]) -> None:
+    where = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     with running(tmp_path) as run:
         for node in range(2):
-            command = torchrun(
-                *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
-                *("--master-addr", "127.0.0.1", "--master-port", str(port), str(SCRIPT)),
-            )
-            run.start(command, run.environment(Scenario()))
+            nodes = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1")
+            run.torchrun(zygote, run.environment(Scenario()), *nodes, *where)
         run.wait(60)
         assert run.codes() == [0, 0], run.output()
-        agree(sums, 4, the_sum(run, 4))
-        assert "4 workers on 2 node(s), 2 server(s)" in run.output()
+        agree(sums, 2, the_sum(run, 2))
+        assert "2 workers on 2 node(s), 2 server(s)" in run.output()
         run.check_nothing_left()
-
-
-def server_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "foreprop.cli.main", "server", *arguments]
 
 
 def test_dedicated_servers_join_by_the_workers_rendezvous(
-    tmp_path: Path, sums: dict[str, str]
+    zygote: Zygote, tmp_path: Path, sums: dict[str, str]
 ) -> None:
     """torchrun's default rendezvous is static; two commands together give the two servers."""
-    port = free_port()
+    port = str(free_port())
     scenario = Scenario(settings={"dedicated_servers": 2, "link_rate_bits_per_s": 1e9})
     with running(tmp_path) as run:
         variables = run.environment(scenario)
         for _ in range(2):
-            run.start(server_command("--rendezvous", f"127.0.0.1:{port}"), variables)
-        run.start(
-            torchrun("--nproc-per-node", "4", "--master-port", str(port), str(SCRIPT)), variables
-        )
+            run.foreprop(zygote, variables, "server", "--rendezvous", f"127.0.0.1:{port}")
+        run.torchrun(zygote, variables, "--nproc-per-node", "2", "--master-port", port)
         run.wait(60)
         assert run.codes() == [0, 0, 0], run.output()
-        agree(sums, 4, the_sum(run, 4))
+        agree(sums, 2, the_sum(run, 2))
         assert "2 server(s) dedicated" in run.output()
         assert run.output().count(" is done") == 2
         run.check_nothing_left()
 
 
-def test_dedicated_servers_with_torchrun_s_dynamic_rendezvous(tmp_path: Path) -> None:
+def test_dedicated_servers_with_torchrun_s_dynamic_rendezvous(
+    zygote: Zygote, tmp_path: Path, sums: dict[str, str]
+) -> None:
     """Started late: the workers say where they wait, and for what."""
     scenario = Scenario(settings={"dedicated_servers": 1, "stall_report_s": 0.5})
     with running(tmp_path) as run:
         variables = run.environment(scenario)
-        run.start(torchrun("--standalone", "--nproc-per-node", "2", str(SCRIPT)), variables)
-        told = r"start `foreprop server --count 1 --rendezvous (\S+:\d+)`"
+        run.torchrun(zygote, variables, "--standalone", "--nproc-per-node", "2")
+        told = r"start `foreprop (server --count 1 --rendezvous \S+:\d+)`"
         wait_for(lambda: re.search(told, run.output()), run)
-        match = re.search(told, run.output())
-        assert match
-        run.start(server_command("--rendezvous", match[1], "--count", "3"), variables)
+        command = re.search(told, run.output())
+        assert command
+        run.foreprop(zygote, variables, *command[1].split())
         run.wait(40)
         assert run.codes() == [0, 0], run.output()
-        the_sum(run, 2)
+        agree(sums, 2, the_sum(run, 2))
         run.check_nothing_left()
 
 
-def test_ctrl_c_ends_torchrun_workers_and_dedicated_servers(tmp_path: Path) -> None:
-    port = free_port()
-    scenario = Scenario(steps=100_000, settings={"dedicated_servers": 1}, pause_s=0.01)
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_ctrl_c_ends_everything(zygote: Zygote, tmp_path: Path, dedicated: bool) -> None:
+    port = str(free_port())
+    settings = {"dedicated_servers": 1} if dedicated else {}
+    scenario = Scenario(steps=100_000, settings=settings, pause_s=0.01)
     with running(tmp_path) as run:
         variables = run.environment(scenario)
-        command = torchrun("--nproc-per-node", "2", "--master-port", str(port), str(SCRIPT))
-        launcher = run.start(command, variables)
-        server = run.start(server_command("--rendezvous", f"127.0.0.1:{port}"), variables)
+        command = ("--nproc-per-node", "2", "--master-port", port)
+        launcher = run.torchrun(zygote, variables, *command)
+        if dedicated:
+            run.foreprop(zygote, variables, "server", "--rendezvous", f"127.0.0.1:{port}")
         wait_for(lambda: "2 workers on" in run.output(), run)
         time.sleep(0.5)
         os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
-        run.wait(20)
-        assert run.exit_codes[launcher.pid] != 0
-        assert run.exit_codes[server.pid] == 1, run.output()
-        run.check_nothing_left()
-
-
-def test_ctrl_c_ends_the_servers_beside_the_workers(tmp_path: Path) -> None:
-    scenario = Scenario(steps=100_000, pause_s=0.01)
-    with running(tmp_path) as run:
-        launcher = run.start(
-            torchrun("--standalone", "--nproc-per-node", "2", str(SCRIPT)),
-            run.environment(scenario),
-        )
-        wait_for(lambda: "2 workers on" in run.output(), run)
-        time.sleep(0.5)
-        os.killpg(launcher.pid, signal.SIGINT)
         started_s = time.monotonic()
         run.wait(20)
         assert time.monotonic() - started_s < 8
-        assert run.exit_codes[launcher.pid] != 0
+        assert 0 not in run.codes(), run.output()
         run.check_nothing_left()
 
 
-def test_torchrun_restarts_a_failed_script(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_failed_script(zygote: Zygote, tmp_path: Path) -> None:
     """The second attempt meets in the same store, and must not find the first one's servers."""
     scenario = Scenario(raise_at={"1": 3}, only_first_attempt=True)
     with running(tmp_path) as run:
-        command = torchrun(
-            *("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.1"),
-            *("--master-port", str(free_port()), str(SCRIPT)),
-        )
-        run.start(command, run.environment(scenario))
+        variables = run.environment(scenario)
+        again = ("--max-restarts", "1", "--master-port", str(free_port()))
+        run.torchrun(zygote, variables, "--nproc-per-node", "2", *again)
         run.wait(60)
         assert run.codes() == [0], run.output()
+        assert "ValueError: the data are odd" in run.output()
         assert run.output().count("2 workers on") == 2
         the_sum(run, 2)
         run.check_nothing_left()
 
 
-def test_a_script_that_fails_on_one_rank_fails_torchrun(tmp_path: Path) -> None:
+def test_a_script_that_fails_on_one_rank_fails_torchrun(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        command = torchrun("--standalone", "--nproc-per-node", "2", str(SCRIPT))
-        run.start(command, run.environment(Scenario(steps=1000, pause_s=0.01, raise_at={"1": 3})))
+        variables = run.environment(Scenario(steps=1000, pause_s=0.01, raise_at={"1": 3}))
+        run.torchrun(zygote, variables, "--standalone", "--nproc-per-node", "2")
         run.wait(60)
         assert run.codes() != [0]
         assert "ValueError: the data are odd" in run.output()

@@ -14,6 +14,7 @@ import runpy
 import sys
 from typing import Any
 
+import torch.distributed.run
 import torch.utils.data
 
 import foreprop

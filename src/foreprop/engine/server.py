@@ -9,6 +9,7 @@ completed slices queue in the machine, and the most urgent is next.
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import sys
 import threading
@@ -139,6 +140,7 @@ class Server:
         self._strangers: list[_Peer] = []  # who has not said hello
         self._started_at_s = time.monotonic()
         self._done = threading.Event()
+        self._wake = socket.socketpair()  # ends the wait for connections
         self._failure: Failure | None = None
         self._messages: dict[int, bytes] = {}
         self._next_token = 0
@@ -157,27 +159,33 @@ class Server:
     def run(self, listener: socket.socket) -> Failure | None:
         """Serve until every worker has left or the session has failed; returns the failure."""
         self.start()
-        listener.settimeout(_LISTEN_POLL_S)
+        listener.setblocking(False)
         reporter = StallReporter(self)
+        selector = selectors.DefaultSelector()
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(self._wake[0], selectors.EVENT_READ)
         while not self._done.is_set():
             reporter.look()
             self._look_at_joining()
+            ready = selector.select(_LISTEN_POLL_S)
+            if all(key.fileobj is not listener for key, _ in ready):
+                continue
             try:
                 sock, address = listener.accept()
-            except TimeoutError:
+            except BlockingIOError:
                 continue
             except OSError as error:  # too many descriptors, or gone before we looked
                 print(f"foreprop: server {self._index}: accept: {error}", file=sys.stderr)
                 time.sleep(_LISTEN_POLL_S)
                 continue
             self._welcome_socket(sock, address[0])
+        selector.close()
         self._accept_the_rest(listener)
         listener.close()
         return self.wait()
 
     def _accept_the_rest(self, listener: socket.socket) -> None:
         """Who has connected is to hear why the session has failed."""
-        listener.setblocking(False)
         while self._failure is not None:
             try:
                 sock, address = listener.accept()
@@ -245,13 +253,20 @@ class Server:
         self._outbox.stop()
         for thread in self._threads:
             thread.join()
+        for end in self._wake:
+            end.close()
         if self._trace is not None:
             self._trace.write()
         return self._failure
 
     def cancel(self) -> None:
         """End now, without telling anybody."""
+        self._end()
+
+    def _end(self) -> None:
         self._done.set()
+        with contextlib.suppress(OSError):  # closed already: it has ended before
+            self._wake[1].send(b"x", socket.MSG_DONTWAIT)
 
     def _spawn(self, what: str, run: Callable[[], None]) -> None:
         name = f"foreprop-server{self._index}-{what}"
@@ -338,11 +353,13 @@ class Server:
             if kind != Kind.HELLO:
                 raise RemoteProtocolError(f"the first frame is {Kind(kind).name}, not HELLO")
             return _bounded(header, MAX_CONTROL_BYTES)
+        if header.rank != peer.rank:
+            raise RemoteProtocolError(f"rank {peer.rank} sent a frame of rank {header.rank}")
+        if kind == Kind.FAILURE:
+            return _bounded(header, MAX_CONTROL_BYTES)
         session = self._session
         if session is None:
             raise RemoteProtocolError(f"{Kind(kind).name} before the session has started")
-        if header.rank != peer.rank:
-            raise RemoteProtocolError(f"rank {peer.rank} sent a frame of rank {header.rank}")
         if kind in (Kind.PUSH, Kind.VALUE):
             session.machine.owned(header.slice)
             if kind == Kind.PUSH and header.flags & Flag.NO_GRADIENT:
@@ -358,8 +375,6 @@ class Server:
             return _bounded(header, session.store.state_limit_bytes(header.slice))
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
-        if kind == Kind.FAILURE:
-            return _bounded(header, MAX_CONTROL_BYTES)
         if size:
             raise RemoteProtocolError(f"{Kind(kind).name} carries {size} bytes")
         return _EMPTY
@@ -371,6 +386,9 @@ class Server:
             self._on_push(peer, header)
         elif kind == Kind.HELLO:
             self._on_hello(peer, header, decode_manifest(payload))
+        elif kind == Kind.FAILURE:
+            peer.left = True
+            self._fail(decode_failure(payload))
         else:
             self._on_control(peer, header, payload)
 
@@ -429,9 +447,6 @@ class Server:
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)
-        elif kind == Kind.FAILURE:
-            peer.left = True
-            self._fail(decode_failure(payload))
         elif kind == Kind.BYE:
             peer.left = True
             self._dispatch(WorkerLeft(rank))
@@ -537,7 +552,7 @@ class Server:
                 elif isinstance(instruction, FailSession):
                     self._fail_as_told(instruction)
                 elif isinstance(instruction, FinishSession):
-                    self._done.set()
+                    self._end()
             instructions = following
 
     def _fail_as_told(self, told: FailSession) -> None:
@@ -630,7 +645,7 @@ class Server:
         with self._lock:
             if self._failure is None and not self._done.is_set():
                 self._failure = failure
-        self._done.set()
+        self._end()
 
     def _broke(self, error: BaseException) -> None:
         import traceback
