@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -54,6 +55,9 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
+
+
+_OTHER_VARIABLES = frozenset({"FOREPROP_PRESET", "FOREPROP_DATA"})
 
 
 def _setting(default: Any, text: str, minimum: float | None = None) -> Any:
@@ -184,6 +188,10 @@ def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
 def _from_environment(cls: type[Config]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hints = typing.get_type_hints(cls)
+    known = {f"FOREPROP_{spec.name.upper()}" for spec in fields(cls)} | _OTHER_VARIABLES
+    for variable in os.environ:
+        if variable.startswith("FOREPROP_") and variable not in known:
+            print(f"foreprop: {variable} is set, but is no setting", file=sys.stderr)
     for spec in fields(cls):
         variable = f"FOREPROP_{spec.name.upper()}"
         text = os.environ.get(variable)

@@ -81,10 +81,14 @@ class Run:
         return process
 
     def torchrun(
-        self, zygote: Zygote, variables: Mapping[str, str], *arguments: str
+        self,
+        zygote: Zygote,
+        variables: Mapping[str, str],
+        *arguments: str,
+        script: Path = SCRIPT,
     ) -> psutil.Process:
         module = Path(torch.__path__[0]) / "distributed" / "run.py"
-        return self.start(zygote, variables, script=module, arguments=[*arguments, str(SCRIPT)])
+        return self.start(zygote, variables, script=module, arguments=[*arguments, str(script)])
 
     def foreprop(
         self, zygote: Zygote, variables: Mapping[str, str], *arguments: str

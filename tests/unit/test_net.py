@@ -20,6 +20,7 @@ from foreprop.net.stream import SocketStream
 from foreprop.net.tcp import (
     TCP_NOTSENT_LOWAT,
     TCP_USER_TIMEOUT,
+    check_reachable,
     connect,
     listen,
     local_address,
@@ -296,3 +297,11 @@ def test_tune_leaves_other_sockets_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         tune(ours, unsent_bytes=1, timeout_s=1)
+
+
+def test_a_loopback_address_is_not_announced_to_other_machines() -> None:
+    check_reachable("127.0.1.1", "127.0.0.1")
+    check_reachable("127.0.0.1", "localhost")
+    check_reachable("10.0.0.7", "node0")
+    with pytest.raises(ConfigError, match=r"'node0' is 127\.0\.1\.1 .*FOREPROP_INTERFACE"):
+        check_reachable("127.0.1.1", "node0")

@@ -11,6 +11,7 @@ from rich.table import Table
 from foreprop.bench.emulated import EmulatedSetting, measure_emulated
 from foreprop.bench.overhead import measure_scheduling, measure_waiting
 from foreprop.bench.wire import measure_wire
+from foreprop.cli.presets import presets_from
 
 bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
 
@@ -57,7 +58,7 @@ def emulated(
         compute_s=compute_s,
         balance=balance,
         steps=steps,
-        presets=tuple(presets.split(",")),
+        presets=presets_from(presets),
     )
     results = measure_emulated(setting)
     shown = Table(

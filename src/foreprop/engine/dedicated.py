@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import select
 import socket
 import sys
 import threading
@@ -33,7 +32,7 @@ from foreprop.engine.launch import (
     dedicated_key,
 )
 from foreprop.errors import ConfigError, ForepropError, TransportError
-from foreprop.net.tcp import listen, local_address
+from foreprop.net.tcp import keep_alive, listen, local_address
 from foreprop.version import __version__
 
 _POLL_S = 0.2
@@ -100,6 +99,7 @@ class Supervisor:
                     self._join_session(watch.store, event.number)
                 else:
                     open_ = False
+            open_ = open_ and not watch.is_gone()
             self._reap()
             if time.monotonic() > report_at:
                 report_at = float("inf")
@@ -187,7 +187,7 @@ class _StoreWatch:
     def _watch(self) -> None:
         seen = 0
         try:
-            while not self._stop.is_set() and not self._is_gone(_POLL_S):
+            while not self._stop.wait(_POLL_S) and not self.is_gone():
                 announced = self.store.add(DEDICATED_SESSIONS, 0)
                 while seen < announced and self.store.check([dedicated_key(seen + 1)]):
                     seen += 1
@@ -196,12 +196,12 @@ class _StoreWatch:
             print(f"foreprop: the rendezvous is gone: {error}", file=sys.stderr, flush=True)
         self.events.put(_StoreGone())
 
-    def _is_gone(self, timeout_s: float) -> bool:
-        readable, _, _ = select.select([self._sentinel], [], [], timeout_s)
-        if not readable:
-            return False
+    def is_gone(self) -> bool:
+        """Whether the second connection has ended; any thread."""
         try:
             return not self._sentinel.recv(1)
+        except BlockingIOError:
+            return False
         except OSError:
             return True
 
@@ -213,6 +213,8 @@ def _connect_to_store(host: str, port: int, wait_s: float) -> tuple[socket.socke
             sentinel = socket.create_connection((host, port), timeout=min(wait_s, 5.0))
             if sentinel.getsockname() == sentinel.getpeername():
                 raise ConnectionRefusedError("nobody listens")
+            sentinel.setblocking(False)
+            keep_alive(sentinel, _STORE_TIMEOUT_S)
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise _no_rendezvous(host, port, wait_s, error) from error

@@ -29,7 +29,7 @@ from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError, TransportError
 from foreprop.net.pacing import Link, PacedStream
 from foreprop.net.stream import SocketStream, Stream
-from foreprop.net.tcp import connect, listen, local_address, tune
+from foreprop.net.tcp import check_reachable, connect, listen, local_address, tune
 from foreprop.version import __version__
 
 DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
@@ -248,6 +248,8 @@ class Connections:
         if self.servers < 1:
             raise ConfigError("servers_per_node is 0 and there are no dedicated_servers")
         self.address = local_address(world.host, config.interface)
+        if world.size > world.local_size:
+            check_reachable(self.address, world.host)
         self._key = f"session/{self.number}"
         self._refused_key = f"{self._key}/refused"
         self.links: NodeLinks | None = None
@@ -265,7 +267,7 @@ class Connections:
                 self.streams.append(self._connect(server))
         except BaseException as error:
             self.refuse(error)
-            self.close(kill=True)
+            self.close(kill=True, patience_s=0.0)  # the servers have not been told anything
             raise
 
     def _check_dedicated(self) -> None:
@@ -442,10 +444,9 @@ class Connections:
         if self.links is not None:
             self.links.unlink()
 
-    def close(self, *, kill: bool) -> None:
+    def close(self, *, kill: bool, patience_s: float = _END_BY_ITSELF_S) -> None:
         for stream in self.streams:
             stream.close()
-        patience_s = _END_BY_ITSELF_S if self.streams else 0.0  # who was never told goes on
         for handle in self.handles:
             handle.finish(kill_after_s=patience_s if kill else None, report=self._report_waiting)
         self.handles.clear()

@@ -70,6 +70,8 @@ _EMPTY = memoryview(b"")
 _HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
 _FAREWELL_S = 2.0
 _LISTEN_POLL_S = 0.2
+_JOIN_SHARE = 0.9
+"""A server gives up before the workers do: it knows who is missing."""
 _MAX_STRANGERS = 1000
 """Connections at one time that have not said hello; a larger world joins in portions."""
 
@@ -214,7 +216,7 @@ class Server:
 
     def _look_at_joining(self) -> None:
         """Give up on workers that do not come, and on strangers that say nothing."""
-        limit_s, now = self._config.join_timeout_s, time.monotonic()
+        limit_s, now = _JOIN_SHARE * self._config.join_timeout_s, time.monotonic()
         with self._lock:
             silent = [peer for peer in self._strangers if now > peer.connected_at_s + limit_s]
             joined = sorted(self._peers)
@@ -228,7 +230,7 @@ class Server:
             self._fail(
                 Failure(
                     kind="StepTimeout",
-                    message=f"server {self._index} waited {limit_s:g} s (join_timeout_s) for"
+                    message=f"server {self._index} waited {limit_s:.1f} s (of join_timeout_s) for"
                     f" {what} to join; it has met ranks {joined}",
                 )
             )
@@ -387,8 +389,9 @@ class Server:
         elif kind == Kind.HELLO:
             self._on_hello(peer, header, decode_manifest(payload))
         elif kind == Kind.FAILURE:
+            failure = decode_failure(payload)
             peer.left = True
-            self._fail(decode_failure(payload))
+            self._fail(failure)
         else:
             self._on_control(peer, header, payload)
 

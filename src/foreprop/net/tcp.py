@@ -39,6 +39,28 @@ def local_address(rendezvous_host: str, interface: str | None = None) -> str:
     )
 
 
+def check_reachable(address: str, rendezvous_host: str) -> None:
+    """Refuse to announce a loopback address to other machines.
+
+    It happens where the rendezvous host's own name stands for 127.0.1.1 on itself. Whoever names
+    a loopback address as the rendezvous means one machine, and is not refused.
+    """
+    if rendezvous_host == "localhost" or _is_loopback(rendezvous_host):
+        return
+    if _is_loopback(address):
+        raise ConfigError(
+            f"interface: the rendezvous host {rendezvous_host!r} is {address} on this machine,"
+            " which others cannot reach. Set FOREPROP_INTERFACE to the interface or address to use"
+        )
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def _address_on_route(host: str) -> str:
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -84,8 +106,9 @@ def tune(
 ) -> None:
     """Bound the bytes that the kernel holds unsent, so that priority is decided late.
 
-    A peer that acknowledges nothing for ``timeout_s`` breaks the connection. ``emulated``: the
-    bytes pass an emulated link, which a large kernel buffer would bypass.
+    A peer that acknowledges nothing for ``timeout_s`` breaks the connection, also one that nothing
+    is being sent to. ``emulated``: the bytes pass an emulated link, which a large kernel buffer
+    would bypass.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -97,3 +120,13 @@ def tune(
         sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, min(unsent_bytes, _INT_LIMIT))
         milliseconds = int(min(max(1000.0, timeout_s * 1000), _INT_LIMIT))
         sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)
+        keep_alive(sock, timeout_s)
+
+
+def keep_alive(sock: socket.socket, timeout_s: float) -> None:
+    """Ask an idle peer whether it is there, so that an unplugged one is missed in time."""
+    idle_s = int(min(max(1.0, timeout_s / 2), 32_767))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

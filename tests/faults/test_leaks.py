@@ -1,0 +1,108 @@
+"""Threads, descriptors and children after a session equal those before, however it ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import foreprop
+from foreprop.engine.launch import ProcessServer
+from foreprop.engine.world import World
+from foreprop.errors import ForepropError, HandshakeError
+from tests.cluster import run_cluster
+from tests.leaks import Snapshot, wait_for_leaks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def train(world: World, steps: int = 3, **settings: Any) -> foreprop.Session:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = foreprop.parallelize(model, optimizer, world=world, **settings)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    return session
+
+
+def orderly(world: World) -> None:
+    train(world).close()
+
+
+def train_for_ever(session: foreprop.Session) -> None:
+    while True:
+        session.flush()
+
+
+def raising(world: World) -> None:
+    if world.rank:
+        with pytest.raises(ForepropError, match="rank 0 ended: ValueError: odd data"):
+            train_for_ever(train(world))
+        return
+    session = train(world)
+    with contextlib.suppress(ValueError), session:
+        raise ValueError("odd data")
+
+
+def cut(world: World) -> None:
+    """The connection of rank 1 breaks without a word."""
+    session = train(world)
+    session.flush()
+    if world.rank == 1:
+        for stream in session._connections.streams:
+            stream.close()
+    with pytest.raises(ForepropError):
+        train_for_ever(session)
+    with contextlib.suppress(ForepropError):
+        session.close()
+
+
+def refused(world: World) -> None:
+    with pytest.raises(HandshakeError):
+        train(world, slice_elems=7 + world.rank)
+
+
+def paced(world: World) -> None:
+    train(world, link_rate_bits_per_s=1e9).close()
+
+
+def real_servers(world: World) -> None:
+    world.in_process = False
+    session = train(world, steps=1)
+    assert all(isinstance(handle, ProcessServer) for handle in session._connections.handles)
+    session.close()
+
+
+def real_servers_failing(world: World) -> None:
+    world.in_process = False
+    with contextlib.suppress(ForepropError, ValueError), train(world, steps=1):
+        raise ValueError("odd data")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [orderly, raising, cut, refused, paced, real_servers, real_servers_failing],
+    ids=lambda work: work.__name__,
+)
+def test_nothing_is_left(work: Callable[[World], None]) -> None:
+    run_cluster(2, orderly)  # what torch opens once and for ever is there now
+    before = Snapshot.take()
+    run_cluster(2, work, local_size=2)
+    leaks = wait_for_leaks(before, 5.0)
+    assert not leaks, leaks.describe()
+
+
+def test_many_sessions_one_after_another() -> None:
+    run_cluster(2, orderly)
+    before = Snapshot.take()
+    for _ in range(15):
+        run_cluster(2, orderly)
+    leaks = wait_for_leaks(before, 5.0)
+    assert not leaks, leaks.describe()

@@ -1,0 +1,383 @@
+"""Bytes that the protocol does not allow: an error on the right side, and nobody else is hurt."""
+
+from __future__ import annotations
+
+import re
+import struct
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, encode_header
+from foreprop.errors import PeerLost, RemoteProtocolError
+from tests.faults.wire_peers import (
+    GROUP,
+    Client,
+    FakeServer,
+    engine,
+    gradient,
+    manifest_of,
+    session,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+HELLO = encode_header(Kind.HELLO, 0, 0, 0, 0, 0, 20)
+
+
+def header_with(**fields: int) -> bytes:
+    values = {"magic": 0xF0E9, "version": 1, "kind": 1, "payload": 0, **fields}
+    fixed = (values["magic"], values["version"], values["kind"], 0, 0, 0, 0, 0, values["payload"])
+    return struct.pack("!HBBHHQIiI", *fixed)
+
+
+STRANGERS: dict[str, tuple[Callable[[Client], None], str]] = {
+    "garbage": (
+        lambda c: c.raw(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 3),
+        "not a foreprop peer",
+    ),
+    "wrong magic": (lambda c: c.raw(header_with(magic=0x1234)), "magic is 0x1234"),
+    "wrong version": (lambda c: c.raw(header_with(version=77)), "protocol version 77"),
+    "unknown kind": (lambda c: c.raw(header_with(kind=99)), "unknown frame kind 99"),
+    "oversized": (
+        lambda c: c.raw(header_with(payload=MAX_CONTROL_BYTES + 1)),
+        f"HELLO of {MAX_CONTROL_BYTES + 1} bytes; at most {MAX_CONTROL_BYTES}",
+    ),
+    "push first": (lambda c: c.send(Kind.PUSH, gradient(1.0), step=1), "PUSH, not HELLO"),
+    "goodbye first": (lambda c: c.send(Kind.BYE), "BYE, not HELLO"),
+    "failure first": (lambda c: c.send(Kind.FAILURE, b"{}"), "FAILURE, not HELLO"),
+    "not JSON": (lambda c: c.send(Kind.HELLO, b"\xff\x00 no"), "not a manifest"),
+    "deep JSON": (lambda c: c.send(Kind.HELLO, b"[" * 200_000), "not a manifest"),
+    "another session": (lambda c: c.hello(manifest_of(session="x")), "another session: 'x'"),
+    "second rank 0": (lambda c: c.hello(), "two workers say that they are rank 0"),
+    "no such rank": (lambda c: c.send(Kind.HELLO, manifest_of().encode(), rank=7), "rank 7 of 2"),
+    "no parameters": (lambda c: c.hello(manifest_of(parameters=())), "rank 0 of 2"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_is_turned_away_and_training_goes_on(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say, reason = STRANGERS[name]
+    with session() as running:
+        running.make_a_step()
+        stranger = running.stranger()
+        say(stranger)
+        stranger.expect_end()
+        running.make_a_step()
+        running.say_goodbye()
+    assert re.search(
+        f"server 0: a stranger broke the protocol: .*{re.escape(reason)}", capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("data", [b"", HELLO[:5], HELLO, HELLO + b"{"])
+def test_a_stranger_that_leaves_in_mid_frame_is_forgotten(data: bytes) -> None:
+    with session() as running:
+        stranger = running.stranger()
+        stranger.raw(data)
+        stranger.close()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def test_strangers_come_and_go_while_training() -> None:
+    """Many at a time, some silent for ever; each step's result is the right one."""
+    with session() as running:
+        stop = threading.Event()
+
+        def disturb() -> None:
+            while not stop.is_set():
+                for say, _ in STRANGERS.values():
+                    client = Client(running.port)
+                    say(client)
+                    client.close()
+
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        silent = [running.stranger() for _ in range(20)]
+        for _ in range(200):
+            running.make_a_step()
+        stop.set()
+        thread.join(20)
+        assert len(silent) == 20
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def test_a_stranger_that_says_nothing_is_closed_in_time() -> None:
+    with session(join_timeout_s=0.5) as running:
+        running.stranger().expect_end()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def test_announced_bytes_take_no_memory_until_they_come() -> None:
+    with session() as running:
+        tracemalloc.start()
+        resident = resident_bytes()
+        strangers = [running.stranger() for _ in range(20)]
+        for stranger in strangers:
+            stranger.raw(header_with(payload=MAX_CONTROL_BYTES))
+        time.sleep(0.3)
+        running.make_a_step()
+        tracemalloc.stop()
+        assert resident_bytes() - resident < MAX_CONTROL_BYTES
+        running.say_goodbye()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as status:
+        return int(status.read().split()[1]) * 4096
+
+
+JSON_GROUPS = msgspec.json.encode((GROUP,))
+MEMBERS: dict[str, tuple[Callable[[Client], None], str]] = {
+    "garbage": (lambda c: c.raw(b"\x00" * HEADER_BYTES), "magic is 0x0000"),
+    "foreign slice": (
+        lambda c: c.send(Kind.PUSH, gradient(1), step=2, slice_=9),
+        "slice 9 does not belong",
+    ),
+    "past step": (lambda c: c.send(Kind.PUSH, gradient(1), step=1), "step 1, which is past"),
+    "pushed twice": (
+        lambda c: [c.send(Kind.PUSH, gradient(1), step=2) for _ in range(2)] and None,
+        "twice in step 2",
+    ),
+    "too short": (
+        lambda c: c.send(Kind.PUSH, gradient(1)[:-4], step=2),
+        "carries 20 bytes, not 24",
+    ),
+    "too long": (
+        lambda c: c.send(Kind.PUSH, step=2, says_bytes=2**32 - 1),
+        "4294967295 bytes, not 24",
+    ),
+    "bytes without gradient": (
+        lambda c: c.send(Kind.PUSH, gradient(1), step=2, flags=Flag.NO_GRADIENT),
+        "carries 24 bytes, not 0",
+    ),
+    "another's rank": (lambda c: c.send(Kind.PUSH, gradient(1), step=2, rank=0), "frame of rank 0"),
+    "second hello": (lambda c: c.hello(), "HELLO"),
+    "a server's frame": (lambda c: c.send(Kind.WELCOME), "rank 1 sent WELCOME"),
+    "values": (lambda c: c.send(Kind.VALUE, gradient(1), step=2), "only rank 0 may"),
+    "pull of a broadcast": (lambda c: c.send(Kind.PULL, step=1), "replies are broadcast"),
+    "payload of a pull": (lambda c: c.send(Kind.PULL, b"x", step=1), "PULL carries 1 bytes"),
+    "no numbers": (
+        lambda c: c.send(Kind.HYPERPARAMETERS, b"nonsense", step=2),
+        "not hyperparameters",
+    ),
+    "other numbers": (
+        lambda c: c.send(Kind.HYPERPARAMETERS, b'[{"lr": 1}]', step=2),
+        "other names than at the start",
+    ),
+    "too many numbers": (
+        lambda c: c.send(Kind.HYPERPARAMETERS, step=2, says_bytes=1 << 21),
+        "HYPERPARAMETERS of 2097152 bytes",
+    ),
+    "blob": (lambda c: c.send(Kind.BLOB, b"x" * 8, step=2), "only rank 0 may"),
+    "no such blob": (lambda c: c.send(Kind.BLOB_PULL, step=2, slice_=5), "no blob 5"),
+    "state": (lambda c: c.send(Kind.STATE, b"rubbish", step=2), ""),
+    "huge state": (
+        lambda c: c.send(Kind.STATE, step=2, says_bytes=2**31),
+        "STATE of 2147483648 bytes",
+    ),
+    "status of nothing": (
+        lambda c: c.send(Kind.STATUS_PULL, step=2, slice_=77),
+        "slice 77 does not",
+    ),
+    "odd failure": (lambda c: c.send(Kind.FAILURE, b"{}"), "not a failure report"),
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_worker_that_breaks_the_rules_ends_the_session_with_its_name(name: str) -> None:
+    say, reason = MEMBERS[name]
+    with session() as running:
+        running.make_a_step()
+        say(running.workers[1])
+        running.wait()
+        for worker in running.workers:
+            failure = worker.expect_failure()
+            assert failure.kind == "RemoteProtocolError", failure
+            assert "rank 1 broke the protocol: " in failure.message
+            assert reason in failure.message
+            worker.expect_end()
+        assert running.failure[0] is not None
+
+
+def test_ranks_at_different_steps() -> None:
+    with session() as running:
+        running.workers[0].send(Kind.PUSH, gradient(1), step=1)
+        running.workers[1].send(Kind.PUSH, gradient(1), step=2)
+        for worker in running.workers:
+            assert "are at step" in worker.expect_failure().message
+        running.wait()
+
+
+def test_a_failure_is_understood_before_the_session_has_started() -> None:
+    with session(joined=False) as running:
+        worker, other = running.stranger(0), running.stranger(1)
+        worker.hello(manifest_of(3))
+        other.rank = 1
+        other.hello(manifest_of(3))
+        worker.send(Kind.FAILURE, b'{"kind": "StepTimeout", "message": "rank 0 waited"}')
+        assert other.expect_failure().message == "rank 0 waited"
+        running.wait()
+
+
+def test_the_status_passes_a_reply_that_is_stuck() -> None:
+    """Rank 1 does not read, and the server is in the middle of a reply to it."""
+    with session(joined=False) as running:
+        manifest = manifest_of()
+        big = msgspec.structs.replace(manifest.parameters[0], shape=(3_000_000,))
+        knobs = msgspec.structs.replace(manifest.knobs, granularity="array")
+        manifest = msgspec.structs.replace(
+            manifest, parameters=(big, manifest.parameters[1]), knobs=knobs
+        )
+        zero = running.stranger(0)
+        running.others.append(one := Client(running.port, 1, buffer_bytes=4096))
+        for client in (zero, one):
+            client.hello(manifest)
+        zero.expect(Kind.WELCOME)
+        for slice_, size in enumerate((12_000_000, 24)):
+            zero.send(Kind.VALUE, bytes(size), slice_=slice_)  # goes on to rank 1
+        deadline = time.monotonic() + 10
+        text = b""
+        while b"it is sending to rank 1" not in text:
+            assert time.monotonic() < deadline, text
+            zero.send(Kind.STATUS_PULL, step=1, slice_=1)
+            text = zero.expect(Kind.STATUS_REPLY)
+        assert text.startswith(b"b waits for the push of ranks 0, 1")
+
+
+# The worker's side.
+SERVERS: dict[str, tuple[Callable[[FakeServer], None], str]] = {
+    "garbage": (lambda s: s.raw(b"\xaa" * HEADER_BYTES), "not a foreprop peer"),
+    "nobody asked": (lambda s: s.send(Kind.REPLY, gradient(9), step=1, slice_=1), "not awaited"),
+    "no such slice": (lambda s: s.send(Kind.REPLY, gradient(9), step=1, slice_=55), "not awaited"),
+    "past step": (lambda s: s.send(Kind.REPLY, gradient(9), step=0, slice_=0), "not awaited"),
+    "step to come": (lambda s: s.send(Kind.REPLY, gradient(9), step=2, slice_=0), "not awaited"),
+    "too long": (lambda s: s.send(Kind.REPLY, gradient(9) * 2, step=1), "48 bytes where 24 belong"),
+    "too short": (lambda s: s.send(Kind.REPLY, b"abcd", step=1), "4 bytes where 24 belong"),
+    "another's index": (
+        lambda s: s.send(Kind.REPLY, gradient(9), step=1, rank=3),
+        "frame of server 3",
+    ),
+    "a worker's frame": (lambda s: s.send(Kind.PUSH, step=1), "sent PUSH"),
+    "notified": (lambda s: s.send(Kind.NOTIFY, step=1), "notification"),
+    "huge status": (lambda s: s.send(Kind.STATUS_REPLY, says_bytes=1 << 30), "at most 65536"),
+    "huge blob": (lambda s: s.send(Kind.BLOB_REPLY, says_bytes=1 << 30), "at most 8"),
+    "no failure report": (lambda s: s.send(Kind.FAILURE, b"[]"), "not a failure report"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_that_breaks_the_rules_is_an_error_in_the_training_thread(name: str) -> None:
+    say, reason = SERVERS[name]
+    with engine() as (made, (fake,)):
+        made.push(0, 1)
+        assert fake.expect(Kind.PUSH) == gradient(1.0)
+        say(fake)
+        with pytest.raises(RemoteProtocolError, match=reason):
+            made.wait(0, 1)
+
+
+def test_a_reply_that_comes_twice() -> None:
+    with engine() as (made, (fake,)):
+        for parameter in range(2):
+            made.push(parameter, 1)
+            fake.expect(Kind.PUSH)
+        fake.send(Kind.REPLY, gradient(5), step=1)
+        made.wait(0, 1)
+        fake.send(Kind.REPLY, gradient(6), step=1)
+        with pytest.raises(RemoteProtocolError, match="not awaited"):
+            made.wait(1, 1)
+
+
+def test_a_reply_from_the_wrong_server() -> None:
+    with engine(servers=2) as (made, fakes):
+        made.push(0, 1)
+        fakes[0].expect(Kind.PUSH)
+        fakes[1].send(Kind.REPLY, gradient(5), step=1)
+        with pytest.raises(RemoteProtocolError, match="belongs to server 0"):
+            made.wait(0, 1)
+
+
+def test_a_reply_cut_in_two_is_a_peer_lost() -> None:
+    with engine() as (made, (fake,)):
+        made.push(0, 1)
+        fake.expect(Kind.PUSH)
+        fake.send(Kind.REPLY, gradient(5)[:10], step=1, says_bytes=24)
+        fake.sock.shutdown(2)
+        with pytest.raises(PeerLost, match=r"server 0 is gone.*parameter a, step 1, stage"):
+            made.wait(0, 1)
+
+
+# Anything at all.
+FRAMES = st.builds(
+    lambda kind, flags, rank, step, slice_, priority, payload, said: (
+        encode_header(
+            kind, flags, rank, step, slice_, priority, len(payload) if said is None else said
+        )
+        + payload
+    ),
+    st.sampled_from(list(Kind)),
+    st.integers(0, 7),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(-2, 2),
+    st.one_of(
+        st.just(b""),
+        st.just(gradient(1.0)),
+        st.just(manifest_of().encode()),
+        st.just(JSON_GROUPS),
+        st.binary(max_size=40),
+    ),
+    st.one_of(st.none(), st.integers(0, 2**32 - 1)),
+)
+SPEECH = st.lists(st.one_of(FRAMES, st.binary(min_size=1, max_size=60)), min_size=1, max_size=6)
+BOUNDED = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@given(speech=SPEECH)
+@BOUNDED
+def test_any_stranger_leaves_the_session_alone(speech: list[bytes]) -> None:
+    with session() as running:
+        stranger = running.stranger()
+        for data in speech:
+            stranger.raw(data)
+        stranger.close()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+@given(speech=SPEECH)
+@BOUNDED
+def test_whatever_a_member_says_the_server_ends_and_tells_why(speech: list[bytes]) -> None:
+    with session() as running:
+        for data in speech:
+            running.workers[1].raw(data)
+        running.workers[1].close()
+        running.wait()
+        (failure,) = running.failure
+        if failure is not None:  # it may have said a proper goodbye
+            assert failure.kind in {"RemoteProtocolError", "PeerLost"} or speech_tells(
+                speech, failure
+            )
+
+
+def speech_tells(speech: list[bytes], failure: Any) -> bool:
+    """A failure that the member itself has reported."""
+    return any(failure.message.encode() in data for data in speech)

@@ -1,0 +1,108 @@
+"""``foreprop server`` by itself: its options, its ends, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from foreprop.cli.main import app
+from foreprop.cli.server import endpoint
+from foreprop.errors import ConfigError
+from tests.process.harness import ROOT, Zygote, free_port, running
+from tests.process.test_torchrun import wait_for
+from tests.process.train_script import Scenario
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+
+
+def test_help_has_every_option_and_its_unit() -> None:
+    shown = CliRunner().invoke(app, ["server", "--help"], env={"COLUMNS": "120", "NO_COLOR": "1"})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.output)
+    for word in ("--rendezvous", "HOST:PORT", "--count", "--interface", "--wait", "Seconds"):
+        assert word in text
+
+
+def test_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert endpoint(None) == ("127.0.0.1", 29500)
+    assert endpoint("node0:1234") == ("node0", 1234)
+    assert endpoint("[fe80::1]:1234") == ("fe80::1", 1234)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4321")
+    assert endpoint(None) == ("10.0.0.1", 4321)
+    for text in ("node0", ":1", "node0:", "node0:x", "node0:70000", "node0:-1"):
+        with pytest.raises(ConfigError, match="it must be HOST:PORT"):
+            endpoint(text)
+
+
+def test_no_rendezvous_in_time(zygote: Zygote, tmp_path: Path) -> None:
+    port = free_port()
+    with running(tmp_path) as run:
+        arguments = ("server", "--rendezvous", f"127.0.0.1:{port}", "--wait", "0.3")
+        run.foreprop(zygote, run.environment(Scenario()), *arguments)
+        run.wait(20)
+        assert run.codes() == [1]
+        expected = f"no workers' rendezvous at 127.0.0.1:{port} within 0.3 s"
+        assert expected in run.output()
+        assert "Traceback" not in run.output()
+        run.check_nothing_left()
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_ctrl_c(zygote: Zygote, tmp_path: Path, meets: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if meets else None
+    port = store.port if store is not None else free_port()
+    with running(tmp_path) as run:
+        arguments = ("server", "--rendezvous", f"127.0.0.1:{port}")
+        command = run.foreprop(zygote, run.environment(Scenario()), *arguments)
+        if meets:
+            wait_for(lambda: "met the workers' rendezvous" in run.output(), run)
+        else:
+            time.sleep(1.5)
+        os.killpg(command.pid, signal.SIGINT)
+        run.wait(5)
+        assert run.codes() == [130], run.output()
+        assert "Traceback" not in run.output()
+        run.check_nothing_left()
+    del store
+
+
+def test_a_run_that_needs_no_server(zygote: Zygote, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with running(tmp_path) as run:
+        arguments = ("server", "--rendezvous", f"127.0.0.1:{store.port}")
+        run.foreprop(zygote, run.environment(Scenario()), *arguments)
+        wait_for(lambda: "met the workers' rendezvous" in run.output(), run)
+        del store
+        run.wait(10)
+        assert run.codes() == [1]
+        assert "ended without asking this command for a server" in run.output()
+        run.check_nothing_left()
+
+
+def test_the_example_with_dedicated_servers(zygote: Zygote, tmp_path: Path) -> None:
+    """As its docstring says, but for the port and the number of workers."""
+    port = str(free_port())
+    with running(tmp_path) as run:
+        variables = run.environment(Scenario(), FOREPROP_DATA=str(tmp_path / "none"))
+        run.foreprop(
+            zygote, variables, "server", "--rendezvous", f"127.0.0.1:{port}", "--count", "2"
+        )
+        example = ROOT / "examples" / "dedicated_servers.py"
+        options = ("--nproc-per-node", "2", "--master-port", port)
+        run.torchrun(zygote, variables, *options, script=example)
+        run.wait(50)
+        assert run.codes() == [0, 0], run.output()
+        sums: Any = re.findall(r"rank \d: SHA-256 of the weights (\w+)", run.output())
+        assert len(sums) == 2
+        assert len(set(sums)) == 1
+        run.check_nothing_left()
