@@ -25,10 +25,15 @@ def train(world: World, steps: int = 3, **settings: Any) -> foreprop.Session:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = foreprop.parallelize(model, optimizer, world=world, **settings)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(3, 4)).sum().backward()
-        optimizer.step()
+    try:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    except ForepropError:
+        with contextlib.suppress(ForepropError):
+            session.close()
+        raise
     return session
 
 
@@ -43,8 +48,9 @@ def train_for_ever(session: foreprop.Session) -> None:
 
 def raising(world: World) -> None:
     if world.rank:
-        with pytest.raises(ForepropError, match="rank 0 ended: ValueError: odd data"):
-            train_for_ever(train(world))
+        message = "rank 0 ended: ValueError: odd data"
+        with pytest.raises(ForepropError, match=message), train(world) as session:
+            train_for_ever(session)
         return
     session = train(world)
     with contextlib.suppress(ValueError), session:

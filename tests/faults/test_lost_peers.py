@@ -94,7 +94,7 @@ def test_a_kill_at_any_moment_ends_everybody(zygote: Zygote, tmp_path: Path) -> 
     """Also while they start, join and say goodbye, where there may be no step to name yet."""
     dice = random.Random(20_24)
     counted = 0
-    for attempt in range(4):
+    for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         victim, delay_s = dice.randrange(3), dice.uniform(0.05, 3.5)
@@ -114,4 +114,4 @@ def test_a_kill_at_any_moment_ends_everybody(zygote: Zygote, tmp_path: Path) -> 
                 assert result["at_s"] - killed_at_s < limit_s, (rank, delay_s, result)
             assert len(run.results()) >= 2, (delay_s, run.output())
             run.check_nothing_left()
-    assert counted == 4
+    assert counted == 3

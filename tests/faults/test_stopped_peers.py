@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -58,12 +57,6 @@ def check_stall_was_reported(run: Run, what: str) -> None:
     )
 
 
-def end_stopped(run: Run, process: psutil.Process) -> None:
-    """As torchrun ends what does not end by itself."""
-    process.kill()
-    run.wait(10)
-
-
 @pytest.mark.parametrize(("size", "phase"), [("small", "backward"), ("large", "between")])
 def test_a_stopped_worker_is_named_after_the_timeout(
     zygote: Zygote, tmp_path: Path, size: str, phase: Any
@@ -77,22 +70,13 @@ def test_a_stopped_worker_is_named_after_the_timeout(
         assert stopped.status() == psutil.STATUS_STOPPED
         check_timed_out(run, fault["at_s"], [0, 2], r"rank 1\b")
         check_stall_was_reported(run, r"rank 1\b")
-        end_stopped(run, stopped)
-        run.check_nothing_left()
-
-
-def test_a_stopped_worker_that_goes_on_hears_what_has_happened(
-    zygote: Zygote, tmp_path: Path
-) -> None:
-    injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop()
-    with workers(zygote, tmp_path, 2, scenario(injector), local_size=2) as run:
-        stopped = run.started[1]
-        run.wait(30, but=[stopped])
-        assert len(injector.fired()) == 1
-        stopped.send_signal(signal.SIGCONT)
+        if size == "large":
+            stopped.kill()  # as torchrun ends what does not end by itself
+        else:
+            stopped.resume()
         run.wait(10)
-        result = run.results()[1]
-        assert result["error"] in {"StepTimeout", "PeerLost"}, result
+        if size == "small":  # it has been told meanwhile
+            assert run.results()[1]["error"] in {"StepTimeout", "PeerLost"}
         run.check_nothing_left()
 
 
