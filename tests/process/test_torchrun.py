@@ -130,7 +130,7 @@ def test_ctrl_c_ends_everything(zygote: Zygote, tmp_path: Path, dedicated: bool)
 
 def test_torchrun_restarts_a_failed_script(zygote: Zygote, tmp_path: Path) -> None:
     """The second attempt meets in the same store, and must not find the first one's servers."""
-    scenario = Scenario(raise_at={"1": 3}, only_first_attempt=True)
+    scenario = Scenario(raise_at={"1": 3}, only_first_attempt=True, late_s={"0": 1.0})
     with running(tmp_path) as run:
         variables = run.environment(scenario)
         again = ("--max-restarts", "1", "--master-port", str(free_port()))

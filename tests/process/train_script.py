@@ -33,6 +33,7 @@ class Scenario:
     faults: tuple[dict[str, Any], ...] = ()
     raise_at: dict[str, int] = field(default_factory=dict)  # step by rank
     leave_at: dict[str, int] = field(default_factory=dict)
+    late_s: dict[str, float] = field(default_factory=dict)  # before parallelize()
     die_at: dict[str, int] = field(default_factory=dict)
     linger_s: dict[str, float] = field(default_factory=dict)  # before the weights are read
     loader_workers: int = 0
@@ -67,6 +68,7 @@ def train(scenario: Scenario, rank: int) -> str:
     size_in, hidden, size_out = SIZES[scenario.size]
     model = nn.Sequential(nn.Linear(size_in, hidden), nn.ReLU(), nn.Linear(hidden, size_out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    time.sleep(scenario.late_s.get(str(rank), 0.0))
     session = foreprop.parallelize(model, optimizer, **scenario.settings)
     faults = Faults(scenario.faults, rank, model, session)
     data = TensorDataset(torch.randn(512, size_in), torch.randn(512, size_out))

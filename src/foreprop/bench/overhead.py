@@ -37,7 +37,7 @@ def measure_scheduling(*, slices: int, steps: int) -> SchedulingCost:
         seconds = [pair.step() for _ in range(steps)]
         after = _cpu_s(worker), _cpu_s(server)
     finally:
-        pair.session.close()
+        pair.close()
     per_slice = 1e6 / (slices * steps)
     return SchedulingCost(
         worker_us_per_slice=(after[0] - before[0]) * per_slice,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from foreprop.bench.bare import BarePair, cpu_seconds
+from foreprop.bench.still import StillServer
 from foreprop.config import Config
 from foreprop.engine.launch import ProcessServer
 from foreprop.engine.world import World
@@ -19,28 +22,22 @@ _STEP_WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WireResult:
-    """``*_bits_per_s`` count payload in one direction; as much flows in the other."""
+class WireRow:
+    """One way of moving the messages; ``bits_per_s`` count payload in one direction of two."""
 
-    slice_elems: int
-    slices: int
-    steps: int
-    foreprop_bits_per_s: float
-    bare_bits_per_s: float
-    foreprop_cpu_s_per_gb: float
-    bare_cpu_s_per_gb: float
-
-    @property
-    def ratio(self) -> float:
-        return self.foreprop_bits_per_s / self.bare_bits_per_s
+    name: str
+    bits_per_s: float
+    cpu_s_per_gb: float
+    ratio: float
+    """Of the bare sockets' throughput: the median over pairs of steps made one after the other."""
 
 
 class _Vectors(torch.nn.Module):
-    """Parameters of eight slices each: enough for several, few enough for many waits."""
+    """Parameters of forty slices each, as in a layer of two million elements."""
 
     def __init__(self, slices: int, slice_elems: int) -> None:
         super().__init__()
-        per_parameter = 8
+        per_parameter = 40
         self.vectors = torch.nn.ParameterList(
             torch.zeros(slice_elems * min(per_parameter, slices - start))
             for start in range(0, slices, per_parameter)
@@ -54,19 +51,29 @@ def lonely_world() -> World:
 
 
 class WirePair:
-    """A real session of one worker and one server process, stepped without any model around."""
+    """A real session of one worker and one server process, stepped without any model around.
 
-    def __init__(self, slices: int, config: Config) -> None:
+    ``still``: the server moves bytes only and does not apply its optimizer.
+    """
+
+    def __init__(self, slices: int, config: Config, *, still: bool = False) -> None:
         torch.set_num_threads(1)
         self._model = _Vectors(slices, config.slice_elems)
         optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
-        self.session = Session(self._model, optimizer, lonely_world(), config)
+        world = lonely_world()
+        self._still: StillServer | None = None
+        if still:
+            self._still = StillServer(world.raw_store, config)
+            config = config.replace(dedicated_servers=1)
+        self.session = Session(self._model, optimizer, world, config)
         self._optimizer = optimizer
         for parameter in self._model.parameters():
             parameter.grad = torch.ones_like(parameter)
 
     @property
     def server_pid(self) -> int:
+        if self._still is not None:
+            return self._still.pid
         handle = self.session._connections.handles[0]
         return handle.pid if isinstance(handle, ProcessServer) else 0
 
@@ -76,37 +83,44 @@ class WirePair:
         self.session.flush()
         return time.perf_counter() - started
 
+    def close(self) -> None:
+        self.session.close()
+        if self._still is not None:
+            self._still.join()
 
-def measure_wire(*, slice_elems: int, slices: int, steps: int) -> WireResult:
-    """Interleaves steps of foreprop and of bare sockets; medians of ``steps`` each."""
+
+BARE, STILL, UPDATING = "bare sockets", "foreprop, no compute", "foreprop, with SGD"
+
+
+def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
+    """Interleaves steps of bare sockets and of foreprop without and with the optimizer."""
     config = Config.resolve("p3", slice_elems=slice_elems)
     message_bytes = slice_elems * 4
-    bare = BarePair(message_bytes, slices, config.unsent_bytes)
-    pair = WirePair(slices, config)
-    gigabytes = 2 * message_bytes * slices / 1e9  # both directions
-    times: dict[str, list[float]] = {"foreprop": [], "bare": []}
-    cpu: dict[str, list[float]] = {"foreprop": [], "bare": []}
-    try:
+    runs: dict[str, tuple[Callable[[], float], int]] = {}
+    seconds: dict[str, list[float]] = {}
+    cpu: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        bare = BarePair(message_bytes, slices, config.unsent_bytes)
+        stack.callback(bare.close)
+        runs[BARE] = (bare.step, bare.pid)
+        for name, still in ((STILL, True), (UPDATING, False)):
+            pair = WirePair(slices, config, still=still)
+            stack.callback(pair.close)
+            runs[name] = (pair.step, pair.server_pid)
         for number in range(steps + _STEP_WARM_UP):
-            for name, step, pid in (
-                ("bare", bare.step, bare.pid),
-                ("foreprop", pair.step, pair.server_pid),
-            ):
+            for name, (step, pid) in runs.items():
                 before = cpu_seconds(pid)
-                seconds = step()
+                taken = step()
                 if number >= _STEP_WARM_UP:
-                    times[name].append(seconds)
-                    cpu[name].append(cpu_seconds(pid) - before)
-    finally:
-        pair.session.close()
-        bare.close()
-    bits = message_bytes * slices * 8
-    return WireResult(
-        slice_elems=slice_elems,
-        slices=slices,
-        steps=steps,
-        foreprop_bits_per_s=bits / statistics.median(times["foreprop"]),
-        bare_bits_per_s=bits / statistics.median(times["bare"]),
-        foreprop_cpu_s_per_gb=sum(cpu["foreprop"]) / steps / gigabytes,
-        bare_cpu_s_per_gb=sum(cpu["bare"]) / steps / gigabytes,
-    )
+                    seconds.setdefault(name, []).append(taken)
+                    cpu[name] = cpu.get(name, 0.0) + cpu_seconds(pid) - before
+    megabytes = 2 * message_bytes * slices * steps / 1e6  # both directions
+    return [
+        WireRow(
+            name=name,
+            bits_per_s=message_bytes * slices * 8 / statistics.median(times),
+            cpu_s_per_gb=cpu[name] / megabytes * 1e3,
+            ratio=statistics.median(b / t for b, t in zip(seconds[BARE], times, strict=True)),
+        )
+        for name, times in seconds.items()
+    ]

@@ -7,6 +7,7 @@ at once when the process that holds the other end of its lifeline ends.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -31,6 +32,7 @@ def main() -> int:
     config = Config(**task.config)  # type: ignore[arg-type]
     threading.Thread(target=_end_with_parent, args=(lifeline_fd, task), daemon=True).start()
     threading.Thread(target=_load_what_updates_need, daemon=True).start()
+    gc.freeze()  # what has been imported stays: no collection need look at it again
     server = build_server(task, config)
     return 1 if server.run(socket.socket(fileno=listener_fd)) else 0
 

@@ -101,7 +101,7 @@ class _Peer:
 class _Session:
     """What exists once the first manifest is known."""
 
-    def __init__(self, manifest: Manifest, index: int) -> None:
+    def __init__(self, manifest: Manifest, index: int, store_class: type[SliceStore]) -> None:
         slices = manifest.slices()
         names = [info.name for info in manifest.parameters]
         self.manifest = manifest
@@ -115,7 +115,7 @@ class _Session:
             reply=manifest.knobs.reply,
             names=names,
         )
-        self.store = SliceStore(manifest, slices, index)
+        self.store = store_class(manifest, slices, index)
         self.hyperparameters = HyperparameterHistory(manifest.world_size)
         self.blobs = BlobShelf(readers=manifest.world_size - 1)
 
@@ -130,8 +130,10 @@ class Server:
         session_id: str,
         config: Config,
         wrap: StreamWrapper | None = None,
+        store_class: type[SliceStore] = SliceStore,
     ) -> None:
         self._index = index
+        self._store_class = store_class
         self._session_id = session_id
         self._config = config
         self._wrap = wrap
@@ -495,7 +497,7 @@ class Server:
             refused = self._compare_all(zero.manifest)
             complete = len(self._peers) == zero.manifest.world_size
             if not refused and complete:
-                self._session = _Session(zero.manifest, self._index)
+                self._session = _Session(zero.manifest, self._index, self._store_class)
         if refused:
             self._fail(Failure(kind="HandshakeError", message=refused))
         elif complete:
