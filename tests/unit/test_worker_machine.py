@@ -6,7 +6,7 @@ import pytest
 
 from foreprop.core.manifest import Reply
 from foreprop.core.sendqueue import Order
-from foreprop.core.slicing import Slice
+from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import (
     CONTROL_PRIORITY,
@@ -338,3 +338,21 @@ def test_an_idle_machine_finishes_at_once() -> None:
 def test_an_unknown_event_is_an_internal_error() -> None:
     with pytest.raises(InternalError, match="a worker does not know the event 'hello'"):
         make().handle("hello")
+
+
+def test_ranks_send_a_parameters_slices_to_different_servers_first() -> None:
+    slices = plan_slices([10], [4], Partition(servers=4, slice_elems=1))
+    orders = []
+    for rank in range(4):
+        machine = WorkerMachine(
+            slices, parameters=1, order="priority", reply="broadcast", rank=rank
+        )
+        frames = machine.handle(GradientReady(0, 1))
+        while frames:
+            orders.append((rank, frames[0].slice))
+            frames = machine.handle(FrameSent())
+    sent = [[slice_ for r, slice_ in orders if r == rank] for rank in range(4)]
+    assert sent[0] == list(range(10))
+    assert sent[1] == [1, 2, 3, 0, 5, 6, 7, 4, 9, 8]
+    assert [order[0] for order in sent] == [0, 1, 2, 3], "four servers, four first slices"
+    assert all(sorted(order) == list(range(10)) for order in sent)

@@ -111,16 +111,44 @@ NO_TOKEN = -1
 _NOT_AWAITED = -1
 
 
+def _turned(pieces: Sequence[Slice], rank: int) -> list[Slice]:
+    """A parameter's slices in the order in which this rank sends them.
+
+    Each run over different servers begins at another server on each rank: otherwise all workers
+    would send to the same server at once, and its link would hold up everybody.
+    """
+    turned: list[Slice] = []
+    run: list[Slice] = []
+    for piece in pieces:
+        if any(piece.server == other.server for other in run):
+            turned += _rotated(run, rank)
+            run = []
+        run.append(piece)
+    return turned + _rotated(run, rank)
+
+
+def _rotated(run: list[Slice], rank: int) -> list[Slice]:
+    first = rank % len(run) if run else 0
+    return run[first:] + run[:first]
+
+
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe."""
 
     def __init__(
-        self, slices: Sequence[Slice], *, parameters: int, order: Order, reply: Reply
+        self,
+        slices: Sequence[Slice],
+        *,
+        parameters: int,
+        order: Order,
+        reply: Reply,
+        rank: int = 0,
     ) -> None:
         self._slices = slices
-        self._slices_of: list[list[Slice]] = [[] for _ in range(parameters)]
+        by_parameter: list[list[Slice]] = [[] for _ in range(parameters)]
         for piece in slices:
-            self._slices_of[piece.parameter].append(piece)
+            by_parameter[piece.parameter].append(piece)
+        self._slices_of = [_turned(pieces, rank) for pieces in by_parameter]
         self._priority = list(range(parameters))
         self._queue: SendQueue[SendFrame] = SendQueue(order)
         self._reply = reply

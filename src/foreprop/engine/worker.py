@@ -128,6 +128,7 @@ class WorkerEngine:
             parameters=len(manifest.parameters),
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
+            rank=rank,
         )
         self._lock = threading.Lock()
         self._changed = threading.Condition()
