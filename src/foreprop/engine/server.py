@@ -67,6 +67,7 @@ from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.version import __version__
 
 _EMPTY = memoryview(b"")
+_FRAME_SENT, _UPDATE_FINISHED = FrameSent(), UpdateFinished()
 _HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
 _FAREWELL_S = 2.0
 _LISTEN_POLL_S = 0.2
@@ -584,14 +585,14 @@ class Server:
             )
             self._updated_ns[update.slice] = self._trace.now_ns()
         with self._lock:
-            return session.machine.handle(UpdateFinished())
+            return session.machine.handle(_UPDATE_FINISHED)
 
     def _next_after_sent(self) -> SendFrame | None:
         session = self._session
         if session is None:
             return None
         with self._lock:
-            instructions = session.machine.handle(FrameSent())
+            instructions = session.machine.handle(_FRAME_SENT)
         return instructions[0] if instructions else None  # type: ignore[return-value]
 
     def _answer(self, rank: int, kind: Kind, about: Header, data: bytes) -> None:

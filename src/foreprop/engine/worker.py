@@ -59,6 +59,7 @@ from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 
 _EMPTY = memoryview(b"")
+_FRAME_SENT = FrameSent()
 _STATUS_LIMIT_BYTES = 65_536
 _CLOSE_S = 10.0
 _CAUSE_S = 1.0
@@ -365,7 +366,7 @@ class WorkerEngine:
 
     def _next_after_sent(self) -> SendFrame | None:
         with self._lock:
-            instructions = self._machine.handle(FrameSent())
+            instructions = self._machine.handle(_FRAME_SENT)
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
                 return instruction
