@@ -19,7 +19,7 @@ bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
 @bench.command("wire")
 def wire(
     slice_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per slice.")] = 50_000,
-    slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 200,
+    slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 500,
     steps: Annotated[int, typer.Option(min=1, help="Steps to take the median of.")] = 20,
 ) -> None:
     """Data plane: one worker, one server, loopback, no model; against bare sockets.
