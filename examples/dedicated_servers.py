@@ -4,8 +4,8 @@ foreprop server --count 2 &                     # two servers, here or elsewhere
 torchrun --nproc-per-node 4 --master-port 29500 examples/dedicated_servers.py
 
 29500 is where foreprop server looks by itself; without a port torchrun chooses one, and the waiting
-workers print the command to start. On another machine: foreprop server --rendezvous HOST:29500, where
-HOST is torchrun's --master-addr. The command ends when the run has ended.
+workers print the command to start. On another machine: foreprop server --rendezvous HOST:29500,
+where HOST is torchrun's --master-addr. The command ends when the run has ended.
 """
 
 import hashlib
