@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -139,7 +140,6 @@ class Server:
         self._config = config
         self._wrap = wrap
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self._peers: dict[int, _Peer] = {}
         self._session: _Session | None = None
         self._strangers: list[_Peer] = []  # who has not said hello
@@ -654,8 +654,6 @@ class Server:
         self._end()
 
     def _broke(self, error: BaseException) -> None:
-        import traceback
-
         text = "".join(traceback.format_exception(error))
         print(f"foreprop: server {self._index} broke:\n{text}", file=sys.stderr, flush=True)
         self._fail(failure_of(error))
