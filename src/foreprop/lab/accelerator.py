@@ -1,0 +1,92 @@
+"""An emulated accelerator: layers that occupy a device's clock instead of computing.
+
+Everything else is the real thing: autograd, gradients of the real shapes, waiting parameters,
+hooks, optimizer. Host delays do not stretch the compute; only missing parameters make it idle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foreprop.lab.profile import Layer
+
+_LATE_S = 0.5e-3
+"""A host that is held up for less than this has not waited for parameters."""
+
+
+class DeviceClock:
+    """When the emulated device will be free."""
+
+    def __init__(self) -> None:
+        self.free_at = time.monotonic()
+        self.idle_s = 0.0
+
+    def occupy(self, seconds: float) -> None:
+        """Give the device work, and return when that is done."""
+        self.free_at += seconds
+        remaining = self.free_at - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+
+    def waited(self, since: float) -> None:
+        """The host has waited for parameters from ``since`` until now; so has the device."""
+        now = time.monotonic()
+        if now - since > _LATE_S and now > self.free_at:
+            self.idle_s += now - self.free_at
+            self.free_at = now
+
+    def restart(self) -> None:
+        self.free_at = max(self.free_at, time.monotonic())
+
+
+class _Occupy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: EmulatedLayer, *_: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        layer.clock.occupy(layer.forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        layer: EmulatedLayer = ctx.layer
+        layer.clock.occupy(layer.backward_s)
+        layer.model_backward_ended_at[0] = time.monotonic()
+        return gradient, None, *(torch.full_like(p, 1e-3) for p in layer.arrays)
+
+
+class EmulatedLayer(torch.nn.Module):
+    """Occupies the clock, touches its parameters when a real layer would, makes gradients."""
+
+    def __init__(self, layer: Layer, clock: DeviceClock, backward_ended_at: list[float]) -> None:
+        super().__init__()
+        self.arrays = torch.nn.ParameterList(torch.zeros(size) for size in layer.sizes_elems)
+        self.clock = clock
+        self.forward_s = layer.forward_s
+        self.backward_s = layer.backward_s
+        self.model_backward_ended_at = backward_ended_at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        asked_at = time.monotonic()
+        arrays = [array.view_as(array) for array in self.arrays]  # here a missing one is waited for
+        self.clock.waited(asked_at)
+        result: torch.Tensor = _Occupy.apply(x, self, *arrays)  # type: ignore[no-untyped-call]
+        return result
+
+
+class EmulatedModel(torch.nn.Sequential):
+    """Takes and returns a tensor of one element; its arrays are those of ``layers``."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        clock = DeviceClock()
+        backward_ended_at = [clock.free_at]
+        super().__init__(*(EmulatedLayer(layer, clock, backward_ended_at) for layer in layers))
+        self.clock = clock
+        self._backward_ended_at = backward_ended_at
+
+    def end_backward(self) -> None:
+        """To be called after ``loss.backward()``, which with DDP ends with a wait for gradients."""
+        self.clock.waited(self._backward_ended_at[0])

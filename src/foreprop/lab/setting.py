@@ -1,0 +1,88 @@
+"""What one run of the lab is to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab import limit
+from foreprop.lab.profile import Layer, Profile
+
+DDP = "ddp"
+DDP_TUNED = "ddp-tuned"
+MXNET = ("mxnet-kvstore", "mxnet-p3")
+SYSTEMS = (*PRESETS, DDP, DDP_TUNED, *MXNET)
+
+SLICE_ELEMS = 50_000
+BIG_ARRAY_ELEMS = 1_000_000
+BUCKET_BYTES = 25 * 2**20
+"""Unscaled sizes: slices (P3 section 5.7), KVStore's big arrays, DDP's buckets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSetting:
+    """One cluster, one model, several systems whose steps are interleaved.
+
+    Slices, big arrays, buckets and the kernel's send buffers are divided by ``scale`` as the
+    arrays are, for every system alike. Raises `ConfigError` for what cannot be.
+    """
+
+    profile: Profile
+    systems: tuple[str, ...]
+    nodes: int = 4
+    scale: int = 16
+    compute_s: float = 2.0
+    rate_bits_per_s: float | None = None
+    balance: float | None = None
+    """Wire / compute; decides the rate if none is given. 1.0 if neither is."""
+    iterations: int = 20
+    warm_up: int = 3
+    slice_elems: int = SLICE_ELEMS
+    shape_ingress: bool = True
+    mxnet_python: Path | None = None
+    trace: Path | None = None
+    """Folder for the presets' traces, one sub-folder per system."""
+    sample_network: bool = False
+    """Read node 0's interface counters every 10 ms during measured steps."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.systems if name not in SYSTEMS]
+        if unknown or not self.systems:
+            what = unknown[0] if unknown else ""
+            raise ConfigError(f"systems has {what!r}; there are {', '.join(SYSTEMS)}")
+        if len(set(self.systems)) < len(self.systems):
+            raise ConfigError(f"systems names one twice: {', '.join(self.systems)}")
+        for name, least in (("nodes", 2), ("scale", 1), ("iterations", 1), ("slice_elems", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
+        if self.nodes > 64:
+            raise ConfigError(f"nodes is {self.nodes}; at most 64 on one machine")
+        if self.rate_bits_per_s is not None and self.balance is not None:
+            raise ConfigError("rate and balance are both given: one follows from the other")
+        for name in ("compute_s", "rate_bits_per_s", "balance"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if self.mxnet_python is None and any(name in MXNET for name in self.systems):
+            raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self.profile.layers(scale=self.scale, compute_s=self.compute_s)
+
+    @property
+    def rate(self) -> float:
+        """The links' rate, bit/s."""
+        if self.rate_bits_per_s is not None:
+            return self.rate_bits_per_s
+        return limit.rate_for_balance(self.layers, nodes=self.nodes, balance=self.balance or 1.0)
+
+    @property
+    def limit_s(self) -> float:
+        return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate)
+
+    def scaled(self, size: int) -> int:
+        """A size of the unscaled model, divided as its arrays are."""
+        return max(1, size // self.scale)
