@@ -25,9 +25,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     listener_fd, lifeline_fd, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if "--die-with-parent" in sys.argv and sys.platform == "linux":
-        # for a stopped server (SIGSTOP), which cannot see its lifeline end
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if "--die-with-parent" in sys.argv:
+        die_with_parent()  # for a stopped server (SIGSTOP), which cannot see its lifeline end
     task = ServerTask(**json.loads(text))
     config = Config(**task.config)  # type: ignore[arg-type]
     threading.Thread(target=_end_with_parent, args=(lifeline_fd, task), daemon=True).start()
@@ -35,6 +34,12 @@ def main() -> int:
     gc.freeze()  # what has been imported stays: no collection need look at it again
     server = build_server(task, config)
     return 1 if server.run(socket.socket(fileno=listener_fd)) else 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _load_what_updates_need() -> None:

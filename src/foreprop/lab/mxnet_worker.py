@@ -1,0 +1,187 @@
+"""One process of MXNet's own parameter server: run by another Python, which has no foreprop.
+
+``PYTHON -I mxnet_worker.py PARENT_PID`` with mxnet 1.9.1, numpy < 1.24 and the standard library,
+Python 3.7 or newer. ``DMLC_ROLE`` says what it is: scheduler and server work inside of ``import
+mxnet`` until they are killed; a worker reads its task from standard input, answers with its
+versions when all nodes have joined, and then answers every line ``steps N``. Lines are JSON.
+
+The emulated device is `foreprop.lab.accelerator.DeviceClock` again, and a step is the same as
+there: forward, where each layer waits for its parameters, then backward. Gradients are constant
+arrays, so MXNet is spared the making of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+LATE_S = 0.5e-3
+GRADIENT = 1e-3
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+UNUSABLE = 3
+"""Exit status if this Python has no mxnet that works; the last line of standard error says why."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Clock:
+    """When the emulated device will be free; see `foreprop.lab.accelerator.DeviceClock`."""
+
+    def __init__(self) -> None:
+        self.free_at = time.monotonic()
+        self.idle_s = 0.0
+
+    def occupy(self, seconds: float) -> None:
+        self.free_at += seconds
+        remaining = self.free_at - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+
+    def waited(self, since: float) -> None:
+        now = time.monotonic()
+        if now - since > LATE_S and now > self.free_at:
+            self.idle_s += now - self.free_at
+            self.free_at = now
+
+    def restart(self) -> None:
+        self.free_at = max(self.free_at, time.monotonic())
+
+
+class Store:
+    """The parameters, and how MXNet's trainer synchronises each: ``gluon.Trainer`` of 1.9.1.
+
+    KVStore: SGD on the servers, which return weights (``update_on_kvstore``, its default for
+    ``dist_sync``). P3 refuses that: servers return the sum, and the worker updates each array as
+    soon as its sum is there (MXNet's engine knows on what an operation depends).
+    """
+
+    def __init__(self, mxnet: Any, sizes_elems: list[int], p3: bool) -> None:
+        self._kv = mxnet.kv.create("dist_sync")
+        if self._kv.is_capable("optimizer") == p3:
+            give_up("this mxnet has no P3" if p3 else "this mxnet has no optimizer on servers")
+        optimizer = mxnet.optimizer.SGD(
+            learning_rate=LEARNING_RATE, momentum=MOMENTUM, rescale_grad=1.0 / self._kv.num_workers
+        )
+        self._update = mxnet.optimizer.get_updater(optimizer) if p3 else None
+        if not p3:
+            self._kv.set_optimizer(optimizer)
+        self.weights = [mxnet.nd.zeros((size,)) for size in sizes_elems]
+        self._gradients = [mxnet.nd.full((size,), GRADIENT) for size in sizes_elems]
+        self._sums = [mxnet.nd.zeros((size,)) for size in sizes_elems] if p3 else []
+        for key, weight in enumerate(self.weights):  # not ascending: P3 deadlocks
+            self._kv.init(key, weight)
+        mxnet.nd.waitall()
+
+    def synchronise(self, key: int) -> None:
+        """Returns at once; whoever then reads the weight waits."""
+        out = self.weights[key] if self._update is None else self._sums[key]
+        self._kv.pushpull(key, self._gradients[key], out=out, priority=-key)
+        if self._update is not None:
+            self._update(key, self._sums[key], self.weights[key])
+
+    def check(self, expected: float) -> None:
+        """Every element of every array must have had every gradient of every worker."""
+        for key, weight in enumerate(self.weights):
+            values = weight.asnumpy()
+            for value in (float(values.min()), float(values.max())):
+                if not abs(value - expected) <= 1e-3 * abs(expected):
+                    raise ValueError("array %d has %g, not %g" % (key, value, expected))
+
+
+class Worker:
+    """The model whose layers wait for their parameters, and the device that it occupies."""
+
+    def __init__(self, mxnet: Any, task: Any) -> None:
+        self._layers = task["layers"]
+        self._keys = []
+        sizes_elems: list[int] = []
+        for layer in self._layers:
+            first = len(sizes_elems)
+            sizes_elems += layer["sizes_elems"]
+            self._keys.append(range(first, len(sizes_elems)))
+        self._clock = Clock()
+        self._weight = self._velocity = 0.0
+        self._store = Store(mxnet, sizes_elems, task["p3"])
+
+    def block(self, count: int) -> dict[str, list[float]]:
+        """``count`` steps, by the device's clock. The last one's parameters are not waited for
+        within it, but before this returns.
+        """
+        self._clock.restart()
+        times = [(self._clock.free_at, self._clock.idle_s)]
+        for _ in range(count):
+            self._step()
+            times.append((self._clock.free_at, self._clock.idle_s))
+        self._store.check(self._weight)
+        steps = list(zip(times, times[1:]))  # noqa: B905 - strict needs Python 3.10
+        return {
+            "step_s": [after[0] - before[0] for before, after in steps],
+            "waited_s": [after[1] - before[1] for before, after in steps],
+        }
+
+    def _step(self) -> None:
+        for layer, keys in zip(self._layers, self._keys):  # noqa: B905
+            asked_at = time.monotonic()
+            for key in keys:
+                self._store.weights[key].wait_to_read()
+            self._clock.waited(asked_at)
+            self._clock.occupy(layer["forward_s"])
+        for layer, keys in reversed(list(zip(self._layers, self._keys))):  # noqa: B905
+            self._clock.occupy(layer["backward_s"])
+            for key in keys:
+                self._store.synchronise(key)
+        self._velocity = MOMENTUM * self._velocity - LEARNING_RATE * GRADIENT
+        self._weight += self._velocity
+
+
+def give_up(why: str) -> None:
+    sys.stderr.write("\n%s\n" % why)
+    sys.stderr.flush()
+    os._exit(UNUSABLE)  # at once: MXNet's exit handlers wait for the other nodes
+
+
+def die_with_parent(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it was faster
+        os._exit(1)
+
+
+def import_mxnet() -> Any:
+    """Does not return in a scheduler or server."""
+    try:
+        import mxnet  # type: ignore[import-not-found]
+    except (ImportError, AttributeError, OSError) as error:
+        # AttributeError: numpy's that 1.24 took away; OSError: a library that is not there
+        give_up("%s: %s" % (type(error).__name__, error))
+    return mxnet
+
+
+def work() -> None:
+    """Everything that others print goes to standard error: answers have standard output alone."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    task = json.loads(sys.stdin.readline())
+    mxnet = import_mxnet()
+    worker = Worker(mxnet, task)
+    versions = {"mxnet": mxnet.__version__, "mxnet's numpy": sys.modules["numpy"].__version__}
+    answers.write(json.dumps({"kind": "ready", "versions": versions}) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        block = worker.block(int(line.split()[1]))
+        answers.write(json.dumps(dict(block, kind="block")) + "\n")
+        answers.flush()
+    os._exit(0)  # P3's own shutdown hangs now and then
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    if os.environ["DMLC_ROLE"] == "worker":
+        work()
+    else:
+        import_mxnet()

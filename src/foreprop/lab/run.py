@@ -1,0 +1,291 @@
+"""One measurement: a cluster, several systems whose blocks of steps take turns, records."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab import limit
+from foreprop.lab.cluster import Cluster
+from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
+from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
+from foreprop.lab.setting import BUCKET_BYTES, DDP, DDP_TUNED, MXNET, LabSetting
+from foreprop.lab.systems import DdpSystem, PresetSystem, Steps, System, join_process_group
+from foreprop.version import __version__
+
+Progress = Callable[[str], None]
+Sample = tuple[float, int, int]
+"""(seconds since the first sample, bytes sent, bytes received since then)."""
+
+_BLOCK_STEPS = 5
+_DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
+_TUNING_STEPS = 3
+_SAMPLE_S = 0.01
+_CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50, 100))
+_MXNET_PORT = 29600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabResult:
+    """The records in the order of the setting's systems, and what came with them."""
+
+    records: list[Record]
+    samples: dict[str, list[Sample]]
+    """By system: node 0's interface, if they were asked for."""
+    notices: list[str]
+
+
+def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabResult:
+    """Measure all systems of the setting in one cluster, their steps interleaved."""
+    network = Network(
+        nodes=setting.nodes,
+        rate_bits_per_s=setting.rate,
+        shape_ingress=setting.shape_ingress,
+        buffer_scale=setting.scale,
+    )
+    notices: list[str] = []
+    progress(f"{setting.nodes} nodes at {setting.rate / 1e6:.0f} Mbit/s")
+    try:
+        cluster = Cluster(serve_node, (setting, False), nodes=setting.nodes, network=network)
+    except NetworkUnavailable as error:
+        notices.append(f"no links made by the kernel ({error}): foreprop paces its own sockets")
+        setting = _without_peers(setting, notices)
+        cluster = Cluster(serve_node, (setting, True), nodes=setting.nodes, network=None)
+    with cluster:
+        run = _Run(setting, cluster, paced=bool(notices), progress=progress)
+        run.build()
+        run.measure()
+        run.end()
+    return LabResult(records=run.records(), samples=run.samples, notices=notices)
+
+
+def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
+    ours = tuple(name for name in setting.systems if name in PRESETS)
+    others = [name for name in setting.systems if name not in PRESETS]
+    if not ours:
+        raise ConfigError(f"{notices[0]}, which {', '.join(others)} cannot")
+    if others:
+        notices.append(f"left out, because they need such links: {', '.join(others)}")
+    return replace(setting, systems=ours)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has been measured of one system."""
+
+    step_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    steps: int = 0
+    bucket_bytes: int | None = None
+    version: str = ""
+
+
+class _Run:
+    """The coordinator's side."""
+
+    def __init__(
+        self, setting: LabSetting, cluster: Cluster, *, paced: bool, progress: Progress
+    ) -> None:
+        self._setting = setting
+        self._cluster = cluster
+        self._paced = paced
+        self._progress = progress
+        self._tallies = {name: _Tally() for name in setting.systems}
+        self.samples: dict[str, list[Sample]] = {}
+
+    def build(self) -> None:
+        for name, tally in self._tallies.items():
+            self._progress(f"{name}: starting")
+            if name == DDP:
+                tally.bucket_bytes = self._setting.scaled(BUCKET_BYTES)
+            elif name == DDP_TUNED:
+                tally.bucket_bytes = self._best_bucket()
+            tally.version = self._build(name, tally.bucket_bytes)
+
+    def _build(self, name: str, bucket_bytes: int | None) -> str:
+        versions: list[str] = self._cluster.ask_all(("build", name, bucket_bytes))
+        return versions[0]
+
+    def _best_bucket(self) -> int:
+        """The bucket size with the shortest steps, each tried for a few."""
+        seconds = {}
+        for candidate in _CANDIDATE_BUCKETS_BYTES:
+            size = self._setting.scaled(candidate)
+            if seconds and size > 2 * limit.model_bytes(self._setting.layers):
+                break  # one bucket holds everything
+            self._progress(f"{DDP_TUNED}: trying buckets of {candidate >> 20} MB")
+            self._build(DDP_TUNED, size)
+            steps, _ = self._block(DDP_TUNED, _TUNING_STEPS, sample=False)
+            seconds[size] = statistics.median(steps)
+            self._cluster.ask_all(("drop", DDP_TUNED))
+        return min(seconds, key=lambda size: seconds[size])
+
+    def measure(self) -> None:
+        setting = self._setting
+        for name in setting.systems:
+            self._progress(f"{name}: warming up")
+            self._block(name, max(1, setting.warm_up - _DISCARDED_STEPS), sample=False)
+        blocks = -(-setting.iterations // _BLOCK_STEPS)
+        for block in range(blocks):
+            count = min(_BLOCK_STEPS, setting.iterations - block * _BLOCK_STEPS)
+            turn = block % len(setting.systems)
+            for name in (*setting.systems[turn:], *setting.systems[:turn]):
+                self._progress(f"{name}: block {block + 1} of {blocks}")
+                self._measure_block(name, count, sample=setting.sample_network and block == 0)
+
+    def _measure_block(self, name: str, count: int, *, sample: bool) -> None:
+        tally = self._tallies[name]
+        cpu_before, busy_before, before = self._cluster.cpu_s(), _busy_s(), time.monotonic()
+        step_s, waited_s = self._block(name, count, sample=sample)
+        tally.wall_s += time.monotonic() - before
+        tally.cpu_s += self._cluster.cpu_s() - cpu_before
+        tally.busy_s += _busy_s() - busy_before
+        tally.steps += count + _DISCARDED_STEPS
+        tally.step_s += step_s
+        tally.waited_s += waited_s
+
+    def _block(self, name: str, count: int, *, sample: bool) -> tuple[list[float], list[float]]:
+        """Steps of all nodes; of each step the mean over the nodes, the first ones left out."""
+        answers = self._cluster.ask_all(("steps", name, count + _DISCARDED_STEPS, sample))
+        if sample:
+            self.samples[name] = answers[0][1]
+        nodes: list[Steps] = [steps for steps, _ in answers]
+        means = [
+            [statistics.fmean(values) for values in zip(*lists, strict=True)][_DISCARDED_STEPS:]
+            for lists in ([n.step_s for n in nodes], [n.waited_s for n in nodes])
+        ]
+        return means[0], means[1]
+
+    def end(self) -> None:
+        for name in self._setting.systems:
+            self._cluster.ask_all(("drop", name))
+
+    def records(self) -> list[Record]:
+        return [self._record(name, tally) for name, tally in self._tallies.items()]
+
+    def _record(self, name: str, tally: _Tally) -> Record:
+        setting = self._setting
+        layers = setting.layers
+        compute_s = limit.compute_s(layers)
+        wire_s = limit.wire_s(
+            limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
+        )
+        spread = Spread.of(tally.step_s)
+        sent_gb = wire_s * setting.rate / 8 * setting.nodes * tally.steps / 1e9
+        cpu_share = max(tally.busy_s, tally.cpu_s) / (tally.wall_s * (os.cpu_count() or 1))
+        return Record(
+            system=name,
+            model=setting.profile.name,
+            scale=setting.scale,
+            nodes=setting.nodes,
+            rate_bits_per_s=setting.rate,
+            balance=wire_s / compute_s,
+            compute_s=compute_s,
+            wire_s=wire_s,
+            limit_s=setting.limit_s,
+            iteration_s=spread,
+            efficiency=setting.limit_s / spread.median,
+            waiting_s=statistics.fmean(tally.waited_s),
+            cpu_s_per_gb=tally.cpu_s / sent_gb,
+            cpu_share=cpu_share,
+            cpu_bound=cpu_share > CPU_BOUND_SHARE,
+            iterations=len(tally.step_s),
+            slice_elems=setting.scaled(setting.slice_elems),
+            bucket_bytes=tally.bucket_bytes,
+            network="pacing" if self._paced else "namespaces",
+            versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
+        )
+
+
+def _busy_s() -> float:
+    """CPU time that the whole machine has spent working."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "foreprop": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+        "linux": platform.release(),
+    }
+
+
+# A node's side.
+def serve_node(node: int, connection: Connection, argument: tuple[LabSetting, bool]) -> None:
+    """Do what the coordinator says, until it hangs up."""
+    torch.set_num_threads(1)
+    setting, paced = argument
+    systems: dict[str, System] = {}
+    while True:
+        kind, name, *details = connection.recv()
+        answer: Any = None
+        if kind == "build":
+            systems[name] = _build_system(name, node, setting, paced=paced, bucket_bytes=details[0])
+            answer = getattr(systems[name], "version", "")
+        elif kind == "steps":
+            answer = _steps(systems[name], details[0], sample=details[1] and node == 0)
+        elif kind == "drop":
+            systems.pop(name).close()
+        connection.send(answer)
+
+
+def _build_system(
+    name: str, node: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
+) -> System:
+    if any(system in (DDP, DDP_TUNED) for system in setting.systems):
+        join_process_group()
+    if bucket_bytes is not None:
+        return DdpSystem(setting, bucket_bytes=bucket_bytes)
+    return PresetSystem(name, setting, paced=paced)
+
+
+def _steps(system: System, count: int, *, sample: bool) -> tuple[Steps, list[Sample]]:
+    if not sample:
+        return system.steps(count), []
+    sampler = _Sampler()
+    try:
+        return system.steps(count), sampler.samples
+    finally:
+        sampler.stop()
+
+
+class _Sampler:
+    """Reads the node's interface counters at fixed times, in a thread."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lab-sampler", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        sent_before, received_before = interface_bytes()
+        due = 0.0
+        while not self._stopped.wait(max(0.0, started + due - time.monotonic())):
+            sent, received = interface_bytes()
+            elapsed = time.monotonic() - started
+            self.samples.append((elapsed, sent - sent_before, received - received_before))
+            due = max(due + _SAMPLE_S, elapsed)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()

@@ -1,0 +1,105 @@
+"""What the lab compares: things that train the same emulated model, a few steps at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from foreprop.config import Config
+from foreprop.lab.accelerator import EmulatedModel
+from foreprop.lab.setting import BIG_ARRAY_ELEMS, LabSetting
+from foreprop.training.parallelize import parallelize
+
+_UNSENT_BYTES = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Steps of one node by its device's clock, seconds: whole, and the part that it was idle."""
+
+    step_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+
+
+class System(Protocol):
+    """One system on one node; all nodes are told to do the same at about the same time."""
+
+    def steps(self, count: int) -> Steps: ...
+
+    def close(self) -> None: ...
+
+
+def _train(
+    model: EmulatedModel, forward: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, count: int
+) -> Steps:
+    """Steps from the end of a forward pass to the end of the next one."""
+    clock = model.clock
+    x = torch.ones(1, requires_grad=True)
+    clock.restart()
+    loss = forward(x).sum()
+    steps = Steps()
+    for _ in range(count):
+        started, idle_before = clock.free_at, clock.idle_s
+        optimizer.zero_grad()
+        loss.backward()
+        model.end_backward()
+        optimizer.step()
+        loss = forward(x).sum()
+        steps.step_s.append(clock.free_at - started)
+        steps.waited_s.append(clock.idle_s - idle_before)
+    return steps
+
+
+def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class PresetSystem:
+    """foreprop with one of its presets."""
+
+    def __init__(self, preset: str, setting: LabSetting, *, paced: bool) -> None:
+        trace = None if setting.trace is None else str(setting.trace / preset)
+        config = Config.resolve(
+            preset,
+            workers_per_node=1,
+            slice_elems=setting.scaled(setting.slice_elems),
+            big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
+            unsent_bytes=setting.scaled(_UNSENT_BYTES),
+            link_rate_bits_per_s=setting.rate if paced else None,
+            trace=trace,
+        )
+        self._model = EmulatedModel(setting.layers)
+        self._optimizer = _sgd(self._model)
+        self._session = parallelize(self._model, self._optimizer, config=config)
+
+    def steps(self, count: int) -> Steps:
+        self._session.flush()
+        return _train(self._model, self._model, self._optimizer, count)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+class DdpSystem:
+    """torch's DistributedDataParallel on gloo."""
+
+    def __init__(self, setting: LabSetting, *, bucket_bytes: int) -> None:
+        self._model = EmulatedModel(setting.layers)
+        self._optimizer = _sgd(self._model)
+        self._wrapped = DistributedDataParallel(self._model, bucket_cap_mb=bucket_bytes / 2**20)
+
+    def steps(self, count: int) -> Steps:
+        return _train(self._model, self._wrapped, self._optimizer, count)
+
+    def close(self) -> None:
+        """Nothing runs between its steps."""
+
+
+def join_process_group() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
