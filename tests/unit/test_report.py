@@ -354,7 +354,7 @@ def test_time_labels_are_few_and_round(longest_s: float) -> None:
     assert 5 <= longest_s / tick_s(longest_s) <= 14
 
 
-@pytest.mark.parametrize("ramp", [palette._LIGHT, palette._DARK])
+@pytest.mark.parametrize("ramp", [palette.LIGHT_RAMP, palette.DARK_RAMP])
 def test_layers_differ_in_brightness_and_carry_readable_text(ramp: Sequence[str]) -> None:
     colours = [palette.ramp_colour(ramp, place / 8) for place in range(9)]
     against_black = [palette.contrast(colour, "#000000") for colour in colours]

@@ -87,10 +87,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.json.encode(self)
 
 
+_DECODER = msgspec.json.Decoder(Manifest)
+"""Made here: threads that use a type for the first time at once find it half-built (a crash)."""
+
+
 def decode_manifest(data: bytes | memoryview) -> Manifest:
     """Raises `RemoteProtocolError` for bytes that are not a manifest."""
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a manifest: {error}") from error
     for info in manifest.parameters:

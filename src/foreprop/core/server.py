@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order, SendQueue
+from foreprop.core.sendqueue import Order, SendLanes, SendQueue
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import NO_TOKEN, FrameSent, SendFrame
@@ -131,12 +131,9 @@ class ServerMachine:
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {slice_: _SliceState() for slice_ in self._slices}
         self._updates: SendQueue[UpdateSlice] = SendQueue(order)
-        self._queue: SendQueue[SendFrame] = SendQueue(order)
+        self._lanes: SendLanes[SendFrame] = SendLanes(order)
         self._updating: UpdateSlice | None = None
-        self._link_busy = False
         self._left: set[int] = set()
-        # broadcasts start at another worker on each server, or all would hit rank 0 at once
-        self._ranks = [(index + i) % workers for i in range(workers)]
         self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
@@ -164,7 +161,7 @@ class ServerMachine:
 
     @property
     def queue_depth(self) -> int:
-        return len(self._queue)
+        return len(self._lanes)
 
     @property
     def update_depth(self) -> int:
@@ -172,7 +169,7 @@ class ServerMachine:
 
     @property
     def sending_to(self) -> set[int]:
-        return {frame.peer for frame in self._queue.items()}
+        return {frame.peer for frame in self._lanes.items()}
 
     def describe_wait(self, slice_: int, step: int) -> str:
         """What a slice waits for at this step, in words."""
@@ -180,7 +177,7 @@ class ServerMachine:
         state, name = self._states[slice_], self._names[piece.parameter]
         if state.done_step >= step:
             kinds = (Kind.REPLY, Kind.NOTIFY)
-            queued = [f for f in self._queue.items() if f.slice == slice_ and f.kind in kinds]
+            queued = [f for f in self._lanes.items() if f.slice == slice_ and f.kind in kinds]
             if not queued:
                 return f"{name} is updated; no reply is queued"
             ranks = sorted(frame.peer for frame in queued)
@@ -274,10 +271,10 @@ class ServerMachine:
             return []
         state.done_step, state.priority = 0, priority
         frames: list[ServerInstruction] = [InstallValue(slice_)]
-        for rank_ in self._ranks:
+        for rank_ in range(self._workers):
             if rank_ != 0:
                 self._enqueue(rank_, Kind.REPLY, 0, slice_, priority, 0)
-        return frames + self._next_frame()
+        return frames + self._departures()
 
     def _on_pull_arrived(self, event: PullArrived) -> list[ServerInstruction]:
         rank, slice_, step, priority = event
@@ -298,7 +295,7 @@ class ServerMachine:
             state.pulls.append((rank, step))
             return []
         self._enqueue(rank, Kind.REPLY, step, slice_, priority, 0)
-        return self._next_frame()
+        return self._departures()
 
     def _on_update_finished(self, _: UpdateFinished) -> list[ServerInstruction]:
         update, self._updating = self._updating, None
@@ -309,7 +306,7 @@ class ServerMachine:
         state.done_step, state.valued = update.step, False
         state.flags.clear()
         self._answer(update, state, unchanged)
-        return self._next_frame() + self._next_update()
+        return self._departures() + self._next_update()
 
     def _answer(self, update: UpdateSlice, state: _SliceState, unchanged: int) -> None:
         slice_, step, priority = update.slice, update.step, state.priority
@@ -319,17 +316,16 @@ class ServerMachine:
             state.pulls.clear()
             return
         kind = Kind.REPLY if self._reply == "broadcast" else Kind.NOTIFY
-        for rank in self._ranks:
+        for rank in range(self._workers):
             self._enqueue(rank, kind, step, slice_, priority, unchanged)
 
-    def _on_frame_sent(self, _: FrameSent) -> list[ServerInstruction]:
-        self._link_busy = False
-        return self._next_frame()
+    def _on_frame_sent(self, event: FrameSent) -> list[ServerInstruction]:
+        return list(self._lanes.sent(event.peer))
 
     def _on_answer_ready(self, event: AnswerReady) -> list[ServerInstruction]:
         rank, kind, step, priority, slice_, token = event
-        self._queue.push(step, priority, SendFrame(rank, kind, step, slice_, priority, 0, token))
-        return self._next_frame()
+        self._lanes.push(rank, step, priority, SendFrame(rank, kind, step, slice_, priority, 0, token))
+        return self._departures()
 
     def _on_worker_left(self, event: WorkerLeft) -> list[ServerInstruction]:
         self._left.add(event.rank)
@@ -360,13 +356,10 @@ class ServerMachine:
         self, rank: int, kind: int, step: int, slice_: int, priority: int, flags: int
     ) -> None:
         frame = SendFrame(rank, kind, step, slice_, priority, flags, NO_TOKEN)
-        self._queue.push(step, priority, frame)
+        self._lanes.push(rank, step, priority, frame)
 
-    def _next_frame(self) -> list[ServerInstruction]:
-        if self._link_busy or not self._queue:
-            return []
-        self._link_busy = True
-        return [self._queue.pop()]
+    def _departures(self) -> list[ServerInstruction]:
+        return list(self._lanes.depart())
 
     def _next_update(self) -> list[ServerInstruction]:
         if self._updating is not None or not self._updates:

@@ -1,9 +1,9 @@
 """The worker's side of the protocol as a state machine (P3Worker, P3 section 4.2).
 
 Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
-send queue with the parameter's priority. At most one frame is in the hands of the link: when it
-says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is never older
-than one frame. A parameter is complete when all its slices have been answered; who needs it
+send queue with the parameter's priority. At most one frame per server is in the hands of the
+shell: when it says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is
+never older than one frame. A parameter is complete when all its slices have been answered; who needs it
 waits for exactly that.
 
 Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order, SendQueue
+from foreprop.core.sendqueue import Order, SendLanes
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
@@ -56,7 +56,7 @@ class MessageReady(NamedTuple):
 
 
 class FrameSent(NamedTuple):
-    pass
+    peer: int
 
 
 class ReplyArrived(NamedTuple):
@@ -111,27 +111,6 @@ NO_TOKEN = -1
 _NOT_AWAITED = -1
 
 
-def _turned(pieces: Sequence[Slice], rank: int) -> list[Slice]:
-    """A parameter's slices in the order in which this rank sends them.
-
-    Each run over different servers begins at another server on each rank: otherwise all workers
-    would send to the same server at once, and its link would hold up everybody.
-    """
-    turned: list[Slice] = []
-    run: list[Slice] = []
-    for piece in pieces:
-        if any(piece.server == other.server for other in run):
-            turned += _rotated(run, rank)
-            run = []
-        run.append(piece)
-    return turned + _rotated(run, rank)
-
-
-def _rotated(run: list[Slice], rank: int) -> list[Slice]:
-    first = rank % len(run) if run else 0
-    return run[first:] + run[:first]
-
-
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe."""
 
@@ -142,17 +121,14 @@ class WorkerMachine:
         parameters: int,
         order: Order,
         reply: Reply,
-        rank: int = 0,
     ) -> None:
         self._slices = slices
-        by_parameter: list[list[Slice]] = [[] for _ in range(parameters)]
+        self._slices_of: list[list[Slice]] = [[] for _ in range(parameters)]
         for piece in slices:
-            by_parameter[piece.parameter].append(piece)
-        self._slices_of = [_turned(pieces, rank) for pieces in by_parameter]
+            self._slices_of[piece.parameter].append(piece)
         self._priority = list(range(parameters))
-        self._queue: SendQueue[SendFrame] = SendQueue(order)
+        self._lanes: SendLanes[SendFrame] = SendLanes(order)
         self._reply = reply
-        self._link_busy = False
         self._closing = False
         self._awaited_step = [_NOT_AWAITED] * len(slices)
         self._missing = [0] * parameters  # slices still to be answered
@@ -196,7 +172,7 @@ class WorkerMachine:
 
     @property
     def queue_depth(self) -> int:
-        return len(self._queue)
+        return len(self._lanes)
 
     def priority_of(self, parameter: int) -> int:
         return self._priority[parameter]
@@ -208,7 +184,7 @@ class WorkerMachine:
         """What a parameter waits for: its unanswered slices, and whether each push has left."""
         if not self._missing[parameter]:
             return []
-        queued = {frame.slice for frame in self._queue.items() if frame.kind == Kind.PUSH}
+        queued = {frame.slice for frame in self._lanes.items() if frame.kind == Kind.PUSH}
         step = self._step[parameter]
         return [
             (piece, piece.number not in queued)
@@ -228,12 +204,13 @@ class WorkerMachine:
         priority = self._priority[parameter]
         self._missing[parameter] = len(pieces)
         self._step[parameter] = step
-        push = self._queue.push
+        push = self._lanes.push
         for index, _, _, _, server in pieces:
             if with_value:
                 value = SendFrame(server, Kind.VALUE, step, index, priority, 0, NO_TOKEN)
-                push(step, priority, value)
+                push(server, step, priority, value)
             push(
+                server,
                 step,
                 priority,
                 SendFrame(server, Kind.PUSH, step, index, priority, flags, NO_TOKEN),
@@ -242,14 +219,14 @@ class WorkerMachine:
                 self._pulls.append(self._pull_frame(index))
         if not pieces:
             return [CompleteParameter(parameter, step)]
-        return self._next_frame()
+        return self._departures()
 
     def _on_values_offered(self, event: ValuesOffered) -> list[WorkerInstruction]:
         for index, parameter, _, _, server in self._slices:
             priority = self._priority[parameter]
             frame = SendFrame(server, Kind.VALUE, 0, index, priority, 0, NO_TOKEN)
-            self._queue.push(0, priority, frame)
-        return self._next_frame()
+            self._lanes.push(server, 0, priority, frame)
+        return self._departures()
 
     def _on_values_awaited(self, _: ValuesAwaited) -> list[WorkerInstruction]:
         done: list[WorkerInstruction] = []
@@ -264,12 +241,11 @@ class WorkerMachine:
     def _on_message_ready(self, event: MessageReady) -> list[WorkerInstruction]:
         server, kind, step, priority, slice_, token, flags = event
         frame = SendFrame(server, kind, step, slice_, priority, flags, token)
-        self._queue.push(step, priority, frame)
-        return self._next_frame()
+        self._lanes.push(server, step, priority, frame)
+        return self._departures()
 
-    def _on_frame_sent(self, _: FrameSent) -> list[WorkerInstruction]:
-        self._link_busy = False
-        return self._next_frame()
+    def _on_frame_sent(self, event: FrameSent) -> list[WorkerInstruction]:
+        return self._left(self._lanes.sent(event.peer))
 
     def _on_reply_arrived(self, event: ReplyArrived) -> list[WorkerInstruction]:
         slice_, step, server = event
@@ -295,11 +271,9 @@ class WorkerMachine:
         if not notified or len(notified) < self._missing[parameter]:
             return []
         for slice_ in notified:
-            self._queue.push(
-                self._step[parameter], self._priority[parameter], self._pull_frame(slice_)
-            )
+            self._enqueue(self._pull_frame(slice_))
         notified.clear()
-        return self._next_frame()
+        return self._departures()
 
     def _pull_frame(self, slice_: int) -> SendFrame:
         piece = self._slices[slice_]
@@ -310,8 +284,8 @@ class WorkerMachine:
     def _on_pulls_due(self, _: PullsDue) -> list[WorkerInstruction]:
         pulls, self._pulls = self._pulls, []
         for frame in pulls:
-            self._queue.push(frame.step, frame.priority, frame)
-        return self._next_frame()
+            self._enqueue(frame)
+        return self._departures()
 
     def _on_priorities_learned(self, event: PrioritiesLearned) -> list[WorkerInstruction]:
         if sorted(event.order) != list(range(len(self._priority))):
@@ -322,21 +296,24 @@ class WorkerMachine:
 
     def _on_closing(self, _: Closing) -> list[WorkerInstruction]:
         self._closing = True
-        return self._next_frame()
+        return self._departures()
 
     # Shared pieces.
-    def _next_frame(self) -> list[WorkerInstruction]:
-        if self._link_busy:
-            return []
-        if not self._queue:
-            return [Finish()] if self._closing else []
-        frame = self._queue.pop()
-        self._link_busy = True
-        if frame.kind == Kind.PUSH:
-            self._awaited_step[frame.slice] = frame.step
-        elif frame.kind == Kind.PULL:
-            self._pulled.add(frame.slice)
-        return [frame]
+    def _enqueue(self, frame: SendFrame) -> None:
+        self._lanes.push(frame.peer, frame.step, frame.priority, frame)
+
+    def _departures(self) -> list[WorkerInstruction]:
+        return self._left(self._lanes.depart())
+
+    def _left(self, frames: list[SendFrame]) -> list[WorkerInstruction]:
+        for frame in frames:
+            if frame.kind == Kind.PUSH:
+                self._awaited_step[frame.slice] = frame.step
+            elif frame.kind == Kind.PULL:
+                self._pulled.add(frame.slice)
+        if not frames and self._closing and self._lanes.idle:
+            return [Finish()]
+        return list(frames)
 
     def _check_server(self, slice_: int, step: int, server: int, what: str, expected: bool) -> None:
         if not expected:

@@ -52,9 +52,12 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return kind(self.message)
 
 
+_DECODER = msgspec.json.Decoder(Failure)
+
+
 def decode_failure(data: bytes | memoryview) -> Failure:
     try:
-        return msgspec.json.decode(data, type=Failure)
+        return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a failure report: {error}") from error
 

@@ -68,7 +68,7 @@ from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.version import __version__
 
 _EMPTY = memoryview(b"")
-_FRAME_SENT, _UPDATE_FINISHED = FrameSent(), UpdateFinished()
+_UPDATE_FINISHED = UpdateFinished()
 _HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
 _FAREWELL_S = 2.0
 _LISTEN_POLL_S = 0.2
@@ -163,7 +163,6 @@ class Server:
     # Life.
     def run(self, listener: socket.socket) -> Failure | None:
         """Serve until every worker has left or the session has failed; returns the failure."""
-        self.start()
         listener.setblocking(False)
         reporter = StallReporter(self)
         selector = selectors.DefaultSelector()
@@ -237,9 +236,6 @@ class Server:
                     f" {what} to join; it has met ranks {joined}",
                 )
             )
-
-    def start(self) -> None:
-        self._outbox.start()
 
     def serve(self, stream: Stream) -> None:
         """Take one worker's connection; returns at once."""
@@ -463,9 +459,10 @@ class Server:
         """Past the queue, whose head may be just what everybody waits for."""
         with self._lock:
             text = session.machine.describe_wait(header.slice, header.step)
-        current = self._outbox.current
-        if current is not None:
-            text += f"; it is sending to rank {current.peer}"
+        sending_to = self._outbox.sending_to()
+        if sending_to:
+            text += f"; it is sending to rank{'s' * (len(sending_to) > 1)} "
+            text += ", ".join(map(str, sending_to))
         data = text.encode()
         about = (header.step, header.slice, CONTROL_PRIORITY, len(data))
         frame = encode_header(Kind.STATUS_REPLY, 0, self._index, *about)
@@ -587,12 +584,12 @@ class Server:
         with self._lock:
             return session.machine.handle(_UPDATE_FINISHED)
 
-    def _next_after_sent(self) -> SendFrame | None:
+    def _next_after_sent(self, rank: int) -> SendFrame | None:
         session = self._session
         if session is None:
             return None
         with self._lock:
-            instructions = session.machine.handle(_FRAME_SENT)
+            instructions = session.machine.handle(FrameSent(rank))
         return instructions[0] if instructions else None  # type: ignore[return-value]
 
     def _answer(self, rank: int, kind: Kind, about: Header, data: bytes) -> None:

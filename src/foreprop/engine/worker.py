@@ -59,7 +59,6 @@ from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 
 _EMPTY = memoryview(b"")
-_FRAME_SENT = FrameSent()
 _STATUS_LIMIT_BYTES = 65_536
 _CLOSE_S = 10.0
 _CAUSE_S = 1.0
@@ -129,7 +128,6 @@ class WorkerEngine:
             parameters=len(manifest.parameters),
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
-            rank=rank,
         )
         self._lock = threading.Lock()
         self._changed = threading.Condition()
@@ -160,7 +158,6 @@ class WorkerEngine:
 
         ``look`` is called now and then, and may raise what came to be known on another way.
         """
-        self._outbox.start()
         for thread in self._threads:
             thread.start()
         hello = self.manifest.encode()
@@ -364,9 +361,9 @@ class WorkerEngine:
             elif kind is Finish:
                 self._finished.set()
 
-    def _next_after_sent(self) -> SendFrame | None:
+    def _next_after_sent(self, server: int) -> SendFrame | None:
         with self._lock:
-            instructions = self._machine.handle(_FRAME_SENT)
+            instructions = self._machine.handle(FrameSent(server))
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
                 return instruction
@@ -597,9 +594,9 @@ class WorkerEngine:
         )
         if queued:
             text += f", {len(queued)} of them not yet sent"
-        current = self._outbox.current
-        if current is not None:
-            text += f"; it is sending to {self._servers[current.peer]}"
+        sending_to = self._outbox.sending_to()
+        if sending_to:
+            text += f"; it is sending to {', '.join(self._servers[peer] for peer in sending_to)}"
         parts = []
         for server in sorted({piece.server for piece, _ in missing}):
             slice_ = next(piece.number for piece, _ in missing if piece.server == server)

@@ -63,6 +63,7 @@ class Cluster:
             [sys.executable, "-m", "foreprop.lab.cluster", ",".join(map(str, descriptors))],
             pass_fds=descriptors,
             stdin=subprocess.PIPE,
+            env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},  # it warns of nodes without names
         )
         for connection in (*theirs, their_report):
             connection.close()

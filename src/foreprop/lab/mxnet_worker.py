@@ -3,11 +3,11 @@
 ``PYTHON -I mxnet_worker.py PARENT_PID`` with mxnet 1.9.1, numpy < 1.24 and the standard library,
 Python 3.7 or newer. ``DMLC_ROLE`` says what it is: scheduler and server work inside of ``import
 mxnet`` until they are killed; a worker reads its task from standard input, answers with its
-versions when all nodes have joined, and then answers every line ``steps N``. Lines are JSON.
+version when all nodes have joined, and then answers every line ``steps N``. Lines are JSON.
 
-The emulated device is `foreprop.lab.accelerator.DeviceClock` again, and a step is the same as
-there: forward, where each layer waits for its parameters, then backward. Gradients are constant
-arrays, so MXNet is spared the making of them.
+The emulated device is `foreprop.lab.accelerator.DeviceClock` again, and a step is what
+`foreprop.lab.systems` has it: from the end of a forward pass, in which each layer waits for its
+parameters, to the end of the next one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from typing import Any
 
 LATE_S = 0.5e-3
 GRADIENT = 1e-3
-LEARNING_RATE = 0.01
+LEARNING_RATE = 0.1
 MOMENTUM = 0.9
 UNUSABLE = 3
 """Exit status if this Python has no mxnet that works; the last line of standard error says why."""
@@ -71,18 +72,22 @@ class Store:
         if not p3:
             self._kv.set_optimizer(optimizer)
         self.weights = [mxnet.nd.zeros((size,)) for size in sizes_elems]
-        self._gradients = [mxnet.nd.full((size,), GRADIENT) for size in sizes_elems]
-        self._sums = [mxnet.nd.zeros((size,)) for size in sizes_elems] if p3 else []
-        for key, weight in enumerate(self.weights):  # not ascending: P3 deadlocks
-            self._kv.init(key, weight)
+        self._gradients = [mxnet.nd.zeros((size,)) for size in sizes_elems]
+        keys = list(range(len(self.weights)))  # if not ascending, P3 deadlocks
+        self._kv.init(keys, self.weights)  # all at once: each call is a barrier
         mxnet.nd.waitall()
 
     def synchronise(self, key: int) -> None:
-        """Returns at once; whoever then reads the weight waits."""
-        out = self.weights[key] if self._update is None else self._sums[key]
-        self._kv.pushpull(key, self._gradients[key], out=out, priority=-key)
-        if self._update is not None:
-            self._update(key, self._sums[key], self.weights[key])
+        """Make the gradient anew (pulling overwrites it) and send it. Returns at once; whoever
+        then reads the weight waits.
+        """
+        gradient, weight = self._gradients[key], self.weights[key]
+        gradient[:] = GRADIENT
+        if self._update is None:
+            self._kv.pushpull(key, gradient, out=weight, priority=-key)
+        else:
+            self._kv.pushpull(key, gradient, priority=-key)
+            self._update(key, gradient, weight)
 
     def check(self, expected: float) -> None:
         """Every element of every array must have had every gradient of every worker."""
@@ -90,48 +95,48 @@ class Store:
             values = weight.asnumpy()
             for value in (float(values.min()), float(values.max())):
                 if not abs(value - expected) <= 1e-3 * abs(expected):
-                    raise ValueError("array %d has %g, not %g" % (key, value, expected))
+                    raise ValueError(f"array {key} has {value:g}, not {expected:g}")
 
 
 class Worker:
     """The model whose layers wait for their parameters, and the device that it occupies."""
 
     def __init__(self, mxnet: Any, task: Any) -> None:
-        self._layers = task["layers"]
-        self._keys = []
         sizes_elems: list[int] = []
-        for layer in self._layers:
-            first = len(sizes_elems)
+        self._layers = []
+        for layer in task["layers"]:
+            keys = range(len(sizes_elems), len(sizes_elems) + len(layer["sizes_elems"]))
             sizes_elems += layer["sizes_elems"]
-            self._keys.append(range(first, len(sizes_elems)))
+            self._layers.append((layer, keys))
         self._clock = Clock()
         self._weight = self._velocity = 0.0
         self._store = Store(mxnet, sizes_elems, task["p3"])
 
     def block(self, count: int) -> dict[str, list[float]]:
-        """``count`` steps, by the device's clock. The last one's parameters are not waited for
-        within it, but before this returns.
-        """
-        self._clock.restart()
-        times = [(self._clock.free_at, self._clock.idle_s)]
+        """``count`` steps, by the device's clock, after a forward pass that is not measured."""
+        clock = self._clock
+        clock.restart()
+        self._forward()
+        step_s, waited_s = [], []
         for _ in range(count):
-            self._step()
-            times.append((self._clock.free_at, self._clock.idle_s))
+            started, idle_before = clock.free_at, clock.idle_s
+            self._backward()
+            self._forward()
+            step_s.append(clock.free_at - started)
+            waited_s.append(clock.idle_s - idle_before)
         self._store.check(self._weight)
-        steps = list(zip(times, times[1:]))  # noqa: B905 - strict needs Python 3.10
-        return {
-            "step_s": [after[0] - before[0] for before, after in steps],
-            "waited_s": [after[1] - before[1] for before, after in steps],
-        }
+        return {"step_s": step_s, "waited_s": waited_s}
 
-    def _step(self) -> None:
-        for layer, keys in zip(self._layers, self._keys):  # noqa: B905
+    def _forward(self) -> None:
+        for layer, keys in self._layers:
             asked_at = time.monotonic()
             for key in keys:
                 self._store.weights[key].wait_to_read()
             self._clock.waited(asked_at)
             self._clock.occupy(layer["forward_s"])
-        for layer, keys in reversed(list(zip(self._layers, self._keys))):  # noqa: B905
+
+    def _backward(self) -> None:
+        for layer, keys in reversed(self._layers):
             self._clock.occupy(layer["backward_s"])
             for key in keys:
                 self._store.synchronise(key)
@@ -140,9 +145,9 @@ class Worker:
 
 
 def give_up(why: str) -> None:
-    sys.stderr.write("\n%s\n" % why)
+    sys.stderr.write(f"\n{why}\n")
     sys.stderr.flush()
-    os._exit(UNUSABLE)  # at once: MXNet's exit handlers wait for the other nodes
+    os._exit(UNUSABLE)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -158,7 +163,7 @@ def import_mxnet() -> Any:
         import mxnet  # type: ignore[import-not-found]
     except (ImportError, AttributeError, OSError) as error:
         # AttributeError: numpy's that 1.24 took away; OSError: a library that is not there
-        give_up("%s: %s" % (type(error).__name__, error))
+        give_up(f"{type(error).__name__}: {error}")
     return mxnet
 
 
@@ -169,19 +174,21 @@ def work() -> None:
     task = json.loads(sys.stdin.readline())
     mxnet = import_mxnet()
     worker = Worker(mxnet, task)
-    versions = {"mxnet": mxnet.__version__, "mxnet's numpy": sys.modules["numpy"].__version__}
-    answers.write(json.dumps({"kind": "ready", "versions": versions}) + "\n")
+    answers.write(json.dumps({"kind": "ready", "version": mxnet.__version__}) + "\n")
     answers.flush()
     for line in sys.stdin:
         block = worker.block(int(line.split()[1]))
         answers.write(json.dumps(dict(block, kind="block")) + "\n")
         answers.flush()
-    os._exit(0)  # P3's own shutdown hangs now and then
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    if os.environ["DMLC_ROLE"] == "worker":
-        work()
-    else:
-        import_mxnet()
+    try:
+        if os.environ["DMLC_ROLE"] == "worker":
+            work()
+        else:
+            import_mxnet()
+    except Exception:
+        traceback.print_exc()
+    os._exit(1)  # at once: MXNet's exit handlers wait for the other nodes

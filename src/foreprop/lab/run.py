@@ -20,6 +20,7 @@ from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.cluster import Cluster
+from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
 from foreprop.lab.setting import BUCKET_BYTES, DDP, DDP_TUNED, MXNET, LabSetting
@@ -50,12 +51,7 @@ class LabResult:
 
 def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabResult:
     """Measure all systems of the setting in one cluster, their steps interleaved."""
-    network = Network(
-        nodes=setting.nodes,
-        rate_bits_per_s=setting.rate,
-        shape_ingress=setting.shape_ingress,
-        buffer_scale=setting.scale,
-    )
+    network = _network(setting)
     notices: list[str] = []
     progress(f"{setting.nodes} nodes at {setting.rate / 1e6:.0f} Mbit/s")
     try:
@@ -70,6 +66,15 @@ def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabR
         run.measure()
         run.end()
     return LabResult(records=run.records(), samples=run.samples, notices=notices)
+
+
+def _network(setting: LabSetting) -> Network:
+    return Network(
+        nodes=setting.nodes,
+        rate_bits_per_s=setting.rate,
+        shape_ingress=setting.shape_ingress,
+        buffer_scale=setting.scale,
+    )
 
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
@@ -124,7 +129,7 @@ class _Run:
 
     def _best_bucket(self) -> int:
         """The bucket size with the shortest steps, each tried for a few."""
-        seconds = {}
+        seconds: dict[int, float] = {}
         for candidate in _CANDIDATE_BUCKETS_BYTES:
             size = self._setting.scaled(candidate)
             if seconds and size > 2 * limit.model_bytes(self._setting.layers):
@@ -254,6 +259,16 @@ def _build_system(
         join_process_group()
     if bucket_bytes is not None:
         return DdpSystem(setting, bucket_bytes=bucket_bytes)
+    if name in MXNET:
+        network = _network(setting)
+        return MxnetSystem(
+            setting,
+            name,
+            node=node,
+            address=network.address(node),
+            root_address=network.address(0),
+            port=_MXNET_PORT + MXNET.index(name),
+        )
     return PresetSystem(name, setting, paced=paced)
 
 

@@ -46,7 +46,7 @@ def _train(
     for _ in range(count):
         started, idle_before = clock.free_at, clock.idle_s
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         model.end_backward()
         optimizer.step()
         loss = forward(x).sum()

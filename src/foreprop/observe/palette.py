@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_LIGHT = ("#33267d", "#2a5cab", "#1a84a2", "#2a9a77", "#76a83c", "#cda425")
-_DARK = ("#7f76e8", "#5a97ee", "#43b4d6", "#4dcda6", "#a5da62", "#f3d469")
+LIGHT_RAMP = ("#33267d", "#2a5cab", "#1a84a2", "#2a9a77", "#76a83c", "#cda425")
+DARK_RAMP = ("#7f76e8", "#5a97ee", "#43b4d6", "#4dcda6", "#a5da62", "#f3d469")
 _INK = {"dark": "#14161a", "bright": "#ffffff"}
 
 _Rgb = tuple[float, float, float]
@@ -22,7 +22,7 @@ def palette_css(layer_indices: Iterable[int]) -> str:
         f".c{i}{{fill:var(--l{i});color:var(--l{i})}}.t{i}{{fill:var(--t{i});stroke:var(--l{i})}}\n"
         for i in indices
     )
-    light, dark = _variables(indices, _LIGHT), _variables(indices, _DARK)
+    light, dark = _variables(indices, LIGHT_RAMP), _variables(indices, DARK_RAMP)
     return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"
 
 

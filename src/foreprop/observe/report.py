@@ -7,14 +7,12 @@ was measured, then the timeline that shows why, then what exactly was run.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from foreprop.errors import ConfigError
+from foreprop.observe.document import render_document, write_document
 from foreprop.observe.markup import ABSENT, TIMES, milliseconds, percent, rate, size, tag, text
 from foreprop.observe.palette import palette_css
 from foreprop.observe.timeline import Timeline
@@ -31,8 +29,6 @@ _SUBJECT = "p3"
 _BASELINE = "kvstore"
 _NO_DIFFERENCE = 0.02
 """A ratio closer to 1 than this is not called a win or a loss."""
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 _HOW_TO_READ = (
     "Time runs from left to right, on the same scale in every panel; a colour is a layer, from "
@@ -101,45 +97,21 @@ def write_report(
     timelines: Sequence[Timeline],
 ) -> None:
     """Write the report to `path`, which either keeps its old content or has the whole new one."""
-    page = render_report(context, runs, timelines)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_document(path, render_report(context, runs, timelines))
 
 
 def render_report(
     context: ReportContext, runs: Sequence[RunSummary], timelines: Sequence[Timeline]
 ) -> str:
     """The whole page. The fastest way to a different look is report.css beside this file."""
-    body = tag(
-        "main",
+    body = (
         _header(context, runs)
         + _results(runs)
-        + _timelines(timelines)
+        + tag("section", tag("h2", "What one worker did") + timeline_block(timelines))
         + tag("section", tag("h2", "How to read this") + tag("p", text(_HOW_TO_READ)))
-        + _what_was_run(context, runs),
+        + _what_was_run(context, runs)
     )
-    styles = _asset("report.css") + palette_css(layer_names(timelines))
-    head = (
-        '<meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{text(context.title)}</title><style>{styles}</style>"
-    )
-    script = f"<script>{_asset('report.js')}</script>"
-    content = tag("head", head) + "\n" + tag("body", body + script)
-    return "<!doctype html>\n" + tag("html", content, lang="en") + "\n"
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return render_document(context.title, body, styles=palette_css(layer_names(timelines)))
 
 
 def headline(runs: Sequence[RunSummary]) -> str:
@@ -309,22 +281,20 @@ def _listing(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def _timelines(timelines: Sequence[Timeline]) -> str:
-    title = tag("h2", "What one worker did")
+def timeline_block(timelines: Sequence[Timeline]) -> str:
+    """The timelines' pictures, one below the other, with their legend; needs `palette_css`."""
     panels = plan_panels(timelines)
     if not panels:
-        return tag("section", title + tag("p", "No timeline was recorded."))
+        return tag("p", "No timeline was recorded.")
     figures = "".join(_figure(panel) for panel in panels)
-    return tag(
-        "section",
-        title
-        + tag(
+    return (
+        tag(
             "p",
             "Consecutive steps of one worker under each preset, on one time scale. "
             + tag("span", "Swipe the picture sideways to see all of it.", class_="hint"),
         )
         + _legend(timelines)
-        + tag("div", figures, class_="scroll timeline", tabindex=0),
+        + tag("div", figures, class_="scroll timeline", tabindex=0)
     )
 
 

@@ -1,0 +1,235 @@
+"""What is measured for each figure, and about how long that takes: nothing here runs anything."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab import limit
+from foreprop.lab.profile import load_profile
+from foreprop.lab.setting import DDP, DDP_TUNED, MXNET, SLICE_ELEMS, LabSetting
+
+BANDWIDTH, UTILISATION, NODES, SLICE_SIZE, TIMELINE = FIGURES = (1, 2, 3, 4, 5)
+
+SCALE = 16
+FIXED_RATE_NODES = 4
+"""The number of nodes at which the figure over nodes has balance 1."""
+
+_MXNET_MODELS = ("resnet50", "vgg19")
+_TYPICAL = {"p3": 1.05, "slicing": 1.2, "kvstore": 1.4, DDP: 1.35, DDP_TUNED: 1.25}
+_TYPICAL_OTHER = 1.4
+"""A system's step / limit, roughly: only for the estimate of how long all takes."""
+_TUNING_STEPS = 28  # that ddp-tuned spends on finding its bucket size
+_EXTRA_STEPS = 3  # beside iterations and warm-up: the ones discarded
+_START_CPU_S = 2.0  # to start one process
+_SLICE_CPU_S = 170e-6  # of one node's worker and server, for each slice of a step
+_FEW_ITERATIONS_BELOW_ELEMS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is measured. Compute in seconds per step: less of it makes the CPUs the limit."""
+
+    compute_s: Mapping[str, float]
+    balances: Mapping[float, int]
+    """Iterations by balance, figure 1."""
+    tuned_balances: Collection[float]
+    """Where ddp-tuned, which first tries many bucket sizes, is measured too."""
+    warm_up: int
+    traced_iterations: int
+    nodes: Mapping[int, int]
+    """Iterations by number of nodes, figure 3."""
+    nodes_compute_s: float
+    slice_models: tuple[str, ...]
+    slice_sizes_elems: tuple[int, ...]
+    slice_iterations: int
+
+
+FULL = Effort(
+    compute_s={"resnet50": 1.0, "inceptionv3": 1.0, "vgg19": 2.0, "sockeye": 1.0},
+    balances={0.5: 20, 0.75: 5, 1.0: 20, 1.5: 5, 2.0: 20},
+    tuned_balances=(0.5, 1.0, 2.0),
+    warm_up=3,
+    traced_iterations=5,
+    nodes={2: 10, 4: 10, 8: 10, 16: 5},
+    nodes_compute_s=2.0,
+    slice_models=("resnet50", "vgg19", "sockeye"),
+    slice_sizes_elems=(1_000, 10_000, 50_000, 200_000, 1_000_000, 10_000_000),
+    slice_iterations=5,
+)
+QUICK = Effort(
+    compute_s={"resnet50": 0.5, "inceptionv3": 0.5, "vgg19": 2.0, "sockeye": 0.5},
+    balances={0.5: 3, 1.0: 4},
+    tuned_balances=(),
+    warm_up=2,
+    traced_iterations=4,
+    nodes={2: 3, 4: 3, 8: 3},
+    nodes_compute_s=1.0,
+    slice_models=("resnet50",),
+    slice_sizes_elems=(5_000, 50_000, 1_000_000),
+    slice_iterations=3,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One run of the lab, for one figure or several."""
+
+    figures: tuple[int, ...]
+    setting: LabSetting
+
+    @property
+    def key(self) -> str:
+        """A file name that differs for whatever would be measured differently."""
+        setting = self.setting
+        described = {
+            "arrays": setting.profile.arrays,
+            "systems": setting.systems,
+            "nodes": setting.nodes,
+            "scale": setting.scale,
+            "compute_s": setting.compute_s,
+            "rate_bits_per_s": round(setting.rate),
+            "iterations": setting.iterations,
+            "warm_up": setting.warm_up,
+            "slice_elems": setting.slice_elems,
+            "shape_ingress": setting.shape_ingress,
+            "traced": setting.trace is not None,
+            "sampled": setting.sample_network,
+        }
+        digest = hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:12]
+        return f"{setting.profile.name}-{setting.nodes}-nodes-{digest}"
+
+    @property
+    def title(self) -> str:
+        setting = self.setting
+        words = [setting.profile.name, f"{setting.nodes} nodes", f"{setting.rate / 1e6:.0f} Mbit/s"]
+        if setting.slice_elems != SLICE_ELEMS:
+            words.append(f"slices of {setting.slice_elems:,}")
+        return ", ".join(words)
+
+    def expected_s(self, *, cores: int | None = None) -> float:
+        """Seconds that it takes, very roughly."""
+        setting, cores = self.setting, cores or os.cpu_count() or 1
+        processes = setting.nodes * (1 + sum(name in PRESETS for name in setting.systems))
+        steps_s = sum(self._steps(name) * self._step_s(name, cores) for name in setting.systems)
+        return processes * _START_CPU_S / cores + steps_s
+
+    def _steps(self, system: str) -> int:
+        tuning = _TUNING_STEPS if system == DDP_TUNED else 0
+        return self.setting.warm_up + self.setting.iterations + _EXTRA_STEPS + tuning
+
+    def _step_s(self, system: str, cores: int) -> float:
+        setting = self.setting
+        slices = sum(
+            math.ceil(math.prod(array.shape) / setting.slice_elems)
+            for array in setting.profile.arrays
+        )
+        busy_s = slices * setting.nodes * _SLICE_CPU_S / cores if system in PRESETS else 0.0
+        return max(setting.limit_s * _TYPICAL.get(system, _TYPICAL_OTHER), busy_s)
+
+
+def plan_measurements(
+    effort: Effort,
+    *,
+    traces: Path,
+    only: Collection[int] = FIGURES,
+    iterations: int | None = None,
+    mxnet_python: Path | None = None,
+) -> list[Measurement]:
+    """All that the figures in ``only`` need, in the order of the figures.
+
+    ``iterations`` replaces every number of iterations. Raises `ConfigError` for figures that
+    there are not.
+    """
+    unknown = sorted(set(only) - set(FIGURES))
+    if unknown or not only:
+        raise ConfigError(f"only is {sorted(only)}; there are the figures 1 to {max(FIGURES)}")
+    planner = _Planner(effort, traces, iterations, mxnet_python)
+    return [m for m in planner.all() if set(m.figures) & set(only)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    effort: Effort
+    traces: Path
+    iterations: int | None
+    mxnet_python: Path | None
+
+    def all(self) -> Iterator[Measurement]:
+        yield from self.bandwidth()
+        yield self.two_steps()
+        yield from self.nodes()
+        yield from self.slice_sizes()
+
+    def bandwidth(self) -> Iterator[Measurement]:
+        for model, compute_s in self.effort.compute_s.items():
+            for balance, iterations in self.effort.balances.items():
+                tuned = (DDP_TUNED,) if balance in self.effort.tuned_balances else ()
+                mxnet = MXNET if self.mxnet_python and model in _MXNET_MODELS else ()
+                setting = LabSetting(
+                    profile=load_profile(model),
+                    systems=("kvstore", "slicing", "p3", DDP, *tuned, *mxnet),
+                    scale=SCALE,
+                    compute_s=compute_s,
+                    balance=balance,
+                    iterations=self.iterations or iterations,
+                    warm_up=self.effort.warm_up,
+                    mxnet_python=self.mxnet_python if mxnet else None,
+                )
+                yield Measurement(figures=(BANDWIDTH,), setting=setting)
+
+    def two_steps(self) -> Measurement:
+        setting = LabSetting(
+            profile=load_profile("vgg19"),
+            systems=("kvstore", "p3"),
+            scale=SCALE,
+            compute_s=self.effort.compute_s["vgg19"],
+            balance=1.0,
+            iterations=self.iterations or self.effort.traced_iterations,
+            warm_up=self.effort.warm_up,
+            trace=self.traces,
+            sample_network=True,
+        )
+        return Measurement(figures=(UTILISATION, TIMELINE), setting=setting)
+
+    def nodes(self) -> Iterator[Measurement]:
+        profile, compute_s = load_profile("resnet50"), self.effort.nodes_compute_s
+        layers = profile.layers(scale=SCALE, compute_s=compute_s)
+        rate = limit.rate_for_balance(layers, nodes=FIXED_RATE_NODES, balance=1.0)
+        for nodes, iterations in self.effort.nodes.items():
+            setting = LabSetting(
+                profile=profile,
+                systems=("kvstore", "p3", DDP),
+                nodes=nodes,
+                scale=SCALE,
+                compute_s=compute_s,
+                rate_bits_per_s=rate,
+                iterations=self.iterations or iterations,
+                warm_up=self.effort.warm_up,
+            )
+            yield Measurement(figures=(NODES,), setting=setting)
+
+    def slice_sizes(self) -> Iterator[Measurement]:
+        for model in self.effort.slice_models:
+            for size in self.effort.slice_sizes_elems:
+                # So many small slices keep the CPUs busy for long; a few steps show that too.
+                few = size < _FEW_ITERATIONS_BELOW_ELEMS
+                setting = LabSetting(
+                    profile=load_profile(model),
+                    systems=("p3",),
+                    scale=SCALE,
+                    compute_s=self.effort.compute_s[model],
+                    balance=1.0,
+                    iterations=self.iterations or (2 if few else self.effort.slice_iterations),
+                    warm_up=1 if few else self.effort.warm_up,
+                    slice_elems=size,
+                )
+                yield Measurement(figures=(SLICE_SIZE,), setting=setting)
