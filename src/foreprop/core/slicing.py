@@ -66,7 +66,7 @@ def plan_slices(
     elif partition.placement == "balanced":
         placed = list(zip(pieces, _balanced_servers(pieces, partition.servers), strict=True))
     else:
-        placed = [(piece, i % partition.servers) for i, piece in enumerate(pieces)]
+        placed = list(zip(pieces, _dealt_servers(pieces, partition.servers), strict=True))
     return tuple(
         Slice(index, piece.parameter, piece.start_elems, piece.stop_elems, server)
         for index, (piece, server) in enumerate(placed)
@@ -98,6 +98,21 @@ def _place_kvstore(pieces: Sequence[_Piece], partition: Partition) -> Iterator[t
             stop = piece.start_elems + elems * (server + 1) // servers
             if stop > start:
                 yield _Piece(piece.parameter, start, stop, (stop - start) * itemsize), server
+
+
+def _dealt_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
+    """In turn, by bytes: each piece to the server with the fewest so far.
+
+    Equal slices are dealt round robin (P3 section 4.2); counting small arrays like full slices
+    would leave the servers, and so their links, with unequal shares.
+    """
+    load_bytes = [0] * servers
+    chosen = []
+    for piece in pieces:
+        server = min(range(servers), key=lambda s: (load_bytes[s], s))
+        chosen.append(server)
+        load_bytes[server] += piece.size_bytes
+    return chosen
 
 
 def _balanced_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:

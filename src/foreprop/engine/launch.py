@@ -34,6 +34,8 @@ from foreprop.version import __version__
 
 DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
 _REPORT_S = 10.0
+_LEAST_WINDOW_BYTES = 8192
+"""Of a connection: below this the kernel would send every few segments by themselves."""
 _END_BY_ITSELF_S = 3.0
 """A server that has to end is given this long to tell the other workers why."""
 
@@ -393,6 +395,7 @@ class Connections:
             sock,
             unsent_bytes=self._config.unsent_bytes,
             timeout_s=self._config.step_timeout_s,
+            window_bytes=max(_LEAST_WINDOW_BYTES, self._config.push_window_bytes // self.servers),
             emulated=self.links is not None,
         )
         stream: Stream = SocketStream(sock, f"server {server}")

@@ -37,6 +37,13 @@ Work = Callable[[int, Connection, Any], None]
 """What a node runs: ``work(node, connection, argument)``, a module's function."""
 
 _RENDEZVOUS_PORT = 29400
+_ENVIRONMENT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of nodes without host names
+    # memory that is freed is kept: fetching it anew from the kernel in every step would take the
+    # emulated accelerators' host as long as computing
+    "MALLOC_MMAP_THRESHOLD_": "4000000000",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+}
 _END_S = 5.0
 
 
@@ -63,7 +70,7 @@ class Cluster:
             [sys.executable, "-m", "foreprop.lab.cluster", ",".join(map(str, descriptors))],
             pass_fds=descriptors,
             stdin=subprocess.PIPE,
-            env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},  # it warns of nodes without names
+            env=os.environ | _ENVIRONMENT,
         )
         for connection in (*theirs, their_report):
             connection.close()

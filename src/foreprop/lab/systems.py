@@ -15,7 +15,7 @@ from foreprop.lab.accelerator import EmulatedModel
 from foreprop.lab.setting import BIG_ARRAY_ELEMS, LabSetting
 from foreprop.training.parallelize import parallelize
 
-_UNSENT_BYTES = 131_072
+_DEFAULT = Config()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class PresetSystem:
             workers_per_node=1,
             slice_elems=setting.scaled(setting.slice_elems),
             big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
-            unsent_bytes=setting.scaled(_UNSENT_BYTES),
+            unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
+            push_window_bytes=setting.scaled(_DEFAULT.push_window_bytes),
             link_rate_bits_per_s=setting.rate if paced else None,
             trace=trace,
         )
