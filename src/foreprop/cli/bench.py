@@ -8,10 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.bench.emulated import EmulatedSetting, measure_emulated
 from foreprop.bench.overhead import measure_scheduling, measure_waiting
 from foreprop.bench.wire import measure_wire
-from foreprop.cli.presets import presets_from
 
 bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
 
@@ -39,45 +37,6 @@ def wire(
             f"{row.cpu_s_per_gb:.2f}",
             f"{100 * row.ratio:.0f} %",
         )
-    Console().print(shown)
-
-
-@bench.command("emulated")
-def emulated(
-    model: Annotated[str, typer.Option(help="Model whose array sizes are used.")] = "vgg19",
-    scale: Annotated[int, typer.Option(min=1, help="Divides every array's size.")] = 16,
-    workers: Annotated[int, typer.Option(min=2, help="Nodes: a worker and a server each.")] = 4,
-    compute_s: Annotated[float, typer.Option(min=0.01, help="Compute per step, seconds.")] = 2.0,
-    balance: Annotated[float, typer.Option(min=0.01, help="Wire time / compute time.")] = 1.0,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps per preset.")] = 10,
-    presets: Annotated[str, typer.Option(help="Separated by commas.")] = "p3,slicing,kvstore",
-) -> None:
-    """Whole steps: emulated accelerators, real everything else, over paced in-process links."""
-    setting = EmulatedSetting(
-        model=model,
-        scale=scale,
-        workers=workers,
-        compute_s=compute_s,
-        balance=balance,
-        steps=steps,
-        presets=presets_from(presets),
-    )
-    results = measure_emulated(setting)
-    shown = Table(
-        title=f"{model} / {scale}, {workers} nodes, {setting.rate_bits_per_s / 1e6:.0f} Mbit/s,"
-        f" compute {compute_s:g} s, limit {setting.limit_s:g} s"
-    )
-    for heading in ("preset", "s/step", "p10-p90", "of the limit", "waiting s/step"):
-        shown.add_column(heading, justify="right")
-    for result in results:
-        shown.add_row(
-            result.preset,
-            f"{result.step_s_median:.3f}",
-            f"{result.step_s_p10:.3f}-{result.step_s_p90:.3f}",
-            f"{result.over_limit:.3f}",
-            f"{result.waited_s:.3f}",
-        )
-    shown.caption = f"{100 * results[0].cpu_share:.0f} % of the CPUs were busy"
     Console().print(shown)
 
 

@@ -14,6 +14,7 @@ from foreprop import errors
 from foreprop.cli.bench import bench
 from foreprop.cli.config import config
 from foreprop.cli.demo import demo
+from foreprop.cli.lab import lab
 from foreprop.cli.server import server
 from foreprop.cli.trace import trace
 from foreprop.errors import ForepropError
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo)
 app.command("server")(server)
+app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
 app.command("config")(config)
 app.command("trace")(trace)

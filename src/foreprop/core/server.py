@@ -324,7 +324,8 @@ class ServerMachine:
 
     def _on_answer_ready(self, event: AnswerReady) -> list[ServerInstruction]:
         rank, kind, step, priority, slice_, token = event
-        self._lanes.push(rank, step, priority, SendFrame(rank, kind, step, slice_, priority, 0, token))
+        frame = SendFrame(rank, kind, step, slice_, priority, 0, token)
+        self._lanes.push(rank, step, priority, frame)
         return self._departures()
 
     def _on_worker_left(self, event: WorkerLeft) -> list[ServerInstruction]:

@@ -53,9 +53,7 @@ class Cluster:
     A context manager; leaving it ends every process. Raises `NetworkUnavailable`.
     """
 
-    def __init__(
-        self, work: Work, argument: Any, *, nodes: int, network: Network | None
-    ) -> None:
+    def __init__(self, work: Work, argument: Any, *, nodes: int, network: Network | None) -> None:
         self.connections: list[Connection] = []
         theirs: list[Connection] = []
         for _ in range(nodes):

@@ -1,4 +1,4 @@
-"""A model as the lab sees it: the sizes of its arrays and how long the device works on each layer."""
+"""A model as the lab sees it: its arrays' sizes, and the device's time for each layer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def _module(array: str) -> str:
 def profile_names() -> list[str]:
     """The models that come with the package."""
     folder = resources.files("foreprop.profiles")
-    return sorted(p.name.removesuffix(".json") for p in folder.iterdir() if p.name.endswith(".json"))
+    return sorted(
+        p.name.removesuffix(".json") for p in folder.iterdir() if p.name.endswith(".json")
+    )
 
 
 def load_profile(model: str) -> Profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,19 @@ SLICE_ELEMS = 50_000
 BIG_ARRAY_ELEMS = 1_000_000
 BUCKET_BYTES = 25 * 2**20
 """Unscaled sizes: slices (P3 section 5.7), KVStore's big arrays, DDP's buckets."""
+
+
+_SLICES_PER_S = 1000
+_USUAL_NODES = 4
+
+
+def usual_compute_s(profile: Profile, nodes: int) -> float:
+    """A step's compute that leaves two CPUs with time to spare for every node's work.
+
+    What they do per step grows with the slices (P3's 50,000 elements), whatever the scale.
+    """
+    slices = sum(-(-math.prod(array.shape) // SLICE_ELEMS) for array in profile.arrays)
+    return max(1.0, slices / _SLICES_PER_S) * max(1.0, nodes / _USUAL_NODES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

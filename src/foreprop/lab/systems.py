@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,10 @@ class System(Protocol):
 
 
 def _train(
-    model: EmulatedModel, forward: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, count: int
+    model: EmulatedModel,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    optimizer: Any,
+    count: int,
 ) -> Steps:
     """Steps from the end of a forward pass to the end of the next one."""
     clock = model.clock

@@ -1,0 +1,203 @@
+"""``foreprop lab``: a cluster in a box, real peers, the paper's figures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foreprop.errors import ConfigError
+from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
+from foreprop.lab.records import Record, write_records
+from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
+
+if TYPE_CHECKING:
+    from foreprop.lab.run import LabResult
+
+lab = typer.Typer(
+    help="Measure systems side by side on a cluster of network namespaces on this machine.",
+    no_args_is_help=True,
+)
+
+_MxnetPython = Annotated[
+    Path | None,
+    typer.Option(help="Python of an environment with mxnet==1.9.1 and numpy<1.24."),
+]
+
+
+@lab.command("run")
+def run(
+    model: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(profile_names())}; default vgg19.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A JSON file of arrays and FLOPs, instead of --model.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")] = 4,
+    balance: Annotated[
+        float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
+    ] = None,
+    rate_mbit: Annotated[
+        float | None, typer.Option(help="The links' rate in Mbit/s, instead of --balance.")
+    ] = None,
+    scale: Annotated[int, typer.Option(help="Divides every array, slice and bucket.")] = 16,
+    compute_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that the device computes per step; by default enough for 2 CPUs."
+        ),
+    ] = None,
+    systems: Annotated[
+        str, typer.Option(help=f"Separated by commas: {', '.join(SYSTEMS)}.")
+    ] = "p3,slicing,kvstore,ddp",
+    iterations: Annotated[int, typer.Option(help="Measured steps of each system.")] = 20,
+    slice_elems: Annotated[
+        int, typer.Option(help="Elements per slice of the unscaled model.")
+    ] = SLICE_ELEMS,
+    egress_only: Annotated[
+        bool, typer.Option("--egress-only", help="Shape only what nodes send, as the paper did.")
+    ] = False,
+    mxnet_python: _MxnetPython = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Folder for traces of the presets, for `foreprop trace`.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/lab"),
+) -> None:
+    """Measure several systems in one cluster, their steps interleaved; write results.json.
+
+    Nodes are network namespaces joined by links that the kernel shapes; accelerators are emulated;
+    autograd, optimizers and sockets are real. efficiency is the limit, which no schedule can beat,
+    over the median step.
+    """
+    run_lab = _import_run_lab()
+    chosen = _profile(model, profile)
+    setting = LabSetting(
+        profile=chosen,
+        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        nodes=nodes,
+        scale=scale,
+        compute_s=usual_compute_s(chosen, nodes) if compute_s is None else compute_s,
+        rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
+        balance=balance,
+        iterations=iterations,
+        slice_elems=slice_elems,
+        shape_ingress=not egress_only,
+        mxnet_python=mxnet_python,
+        trace=trace,
+    )
+    results = _writable(out) / "results.json"
+    console = Console()
+    with console.status("") as status:
+        result = run_lab(setting, progress=status.update)
+    for notice in result.notices:
+        console.print(f"Notice: {notice}", style="yellow", markup=False)
+    console.print(table(setting, result.records))
+    write_records(results, result.records)
+    console.print(f"Records: {results}", soft_wrap=True, markup=False)
+
+
+@lab.command("figures")
+def figures(
+    out: Annotated[Path, typer.Option(help="Folder for figures, data and the page.")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few points and steps: minutes instead of hours.")
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help="Numbers of the figures to make, separated by commas.")
+    ] = "1,2,3,4,5",
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Measured steps, instead of each figure's own.")
+    ] = None,
+    mxnet_python: _MxnetPython = None,
+) -> None:
+    """Run what the paper's figures need and draw them, each with its data, and a page of all.
+
+    Stopped and started again with the same options, it goes on where it was.
+    """
+    run_lab = _import_run_lab()
+    from foreprop.lab.figures import make_figures  # matplotlib takes a second to load
+
+    console = Console()
+    made = make_figures(
+        _writable(out),
+        quick=quick,
+        console=console,
+        measure=run_lab,
+        only=_numbers(only),
+        iterations=iterations,
+        mxnet_python=mxnet_python,
+        command=" ".join(["foreprop", *sys.argv[1:]]),
+    )
+    console.print(f"Page: {made.page}", soft_wrap=True, markup=False)
+    if made.failed:
+        raise typer.Exit(1)
+
+
+def _import_run_lab():  # type: ignore[no-untyped-def]
+    try:
+        from foreprop.lab.run import run_lab
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the lab needs {error.name}, which is not installed: pip install 'foreprop[lab]'"
+        ) from error
+    return run_lab
+
+
+def _profile(model: str | None, path: Path | None) -> Profile:
+    if path is None:
+        return load_profile(model or "vgg19")
+    if model is not None:
+        raise ConfigError(f"model is {model!r} and profile is {path}: give one of them")
+    return read_profile(path)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",") if number.strip())
+    except ValueError as error:
+        raise ConfigError(f"only is {text!r}; it must be numbers separated by commas") from error
+
+
+def _writable(folder: Path) -> Path:
+    """Be sure before the work that its outcome can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"out is {folder}, which cannot be written: {error.strerror}") from error
+    return folder
+
+
+def table(setting: LabSetting, records: list[Record]) -> Table:
+    first = records[0]
+    shown = Table(
+        title=f"{first.model} / {first.scale}, {first.nodes} nodes,"
+        f" {first.rate_bits_per_s / 1e6:.0f} Mbit/s (balance {first.balance:.2f}),"
+        f" compute {first.compute_s:.2f} s, limit {first.limit_s:.3f} s"
+    )
+    for heading in ("system", "s/step", "p10-p90", "efficiency", "waiting s", "CPU s/GB", "CPUs"):
+        shown.add_column(heading, justify="left" if heading == "system" else "right")
+    for record in records:
+        step = record.iteration_s
+        shown.add_row(
+            record.system,
+            f"{step.median:.3f}",
+            f"{step.p10:.3f}-{step.p90:.3f}",
+            "CPU-bound" if record.cpu_bound else f"{record.efficiency:.3f}",
+            f"{record.waiting_s:.3f}",
+            f"{record.cpu_s_per_gb:.1f}",
+            f"{100 * record.cpu_share:.0f} %",
+        )
+    if any(record.cpu_bound for record in records):
+        shown.caption = (
+            "CPU-bound: the processors were busy for over 80 % of the time, so that these steps say"
+            f" nothing about the network; take a larger --compute-s (now {setting.compute_s:g})"
+        )
+    return shown
