@@ -138,7 +138,7 @@ def figures(
         raise typer.Exit(1)
 
 
-def _import_run_lab():  # type: ignore[no-untyped-def]
+def _import_run_lab() -> Callable[..., LabResult]:
     try:
         from foreprop.lab.run import run_lab
     except ModuleNotFoundError as error:

@@ -37,7 +37,7 @@ class System(Protocol):
 def _train(
     model: EmulatedModel,
     forward: Callable[[torch.Tensor], torch.Tensor],
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     count: int,
 ) -> Steps:
     """Steps from the end of a forward pass to the end of the next one."""
