@@ -1,7 +1,7 @@
 """A whole cluster of state machines under one schedule: no threads, no clocks, no bytes.
 
 Workers and servers are joined by FIFO links, one per direction and pair. Whatever may happen next
-(a frame arrives, the link is free, an update ends, a worker computes on) is chosen by a seeded
+(a frame arrives, a link is free, an update ends, a worker computes on) is chosen by a seeded
 schedule. The values of a slice are the story of its updates, so that a stale or a torn read shows.
 """
 
@@ -80,26 +80,37 @@ class Setup:
 
 
 @dataclass
-class _Link:
-    """A machine's outgoing side, and what must leave it next (if that is to be checked)."""
+class _Links:
+    """A machine's links to its peers, and what must leave on each next (if that is checked)."""
 
     checked: bool
     by_priority: bool
     queues: dict[int, deque[tuple[SendFrame, Story]]]
-    busy_with: SendFrame | None = None
-    queued: list[tuple[tuple[int, int], int, int]] = field(default_factory=list)
+    busy_with: dict[int, SendFrame] = field(default_factory=dict)
+    most_busy: int = 0
+    """The largest number of links that had a frame in their hands at once."""
+    queued: dict[int, list[tuple[tuple[int, int], int]]] = field(default_factory=dict)
 
     def expect(self, step: int, priority: int, slice_: int, peer: int) -> None:
-        self.queued.append(((step, priority) if self.by_priority else (0, 0), slice_, peer))
+        key = (step, priority) if self.by_priority else (0, 0)
+        self.queued.setdefault(peer, []).append((key, slice_))
 
     def send(self, frame: SendFrame, story: Story) -> None:
-        assert self.busy_with is None, "two frames are in the hands of one link"
-        self.busy_with = frame
-        self.queues[frame.peer].append((frame, story))
+        peer = frame.peer
+        assert peer not in self.busy_with, "two frames are in the hands of one link"
+        self.busy_with[peer] = frame
+        self.most_busy = max(self.most_busy, len(self.busy_with))
+        self.queues[peer].append((frame, story))
         if self.checked:
-            first = min(self.queued, key=lambda entry: entry[0])  # the first of the equal ones
-            assert (frame.slice, frame.peer) == first[1:], f"{frame} overtook {first}"
-            self.queued.remove(first)
+            first = min(self.queued[peer], key=lambda entry: entry[0])  # of equal ones, the first
+            assert frame.slice == first[1], f"{frame} overtook {first}"
+            self.queued[peer].remove(first)
+
+    def check_none_waits_for_another(self) -> None:
+        """What is queued for a peer is behind a frame to that peer, never behind other peers'."""
+        idle = [peer for peer, entries in self.queued.items() if entries]
+        idle = [peer for peer in idle if peer not in self.busy_with]
+        assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
 
 
 class Cluster:
@@ -128,9 +139,9 @@ class Cluster:
             self._weights[name] = self._random.choice([0.02, 0.3, 1.0, 1.0, 5.0])
         return self._weights[name]
 
-    def link(self, peers: int) -> _Link:
+    def links(self, peers: int) -> _Links:
         queues: dict[int, deque[tuple[SendFrame, Story]]] = {i: deque() for i in range(peers)}
-        return _Link(self.setup.reply == "broadcast", self.setup.order == "priority", queues)
+        return _Links(self.setup.reply == "broadcast", self.setup.order == "priority", queues)
 
     def slices_of(self, parameter: int) -> list[Slice]:
         return [piece for piece in self.slices if piece.parameter == parameter]
@@ -152,7 +163,7 @@ class _Worker:
             order=setup.order,
             reply=setup.reply,
         )
-        self._link = cluster.link(setup.partition.servers)
+        self.links = cluster.links(setup.partition.servers)
         self._program = deque(self._plan())
         self._said_goodbye = False
         if rank != 0:  # before the servers know us: values may come at once
@@ -179,9 +190,9 @@ class _Worker:
     def actions(self) -> Iterator[Action]:
         if self._program and self._can_go_on():
             yield f"compute {self.rank}", self._compute
-        if self._link.busy_with is not None:
-            yield f"worker {self.rank} sends", self._sent
-        for server, queue in self._link.queues.items():
+        for peer in self.links.busy_with:
+            yield f"worker {self.rank} sends to {peer}", lambda p=peer: self._sent(p)
+        for server, queue in self.links.queues.items():
             if queue:
                 yield f"{self.rank} to {server}", lambda s=server, q=queue: self._arrive(s, q)
 
@@ -207,11 +218,11 @@ class _Worker:
     def _expect(self, pieces: Sequence[Slice], step: int) -> None:
         for piece in pieces:
             priority = self._machine.priority_of(piece.parameter)
-            self._link.expect(step, priority, piece.number, piece.server)
+            self.links.expect(step, priority, piece.number, piece.server)
 
-    def _sent(self) -> None:
-        self._link.busy_with = None
-        self._do(self._machine.handle(FrameSent()))
+    def _sent(self, server: int) -> None:
+        del self.links.busy_with[server]
+        self._do(self._machine.handle(FrameSent(server)))
 
     def _arrive(self, server: int, queue: deque[tuple[SendFrame, Story]]) -> None:
         frame, story = queue.popleft()
@@ -231,15 +242,17 @@ class _Worker:
     def _do(self, instructions: Sequence[object]) -> None:
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
-                self._link.send(instruction, self.stories[instruction.slice])
+                self.links.send(instruction, self.stories[instruction.slice])
             elif isinstance(instruction, CompleteParameter):
                 self.completed[instruction.parameter].append(instruction.step)
             elif isinstance(instruction, Finish) and not self._said_goodbye:
                 assert not self._program
                 assert not self._machine.queue_depth
                 self._said_goodbye = True
-                for server, queue in self._link.queues.items():
+                assert not self.links.busy_with
+                for server, queue in self.links.queues.items():
                     queue.append((SendFrame(server, Kind.BYE, 0, 0, 0, 0, -1), ()))
+        self.links.check_none_waits_for_another()
 
     def describe(self) -> str:
         waits = [p for p in self._cluster.setup.forward if not self._machine.is_complete(p)]
@@ -261,16 +274,16 @@ class _Server:
             reply=setup.reply,
             names=[f"p{i}" for i in range(len(setup.sizes_elems))],
         )
-        self._link = cluster.link(setup.workers)
+        self.links = cluster.links(setup.workers)
         self._updating: UpdateSlice | None = None
         self._priorities: dict[tuple[int, int], int] = {}
 
     def actions(self) -> Iterator[Action]:
         if self._updating is not None:
             yield f"update {self._index}", self._updated
-        if self._link.busy_with is not None:
-            yield f"server {self._index} sends", self._sent
-        for rank, queue in self._link.queues.items():
+        for peer in self.links.busy_with:
+            yield f"server {self._index} sends to {peer}", lambda p=peer: self._sent(p)
+        for rank, queue in self.links.queues.items():
             if queue:
                 yield f"{self._index} back to {rank}", lambda r=rank, q=queue: self._arrive(r, q)
 
@@ -293,11 +306,9 @@ class _Server:
         self._do(self._machine.handle(event))
 
     def _expect(self, key: tuple[int, int], without: int = -1) -> None:
-        workers = self._cluster.setup.workers
-        for i in range(workers):
-            rank = (self._index + i) % workers
+        for rank in range(self._cluster.setup.workers):
             if rank != without:
-                self._link.expect(key[1], self._priorities[key], key[0], rank)
+                self.links.expect(key[1], self._priorities[key], key[0], rank)
 
     def _updated(self) -> None:
         update, self._updating = self._updating, None
@@ -307,18 +318,16 @@ class _Server:
         self._expect((update.slice, update.step))
         self._do(self._machine.handle(UpdateFinished()))
 
-    def _sent(self) -> None:
-        frame = self._link.busy_with
-        assert frame is not None
-        queue = self._link.queues[frame.peer]
+    def _sent(self, rank: int) -> None:
+        frame = self.links.busy_with.pop(rank)
+        queue = self.links.queues[rank]
         if queue and queue[-1][0] is frame:  # otherwise it has arrived, and all bytes were read
             self._check_untouched(*queue[-1])
-        self._link.busy_with = None
-        self._do(self._machine.handle(FrameSent()))
+        self._do(self._machine.handle(FrameSent(rank)))
 
     def _arrive(self, rank: int, queue: deque[tuple[SendFrame, Story]]) -> None:
         frame, story = queue.popleft()
-        if self._link.busy_with is frame:
+        if self.links.busy_with.get(rank) is frame:
             self._check_untouched(frame, story)
         self._cluster.workers[rank].receive(self._index, frame, story)
 
@@ -328,7 +337,7 @@ class _Server:
     def _do(self, instructions: Sequence[object]) -> None:
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
-                self._link.send(instruction, self.stories[instruction.slice])
+                self.links.send(instruction, self.stories[instruction.slice])
             elif isinstance(instruction, UpdateSlice):
                 assert self._updating is None, "two updates at once"
                 assert instruction.ranks == tuple(sorted(instruction.ranks))
@@ -338,3 +347,4 @@ class _Server:
                 self.finished = True
             else:
                 assert isinstance(instruction, InstallValue), instruction
+        self.links.check_none_waits_for_another()

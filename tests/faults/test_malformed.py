@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -232,8 +233,9 @@ def test_a_failure_is_understood_before_the_session_has_started() -> None:
         running.wait()
 
 
-def test_the_status_passes_a_reply_that_is_stuck() -> None:
-    """Rank 1 does not read, and the server is in the middle of a reply to it."""
+@contextlib.contextmanager
+def stuck() -> Iterator[tuple[Client, Client]]:
+    """Ranks 0 and 1; rank 1 does not read, and the server is in the middle of a reply to it."""
     with session(joined=False) as running:
         manifest = manifest_of()
         big = msgspec.structs.replace(manifest.parameters[0], shape=(3_000_000,))
@@ -249,12 +251,30 @@ def test_the_status_passes_a_reply_that_is_stuck() -> None:
         for slice_, size in enumerate((12_000_000, 24)):
             zero.send(Kind.VALUE, bytes(size), slice_=slice_)  # goes on to rank 1
         deadline = time.monotonic() + 10
-        text = b""
-        while b"it is sending to rank 1" not in text:
+        while b"it is sending to rank 1" not in (text := status_of(zero)):
             assert time.monotonic() < deadline, text
-            zero.send(Kind.STATUS_PULL, step=1, slice_=1)
-            text = zero.expect(Kind.STATUS_REPLY)
-        assert text.startswith(b"b waits for the push of ranks 0, 1")
+        yield zero, one
+
+
+def status_of(client: Client) -> bytes:
+    client.send(Kind.STATUS_PULL, step=1, slice_=1)
+    return client.expect(Kind.STATUS_REPLY)
+
+
+def test_the_status_passes_a_reply_that_is_stuck() -> None:
+    with stuck() as (zero, _):
+        assert status_of(zero).startswith(b"b waits for the push of ranks 0, 1; it is sending to")
+
+
+def test_a_worker_that_does_not_read_holds_up_no_reply_to_another() -> None:
+    with stuck() as (zero, one):
+        for client in (zero, one):
+            client.send(Kind.HYPERPARAMETERS, msgspec.json.encode((GROUP,)), step=1)
+            client.send(Kind.PUSH, gradient(1.0), step=1, slice_=1)
+        assert zero.expect(Kind.REPLY) == gradient(-0.5)
+        text = status_of(zero)
+        assert text.startswith(b"b is updated; replies still queued for ranks [1")
+        assert text.endswith(b"it is sending to rank 1")
 
 
 # The worker's side.

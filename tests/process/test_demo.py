@@ -29,6 +29,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from foreprop.cli.main import main
 main()
 """
+# As on a machine that makes no namespaces.
+_FOREPROP_WITHOUT_LINKS = """
+import foreprop.demo.run as demo
+from foreprop.lab.network import NetworkUnavailable
+
+Cluster = demo.Cluster
+
+def cluster(*arguments, network, **others):
+    if network is not None:
+        raise NetworkUnavailable("no user namespace: Operation not permitted")
+    return Cluster(*arguments, network=network, **others)
+
+demo.Cluster = cluster
+"""
 _TIMEOUT_S = 100.0
 DEMO = ("demo", "--workers", "2", "--batch-size", "16", "--rate-mbit", "500")
 
@@ -44,10 +58,10 @@ def fashion_mnist() -> None:
         pytest.skip("Fashion-MNIST is not on this machine; `make demo` fetches it")
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """``foreprop ARGUMENTS`` in a folder and a process group of its own."""
+def start(folder: Path, *arguments: str, before: str = "") -> subprocess.Popen[str]:
+    """``foreprop ARGUMENTS`` in a folder and a process group of its own, after some Python."""
     return subprocess.Popen(
-        [sys.executable, "-c", _FOREPROP, *arguments],
+        [sys.executable, "-c", before + _FOREPROP, *arguments],
         cwd=folder,
         env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"},
         stdout=subprocess.PIPE,
@@ -57,9 +71,9 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(folder: Path, *arguments: str) -> tuple[str, str]:
+def run(folder: Path, *arguments: str, before: str = "") -> tuple[str, str]:
     """Standard output and error of a command that must succeed."""
-    with start(folder, *arguments) as process:
+    with start(folder, *arguments, before=before) as process:
         try:
             output, error = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -79,20 +93,45 @@ def row(output: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
-@pytest.mark.usefixtures("fashion_mnist")
-def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
-    report = tmp_path / "out" / "report.html"
-    output, _ = run(tmp_path, *DEMO, "--steps", "32", "--report", str(report))
+def check_presets(output: str, report: Path) -> None:
+    """What the demo shows of kvstore and p3, whatever the network."""
     digests = {row(output, preset)[-1] for preset in ("kvstore", "p3")}
     assert len(digests) == 1
     assert re.fullmatch("[0-9a-f]{16}", digests.pop())
-    assert "final weights identical, bit for bit" in output
     page = report.read_text()
     assert page.count("<svg") == 2
     assert all(f">{preset}<" in page for preset in ("kvstore", "p3"))
     for preset in ("kvstore", "p3"):
         assert len(list((report.parent / preset).glob("*.trace.json"))) == 4
-    assert not (tmp_path / "runs").exists()
+    assert not (report.parents[1] / "runs").exists()
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("fashion_mnist", "namespaces")
+def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
+    report = tmp_path / "out" / "report.html"
+    output, _ = run(tmp_path, *DEMO, "--steps", "32", "--report", str(report))
+    check_presets(output, report)
+    assert "its link shaped by the kernel" in output
+    assert "final weights identical among the presets, bit for bit" in output
+    ddp, p3 = row(output, "ddp"), row(output, "p3")
+    assert ddp[4] == "-"
+    assert float(ddp[5].rstrip(" %")) == pytest.approx(float(p3[5].rstrip(" %")), abs=2.0)
+    page = report.read_text()
+    assert ">ddp<" in page
+    assert "shaped by the kernel (tbf)" in page
+
+
+@pytest.mark.usefixtures("fashion_mnist")
+def test_without_namespaces_the_demo_paces_and_leaves_ddp_out(tmp_path: Path) -> None:
+    report = tmp_path / "out" / "report.html"
+    arguments = (*DEMO, "--steps", "32", "--report", str(report))
+    output, _ = run(tmp_path, *arguments, before=_FOREPROP_WITHOUT_LINKS)
+    check_presets(output, report)
+    assert "No links made by the kernel (no user namespace: Operation not permitted)" in output
+    assert "final weights identical, bit for bit" in output
+    assert not [line for line in output.splitlines() if line.startswith("│ ddp")]
+    assert ">ddp<" not in report.read_text()
 
 
 @pytest.mark.usefixtures("fashion_mnist")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import PRESETS
+from foreprop.core.sendqueue import SendLanes, SendQueue
 from foreprop.core.slicing import Partition
 from foreprop.core.worker import WorkerMachine
 from tests.simulator import Cluster, Setup
@@ -128,16 +129,46 @@ def test_the_simulator_notices_an_order_that_is_not_total(monkeypatch: pytest.Mo
     original = WorkerMachine._on_frame_sent
 
     def lifo(self: WorkerMachine, event: Any) -> Any:
-        items = self._queue.items()
-        while self._queue:
-            self._queue.pop()
+        queue = self._lanes._queues[event.peer]
+        items = queue.items()
+        while queue:
+            queue.pop()
         for i, frame in enumerate(reversed(items)):
-            self._queue.push(0, i, frame)
+            queue.push(0, i, frame)
         return original(self, event)
 
     monkeypatch.setattr(WorkerMachine, "_on_frame_sent", lifo)
     with pytest.raises(AssertionError, match="overtook"):
         check(example("p3"), 1)
+
+
+def test_the_simulator_notices_a_second_frame_to_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_busy(self: SendLanes[Any], peer: int, queue: SendQueue[Any]) -> Any:
+        return queue.pop()
+
+    monkeypatch.setattr(SendLanes, "_leave", never_busy)
+    with pytest.raises(AssertionError, match="two frames are in the hands of one link"):
+        check(example("p3"), 1)
+
+
+def test_the_simulator_notices_a_peer_that_holds_up_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = SendLanes.depart
+
+    def one_at_a_time(self: SendLanes[Any]) -> list[Any]:
+        return [] if self._busy else original(self)[:1]
+
+    monkeypatch.setattr(SendLanes, "depart", one_at_a_time)
+    with pytest.raises(AssertionError, match="idle while frames wait"):
+        check(example("p3"), 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_peer_of_a_machine_may_have_a_frame_under_way_at_once(preset: str) -> None:
+    clusters = [check(example(preset), seed) for seed in range(10)]
+    assert max(worker.links.most_busy for c in clusters for worker in c.workers) == 2  # servers
+    assert max(server.links.most_busy for c in clusters for server in c.servers) == 3  # workers
 
 
 def test_the_simulator_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

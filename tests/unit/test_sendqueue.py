@@ -1,4 +1,4 @@
-"""The queue is a stable sorted list; and the traps that its ancestors fell into."""
+"""A queue is a stable sorted list, the lanes one for each peer; and their ancestors' traps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreprop.core.sendqueue import Order, SendQueue
+from foreprop.core.sendqueue import Order, SendLanes, SendQueue
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
 from foreprop.core.worker import Closing, Finish, FrameSent, GradientReady, SendFrame, WorkerMachine
 
 PUSHES = st.tuples(st.integers(0, 3), st.integers(-1, 4))
 ACTIONS = st.lists(st.one_of(PUSHES, st.just("pop")), max_size=60)
+PEERS = st.integers(0, 3)
+LANE_ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), PEERS, st.integers(0, 3), st.integers(-1, 4)),
+        st.tuples(st.just("sent"), PEERS, st.just(0), st.just(0)),
+        st.just(("depart", 0, 0, 0)),
+    ),
+    max_size=80,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -39,6 +48,50 @@ def test_the_queue_equals_a_stable_sorted_list(
             model.sort(key=lambda entry: entry[0])  # Python's sort is stable
         assert len(queue) == len(model)
         assert queue.items() == [item for _, item in model]
+
+
+@settings(max_examples=300, deadline=None)
+@given(LANE_ACTIONS, st.sampled_from(["priority", "fifo"]))
+def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
+    actions: list[tuple[str, int, int, int]], order: Order
+) -> None:
+    lanes: SendLanes[tuple[int, int]] = SendLanes(order)
+    model: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    under_way: set[int] = set()
+
+    def expected(peers: list[int]) -> list[tuple[int, int]]:
+        """The heads that may leave; none may while another item is under way to its peer."""
+        leaving = [peer for peer in peers if model.get(peer) and peer not in under_way]
+        under_way.update(leaving)
+        return [model[peer].pop(0)[1] for peer in leaving]
+
+    for number, (action, peer, step, priority) in enumerate(actions):
+        if action == "push":
+            lanes.push(peer, step, priority, (peer, number))
+            queue = model.setdefault(peer, [])
+            queue.append(((0, 0) if order == "fifo" else (step, priority), (peer, number)))
+            queue.sort(key=lambda entry: entry[0])  # Python's sort is stable
+        elif action == "sent":
+            under_way.discard(peer)
+            assert lanes.sent(peer) == expected([peer])
+        else:
+            assert lanes.depart() == expected(list(model))
+            assert lanes.depart() == []
+        queued = [item for queue in model.values() for _, item in queue]
+        assert len(lanes) == len(queued)
+        assert lanes.items() == queued
+        assert lanes.idle == (not queued and not under_way)
+
+
+def test_lanes_do_not_wait_for_each_other() -> None:
+    lanes: SendLanes[str] = SendLanes()
+    for peer, item in [(0, "a"), (0, "b"), (1, "c"), (1, "d")]:
+        lanes.push(peer, 1, 0, item)
+    assert lanes.depart() == ["a", "c"]  # peer 0 never takes its own
+    assert [lanes.sent(1), lanes.sent(1), lanes.depart()] == [["d"], [], []]
+    lanes.push(1, 1, 9, "e")
+    assert lanes.depart() == ["e"]
+    assert lanes.items() == ["b"]
 
 
 def test_fifo_ignores_steps_and_priorities() -> None:
@@ -89,7 +142,7 @@ def test_ps_lites_stop_message_overtakes_and_our_shutdown_does_not() -> None:
     machine = WorkerMachine(slices, parameters=3, order="priority", reply="broadcast")
     sent = machine.handle(GradientReady(2, 1)) + machine.handle(GradientReady(1, 1))
     sent += machine.handle(Closing())
-    while (last := machine.handle(FrameSent())) != [Finish()]:
+    while (last := machine.handle(FrameSent(0))) != [Finish()]:
         sent += last
     assert [f.slice for f in sent if isinstance(f, SendFrame) and f.kind == Kind.PUSH] == [2, 1]
 
@@ -100,4 +153,5 @@ def test_byteps_lets_a_small_task_pass_a_large_urgent_one_and_this_queue_does_no
     queue.push(1, 3, ("small, late", 10))
     queue.push(1, 0, ("large, urgent", 10**9))
     assert queue.pop() == ("large, urgent", 10**9)
-    assert not [name for name in dir(queue) if name in {"remove", "peek", "pop_if", "requeue"}]
+    for kind in (SendQueue, SendLanes):
+        assert not {"remove", "peek", "pop_if", "requeue"} & set(dir(kind))

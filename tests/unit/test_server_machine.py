@@ -57,9 +57,11 @@ def handle_all(machine: ServerMachine, events: Iterable[object]) -> list[object]
 
 
 def drain(machine: ServerMachine) -> list[object]:
+    """Everything that leaves while nothing else happens, rank by rank; then all are idle."""
     out: list[object] = []
-    while instructions := machine.handle(FrameSent()):
-        out += instructions
+    for rank in range(machine._workers):
+        while instructions := machine.handle(FrameSent(rank)):
+            out += instructions
     return out
 
 
@@ -77,8 +79,8 @@ def state_of(machine: ServerMachine) -> str:
         slice_: [getattr(state, name) for name in state.__slots__]
         for slice_, state in machine._states.items()
     }
-    queues = (machine._updates.items(), machine._queue.items())
-    return repr((slices, queues, machine._updating, machine._link_busy, machine._left))
+    queues = (machine._updates.items(), machine._lanes.items())
+    return repr((slices, queues, machine._updating, machine._lanes._busy, machine._left))
 
 
 def test_a_slice_is_updated_once_every_worker_has_pushed_it() -> None:
@@ -88,19 +90,8 @@ def test_a_slice_is_updated_once_every_worker_has_pushed_it() -> None:
     assert machine.incomplete() == [(0, 1)]
     assert machine.handle(push(1, 0)) == [UpdateSlice(0, 1, (0, 1, 2))]  # ranks ascending
     assert machine.incomplete() == []
-    assert machine.handle(UpdateFinished()) == [reply(0, 0)]
-    assert drain(machine) == [reply(1, 0), reply(2, 0)]
-
-
-def test_broadcasts_start_at_another_rank_on_each_server() -> None:
-    slices = [Slice(0, 0, 0, 1, 2)]
-    machine = ServerMachine(
-        slices, index=2, workers=4, order="priority", reply="broadcast", names=["a"]
-    )
-    for rank in range(4):
-        machine.handle(push(rank, 0))
-    replies = machine.handle(UpdateFinished()) + drain(machine)
-    assert replies == [reply(rank, 0) for rank in (2, 3, 0, 1)]
+    assert machine.handle(UpdateFinished()) == [reply(0, 0), reply(1, 0), reply(2, 0)]
+    assert drain(machine) == []
 
 
 def test_replies_carry_the_pushes_priority_back() -> None:
@@ -117,10 +108,25 @@ def test_priority_overtakes_in_the_update_queue_but_not_the_update_under_way() -
     events = [push(rank, slice_) for slice_ in (3, 2, 0) for rank in (0, 1)]
     assert handle_all(machine, events) == [UpdateSlice(3, 1, (0, 1))]
     assert machine.update_depth == 2
-    assert machine.handle(UpdateFinished()) == [reply(0, 3), UpdateSlice(0, 1, (0, 1))]
+    replies: list[object] = [reply(0, 3), reply(1, 3)]
+    assert machine.handle(UpdateFinished()) == [*replies, UpdateSlice(0, 1, (0, 1))]
     assert machine.handle(UpdateFinished()) == [UpdateSlice(2, 1, (0, 1))]
     assert machine.handle(UpdateFinished()) == []
-    expected = [(0, 0), (1, 0), (0, 2), (1, 2), (1, 3)]  # replies overtake too
+    expected = [(0, 0), (0, 2), (1, 0), (1, 2)]
+    assert drain(machine) == [reply(rank, slice_) for rank, slice_ in expected]
+
+
+def test_replies_overtake_too_on_the_way_to_each_worker() -> None:
+    machine = make()
+    status = [AnswerReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5) for rank in (0, 1)]
+    assert len(handle_all(machine, status)) == 2  # under way to both
+    for slice_ in (3, 2):
+        handle_all(machine, [push(rank, slice_) for rank in (0, 1)])
+        assert machine.handle(UpdateFinished()) == []
+    assert machine.handle(FrameSent(1)) == [reply(1, 2)]
+    handle_all(machine, [push(rank, 0) for rank in (0, 1)])
+    assert machine.handle(UpdateFinished()) == []
+    expected = [(0, 0), (0, 2), (0, 3), (1, 0), (1, 3)]
     assert drain(machine) == [reply(rank, slice_) for rank, slice_ in expected]
 
 
@@ -130,7 +136,7 @@ def test_fifo_updates_and_replies_in_the_order_of_arrival() -> None:
     done += handle_all(machine, [UpdateFinished()] * 3) + drain(machine)
     assert [u.slice for u in done if isinstance(u, UpdateSlice)] == [3, 2, 0]
     frames = [(f.peer, f.slice) for f in done if isinstance(f, SendFrame)]
-    assert frames == [(0, 3), (1, 3), (0, 2), (1, 2), (0, 0), (1, 0)]
+    assert frames == [(0, 3), (1, 3), (0, 2), (0, 0), (1, 2), (1, 0)]
 
 
 def test_an_earlier_step_is_updated_before_a_more_urgent_slice_of_the_next() -> None:
@@ -142,23 +148,40 @@ def test_an_earlier_step_is_updated_before_a_more_urgent_slice_of_the_next() -> 
     assert updates == [UpdateSlice(3, 1, (0,)), UpdateSlice(0, 2, (0,))]
 
 
-def test_one_frame_is_in_flight() -> None:
+def test_one_frame_to_each_worker_is_in_flight() -> None:
     machine = make()
     update(machine, 0)
     handle_all(machine, [push(0, 2), push(1, 2)])
-    assert machine.handle(UpdateFinished()) == [reply(0, 2)]
-    assert machine.sending_to == {1}
-    assert machine.handle(AnswerReady(0, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5)) == []
-    status = SendFrame(0, Kind.STATUS_REPLY, 1, 2, CONTROL_PRIORITY, 0, 5)
-    assert drain(machine) == [status, reply(1, 2)]
+    assert machine.handle(UpdateFinished()) == [reply(0, 2), reply(1, 2)]
+    assert (machine.sending_to, machine.queue_depth) == (set(), 0)
+    asked = [AnswerReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, rank) for rank in (0, 1)]
+    status = [
+        SendFrame(rank, Kind.STATUS_REPLY, 1, 2, CONTROL_PRIORITY, 0, rank) for rank in (0, 1)
+    ]
+    assert handle_all(machine, asked) == []
+    assert (machine.sending_to, machine.queue_depth) == ({0, 1}, 2)
+    assert drain(machine) == status
+
+
+def test_a_worker_that_does_not_read_holds_up_nobody_else() -> None:
+    machine = make()
+    for slice_ in (3, 2, 0):
+        handle_all(machine, [push(rank, slice_) for rank in (0, 1)])
+    frames = handle_all(machine, [UpdateFinished()] * 3)
+    assert [f for f in frames if isinstance(f, SendFrame)] == [reply(0, 3), reply(1, 3)]
+    assert machine.handle(FrameSent(1)) == [reply(1, 0)]  # rank 0 never takes its frame
+    assert machine.handle(FrameSent(1)) == [reply(1, 2)]
+    assert machine.handle(FrameSent(1)) == []
+    assert machine.sending_to == {0}
+    assert drain(machine) == [reply(0, 0), reply(0, 2)]
 
 
 def test_kvstore_notifies_and_answers_pulls() -> None:
     machine = make("fifo", "notify")
     assert update(machine, 0) == [frame(Kind.NOTIFY, 0, 0), frame(Kind.NOTIFY, 1, 0)]
     assert machine.handle(PullArrived(1, 0, 1, 0)) == [reply(1, 0)]
-    assert machine.handle(PullArrived(0, 0, 1, 0)) == []
-    assert drain(machine) == [reply(0, 0)]
+    assert machine.handle(PullArrived(0, 0, 1, 0)) == [reply(0, 0)]
+    assert drain(machine) == []
 
 
 def test_tensorflow_answers_pulls_only_and_also_those_that_came_early() -> None:
@@ -176,7 +199,7 @@ def test_ranks_without_a_gradient_are_left_out_of_the_sum() -> None:
     flags = (0, Flag.NO_GRADIENT, 0)
     events = [push(rank, 0, flags=flag) for rank, flag in enumerate(flags)]
     assert handle_all(machine, events) == [UpdateSlice(0, 1, (0, 2))]
-    assert machine.handle(UpdateFinished()) == [reply(0, 0)]
+    assert machine.handle(UpdateFinished()) == [reply(0, 0), reply(1, 0), reply(2, 0)]
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("broadcast", Kind.REPLY), ("notify", Kind.NOTIFY)])
@@ -210,8 +233,8 @@ def test_a_value_set_by_hand_on_some_ranks_only_ends_the_session() -> None:
 def test_initial_values_are_installed_and_sent_to_all_but_rank_zero() -> None:
     machine = make(workers=3, reply="notify")
     event = ValueArrived(0, 2, 0, 1)
-    assert machine.handle(event) == [InstallValue(2), reply(1, 2, step=0)]
-    assert drain(machine) == [reply(2, 2, step=0)]
+    assert machine.handle(event) == [InstallValue(2), reply(1, 2, step=0), reply(2, 2, step=0)]
+    assert drain(machine) == []
     with pytest.raises(RemoteProtocolError, match="slice 2 came for step 0: step 0 is done"):
         machine.handle(event)
 
@@ -300,7 +323,7 @@ def test_a_worker_may_leave_while_its_last_gradient_is_being_updated() -> None:
     machine = make()
     handle_all(machine, [push(0, 0), push(1, 0)])
     assert machine.handle(WorkerLeft(0)) == []
-    assert machine.handle(UpdateFinished()) == [reply(0, 0)]
+    assert machine.handle(UpdateFinished()) == [reply(0, 0), reply(1, 0)]
     assert machine.handle(WorkerLeft(1)) == [FinishSession()]
 
 
@@ -331,6 +354,8 @@ def test_what_a_slice_waits_for_in_words() -> None:
     machine.handle(push(0, 2))
     assert machine.describe_wait(0, 1) == "a is being updated"
     assert machine.describe_wait(2, 1) == "b is queued for its update, with 0 other slices"
+    for rank in (1, 2):  # under way to them, so that their replies have to wait
+        machine.handle(AnswerReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5))
     machine.handle(UpdateFinished())
     assert machine.describe_wait(0, 1) == "a is updated; replies still queued for ranks [1, 2]"
     drain(machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.errors import ConfigError
+from foreprop.lab.profile import load_profile
 
 SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=12)
 PARTITIONS = st.builds(
@@ -46,13 +48,43 @@ def test_every_element_is_in_one_slice(
 
 
 @settings(max_examples=100, deadline=None)
-@given(SIZES, st.integers(1, 60), st.integers(1, 7))
-def test_round_robin_goes_on_across_parameters(
-    sizes: list[int], slice_elems: int, servers: int
+@given(st.lists(st.integers(0, 6), max_size=12), st.integers(1, 60), st.integers(1, 7))
+def test_equal_slices_are_dealt_in_turn_across_parameters(
+    slice_counts: list[int], slice_elems: int, servers: int
 ) -> None:
+    sizes = [count * slice_elems for count in slice_counts]
     slices = plan(sizes, slice_elems=slice_elems, servers=servers)
     assert [piece.server for piece in slices] == [i % servers for i in range(len(slices))]
+    assert len(slices) == sum(slice_counts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, st.integers(1, 60), st.integers(1, 7), st.data())
+def test_each_slice_is_dealt_to_the_server_with_the_fewest_bytes_so_far(
+    sizes: list[int], slice_elems: int, servers: int, data: st.DataObject
+) -> None:
+    itemsizes = [data.draw(st.sampled_from([2, 4, 8])) for _ in sizes]
+    slices = plan_slices(sizes, itemsizes, Partition(servers=servers, slice_elems=slice_elems))
+    load_bytes = [0] * servers
+    for piece in slices:
+        assert piece.server == load_bytes.index(min(load_bytes))  # of equal ones, the first
+        load_bytes[piece.server] += piece.elems * itemsizes[piece.parameter]
     assert len(slices) == sum(-(-n // slice_elems) for n in sizes)
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4, 8])
+@pytest.mark.parametrize("model", ["resnet50", "inceptionv3", "sockeye", "vgg19"])
+def test_every_server_has_its_fair_share_of_a_real_model(model: str, servers: int) -> None:
+    sizes = [math.prod(array.shape) for array in load_profile(model).arrays]
+    slices = plan(sizes, servers=servers, slice_elems=50_000)
+    covered = [(piece.parameter, piece.start_elems, piece.stop_elems) for piece in slices]
+    assert covered == [
+        (parameter, start, min(start + 50_000, size))
+        for parameter, size in enumerate(sizes)
+        for start in range(0, size, 50_000)
+    ]
+    load_elems = [sum(p.elems for p in slices if p.server == s) for s in range(servers)]
+    assert max(load_elems) <= 1.01 * sum(sizes) / servers
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,4 +1,4 @@
-"""Starts the demo's workers, and shows what they found: a table and a report."""
+"""Starts the demo's nodes, has them train, and shows what they found: a table and a report."""
 
 from __future__ import annotations
 
@@ -6,47 +6,85 @@ import errno
 import json
 import platform
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foreprop.bench.workers import run_workers
+from foreprop.bench.workers import children_start_undisturbed
 from foreprop.datasets import fashion_mnist
-from foreprop.demo.training import DemoSetting, PresetOutcome, train_all, typical_step
+from foreprop.demo.training import (
+    BLOCK_STEPS,
+    DDP,
+    SCALE,
+    Block,
+    DemoSetting,
+    Trained,
+    balanced_rate,
+    serve_node,
+    typical_step,
+)
 from foreprop.errors import ConfigError
+from foreprop.lab.cluster import Cluster
+from foreprop.lab.network import Network, NetworkUnavailable
 from foreprop.observe.report import ReportContext, RunSummary, write_report
 from foreprop.observe.timeline import Timeline, timeline_from_trace
 from foreprop.version import __version__
 
+_BURST_BYTES = 80_000  # the two CPUs are busy training: let TCP's large segments pass whole
+_SHAPED = "each a namespace, its link shaped by the kernel (tbf)"
+_PACED = "each with a link that foreprop emulates by pacing its sockets"
+_DDP_BUCKETS = "ddp has its default buckets, which are those of 1 MB too: fc1 is one array"
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What was measured with one system; times in seconds, by rank 0."""
+
+    step_s: list[float] = field(default_factory=list)
+    waited_s: float | None = 0.0
+    trained: list[Trained] = field(default_factory=list)
+    """By rank."""
+
+    def add(self, block: Block) -> None:
+        self.step_s += block.step_s
+        if self.waited_s is None or block.waited_s is None:
+            self.waited_s = None
+        else:
+            self.waited_s += block.waited_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All that a run of the demo measured."""
+
+    setting: DemoSetting
+    """With the rate that was used, and whether sockets were paced."""
+    compute_s: float
+    rate_bits_per_s: float
+    outcomes: dict[str, Outcome]
+
 
 def run_demo(setting: DemoSetting, report: Path, *, command: str, console: Console) -> None:
-    """Train with every preset, print the table, write the report to ``report``."""
+    """Train with every system, print the table, write the report to ``report``."""
     folder = Path(setting.folder)
     _make_room(report, [folder / name for name in setting.presets])
     console.print("Fashion-MNIST (31 MB) is fetched once, and checked ...")
     fashion_mnist("train")
-    console.print(
-        f"{setting.workers} workers and {setting.workers} servers on this machine, each pair a node"
-        f" with an emulated link; {setting.steps} steps per preset, blocks of the presets alternate"
-    )
-    by_rank = run_workers(setting.workers, train_all, setting)
-    found = by_rank[0]
-    summaries = [
-        summarise(
-            name, [by_rank[rank]["outcomes"][name] for rank in sorted(by_rank)], setting, found
-        )
-        for name in setting.presets
-    ]
+    found = measure(setting, console)
+    summaries = [summarise(name, found) for name in found.setting.systems]
     console.print(table(summaries, found))
     timelines = [
-        Timeline(preset=name, events=_events(folder / name, found["outcomes"][name]))
+        Timeline(preset=name, events=_events(folder / name, found.outcomes[name]))
         for name in setting.presets
     ]
-    write_report(report, _context(setting, found, command), summaries, timelines)
+    write_report(report, _context(found, command), summaries, timelines)
     console.print(f"Report with the timeline of two steps: {report}", soft_wrap=True)
     console.print(
         f"Traces of all processes: foreprop trace {folder / setting.presets[-1]} lays them into one"
@@ -69,64 +107,150 @@ def _make_room(report: Path, trace_folders: list[Path]) -> None:
         raise ConfigError(f"report is {report}, which cannot be written: {why}") from error
 
 
-def summarise(
-    preset: str, outcomes: list[PresetOutcome], setting: DemoSetting, found: dict[str, Any]
-) -> RunSummary:
+def measure(setting: DemoSetting, console: Console) -> Found:
+    """Calibrate without a network, then train on one whose rate follows from that."""
+    with _cluster(setting, None) as cluster:
+        cluster.ask_all(("ready", ""))  # nobody begins to measure before all have their data
+        compute_s: float = cluster.ask_all(("calibrate", ""))[0]
+    rate = setting.rate_bits_per_s or balanced_rate(setting.workers, compute_s)
+    setting = replace(setting, rate_bits_per_s=rate)
+    network = Network(
+        nodes=setting.workers,
+        rate_bits_per_s=rate,
+        buffer_scale=SCALE,
+        burst_bytes=_BURST_BYTES,
+    )
+    try:
+        cluster = _cluster(setting, network)
+    except NetworkUnavailable as error:
+        console.print(
+            f"No links made by the kernel ({error}): foreprop paces its own sockets instead, and"
+            " DDP, whose sockets nobody paces, is left out."
+        )
+        setting = replace(setting, paced=True)
+        cluster = _cluster(setting, None)
+    links = _PACED if setting.paced else _SHAPED
+    console.print(
+        f"{setting.workers} nodes with a worker and a server, {links};"
+        f" {setting.steps} steps with each of {', '.join(setting.systems)}, in alternating blocks"
+    )
+    with cluster:
+        outcomes = _train_in_turns(cluster, setting)
+    return Found(setting=setting, compute_s=compute_s, rate_bits_per_s=rate, outcomes=outcomes)
+
+
+def _cluster(setting: DemoSetting, network: Network | None) -> Cluster:
+    with children_start_undisturbed():
+        return Cluster(serve_node, setting, nodes=setting.workers, network=network)
+
+
+def _train_in_turns(cluster: Cluster, setting: DemoSetting) -> dict[str, Outcome]:
+    """Blocks of the systems alternate, so that a change of the machine's load meets all alike."""
+    outcomes = {name: Outcome() for name in setting.systems}
+    for name in outcomes:
+        cluster.ask_all(("build", name))
+    with _progress() as progress:
+        bars = {name: progress.add_task(name, total=setting.steps, note="") for name in outcomes}
+        for done in range(0, setting.steps, BLOCK_STEPS):
+            steps = min(BLOCK_STEPS, setting.steps - done)
+            for name, outcome in outcomes.items():
+                block: Block = cluster.ask_all(("block", name, steps))[0]
+                if done:
+                    outcome.add(block)
+                note = f"{1e3 * statistics.fmean(block.step_s):.0f} ms/step"
+                progress.update(bars[name], advance=steps, note=note if done else "warming up")
+    for name, outcome in outcomes.items():
+        outcome.trained = cluster.ask_all(("finish", name))
+    return outcomes
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        TextColumn("{task.completed:>4}/{task.total} steps"),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def summarise(name: str, found: Found) -> RunSummary:
     """Rank 0's times; the weights' checksum is a list of them if the ranks do not agree."""
-    zero = outcomes[0]
-    deciles = statistics.quantiles(zero.step_s, n=10)
-    median = statistics.median(zero.step_s)
-    checksums = sorted({outcome.weights_sha256 for outcome in outcomes})
+    setting, outcome = found.setting, found.outcomes[name]
+    deciles = statistics.quantiles(outcome.step_s, n=10)
+    median = statistics.median(outcome.step_s)
+    checksums = sorted({trained.weights_sha256 for trained in outcome.trained})
+    waited_s = outcome.waited_s
     return RunSummary(
-        preset=preset,
+        preset=name,
         step_s_median=median,
         step_s_p10=deciles[0],
         step_s_p90=deciles[-1],
         samples_per_s=setting.batch_size * setting.workers / median,
-        waiting_share=zero.waited_s / sum(zero.step_s),
-        test_accuracy=zero.test_accuracy,
+        waiting_share=None if waited_s is None else waited_s / sum(outcome.step_s),
+        test_accuracy=outcome.trained[0].test_accuracy or 0.0,
         weights_sha256="+".join(checksums),
+        sums_alike=name != DDP,
         steps=setting.steps,
-        compute_s=found["compute_s"],
+        compute_s=found.compute_s,
     )
 
 
-def table(summaries: list[RunSummary], found: dict[str, Any]) -> Table:
-    same = len({summary.weights_sha256 for summary in summaries}) == 1
-    rate = found["rate_bits_per_s"] / 1e6
+def table(summaries: Sequence[RunSummary], found: Found) -> Table:
     shown = Table(
-        title=f"Fashion-MNIST, {rate:.0f} Mbit/s per node, {1e3 * found['compute_s']:.0f} ms of"
-        " computation per step",
-        caption="final weights identical, bit for bit" if same else "FINAL WEIGHTS DIFFER",
+        title=f"Fashion-MNIST, {found.rate_bits_per_s / 1e6:.0f} Mbit/s per node,"
+        f" {1e3 * found.compute_s:.0f} ms of computation per step",
+        caption=_caption(summaries),
     )
-    for heading in ("preset", "ms/step", "p10-p90", "samples/s", "waiting", "accuracy", "SHA-256"):
-        shown.add_column(heading, justify="left" if heading in {"preset", "SHA-256"} else "right")
+    for heading in ("system", "ms/step", "p10-p90", "samples/s", "waiting", "accuracy", "SHA-256"):
+        shown.add_column(heading, justify="left" if heading in {"system", "SHA-256"} else "right")
     for summary in summaries:
+        share = summary.waiting_share
         shown.add_row(
             summary.preset,
             f"{1e3 * summary.step_s_median:.0f}",
             f"{1e3 * summary.step_s_p10:.0f}-{1e3 * summary.step_s_p90:.0f}",
             f"{summary.samples_per_s:.0f}",
-            f"{100 * summary.waiting_share:.0f} %",
+            "-" if share is None else f"{100 * share:.0f} %",
             f"{100 * summary.test_accuracy:.1f} %",
             summary.weights_sha256[:16],
         )
     return shown
 
 
-def _events(folder: Path, outcome: PresetOutcome) -> Any:
+def _caption(summaries: Sequence[RunSummary]) -> str:
+    alike = [summary for summary in summaries if summary.sums_alike]
+    same = len({summary.weights_sha256 for summary in alike}) == 1
+    if len(alike) == len(summaries):
+        return "final weights identical, bit for bit" if same else "FINAL WEIGHTS DIFFER"
+    return "\n".join(
+        (
+            "final weights identical among the presets, bit for bit"
+            if same
+            else "FINAL WEIGHTS DIFFER among the presets",
+            "ddp's differ in their last bits: its ring adds the gradients in another order",
+            _DDP_BUCKETS,
+            "its waiting is inside of backward, and cannot be told from computing",
+        )
+    )
+
+
+def _events(folder: Path, outcome: Outcome) -> Any:
     (path,) = folder.glob("worker-0.*.trace.json")
     first_step = typical_step(outcome.step_s)
     return timeline_from_trace(json.loads(path.read_text()), first_step=first_step)
 
 
-def _context(setting: DemoSetting, found: dict[str, Any], command: str) -> ReportContext:
+def _context(found: Found, command: str) -> ReportContext:
+    setting = found.setting
     return ReportContext(
         title="P3 beside its baseline",
         model="two convolutions, a heavy fully connected layer (6.6 MB), Fashion-MNIST",
         workers=setting.workers,
         servers=setting.workers,
-        rate_bits_per_s=found["rate_bits_per_s"],
+        rate_bits_per_s=found.rate_bits_per_s,
+        links="paced by foreprop" if setting.paced else "shaped by the kernel (tbf)",
         batch_size=setting.batch_size,
         machine={
             "system": f"{platform.system()} {platform.machine()}",

@@ -8,6 +8,7 @@ when the caller does, however it ends.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import psutil
@@ -38,6 +39,7 @@ Work = Callable[[int, Connection, Any], None]
 
 _RENDEZVOUS_PORT = 29400
 _ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # only a process of one thread may enter a user namespace, or fork
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of nodes without host names
     # memory that is freed is kept: fetching it anew from the kernel in every step would take the
     # emulated accelerators' host as long as computing
@@ -54,6 +56,8 @@ class Cluster:
     """
 
     def __init__(self, work: Work, argument: Any, *, nodes: int, network: Network | None) -> None:
+        port = _free_port() if network is None else _RENDEZVOUS_PORT
+        task = pickle.dumps((work, argument, network, port))
         self.connections: list[Connection] = []
         theirs: list[Connection] = []
         for _ in range(nodes):
@@ -61,8 +65,6 @@ class Cluster:
             self.connections.append(ours)
             theirs.append(their)
         report, their_report = Pipe(duplex=False)
-        port = _free_port() if network is None else _RENDEZVOUS_PORT
-        task = (work, argument, network, port)
         descriptors = [connection.fileno() for connection in (*theirs, their_report)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "foreprop.lab.cluster", ",".join(map(str, descriptors))],
@@ -80,13 +82,12 @@ class Cluster:
         finally:
             report.close()
 
-    def _start(self, task: object, report: Connection) -> None:
+    def _start(self, task: bytes, report: Connection) -> None:
         stdin = self._process.stdin
         if stdin is None:
             raise ValueError("the cluster's standard input is a pipe")
-        with contextlib.suppress(BrokenPipeError):
-            pickle.dump(task, stdin)
-            stdin.close()
+        with contextlib.suppress(BrokenPipeError), stdin:
+            stdin.write(task)
         try:
             failure = report.recv()
         except EOFError as error:
@@ -113,21 +114,28 @@ class Cluster:
 
     def ask_all(self, question: object) -> list[Any]:
         """Send every node the same and collect the answers; raises what a node answers with."""
-        for node, connection in enumerate(self.connections):
-            try:
+        for connection in self.connections:
+            with contextlib.suppress(OSError):  # it has ended; what it left to read says why
                 connection.send(question)
-            except OSError as error:
-                raise PeerLost(f"node {node} of the lab has ended") from error
-        return [self._answer(node) for node in range(len(self.connections))]
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.connections):
+            some = self._answers([n for n in range(len(self.connections)) if n not in answers])
+            answers |= some
+            for answer in some.values():
+                if isinstance(answer, BaseException):
+                    raise answer
+        return [answers[node] for node in range(len(self.connections))]
+
+    def _answers(self, nodes: Sequence[int]) -> dict[int, Any]:
+        """Those that are there first; raises for a node that ended, whatever others say of it."""
+        ready = wait([self.connections[node] for node in nodes])
+        return {node: self._answer(node) for node in nodes if self.connections[node] in ready}
 
     def _answer(self, node: int) -> Any:
         try:
-            answer = self.connections[node].recv()
+            return self.connections[node].recv()
         except (EOFError, OSError) as error:
             raise PeerLost(f"node {node} of the lab has ended") from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
 
     def close(self) -> None:
         for connection in self.connections:
@@ -161,7 +169,7 @@ def main() -> None:
         for connection in (*nodes, report):
             connection.close()
         _, status = os.waitpid(child, 0)
-        sys.exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
     _run_nodes(work, argument, network, port, nodes, report)
 
@@ -174,6 +182,7 @@ def _run_nodes(
     connections: Sequence[Connection],
     report: Connection,
 ) -> None:
+    importlib.import_module("torch._dynamo")  # or every node's first optimizer would load it
     try:
         switch = Switch(network) if network is not None else None
         gates = []
@@ -192,13 +201,14 @@ def _run_nodes(
             gates.append(gate)
             pids.append(pid)
         for node, (gate, pid) in enumerate(zip(gates, pids, strict=True)):
-            gate.recv()  # it is in its own network
+            _pass(node, gate)  # it is in its own network
             if switch is not None:
                 switch.plug_in(node, pid)
             gate.send(None)
-        failures = [failure for gate in gates if (failure := gate.recv()) is not None]
-        report.send(failures[0] if failures else None)
-    except (NetworkUnavailable, EOFError) as error:
+        for node, gate in enumerate(gates):
+            _pass(node, gate)
+        report.send(None)
+    except (NetworkUnavailable, PeerLost) as error:
         report.send(error)
         return
     report.close()
@@ -206,6 +216,16 @@ def _run_nodes(
         connection.close()
     for pid in pids:
         os.waitpid(pid, 0)
+
+
+def _pass(node: int, gate: Connection) -> None:
+    """Return when the node says that it has come so far; raises what kept it from that."""
+    try:
+        failure = gate.recv()
+    except EOFError as error:
+        raise PeerLost(f"node {node} of the lab has ended") from error
+    if failure is not None:
+        raise failure
 
 
 def _be_node(
@@ -222,11 +242,11 @@ def _be_node(
     code = 1
     try:
         die_with_parent()
-        if network is not None:
-            enter_own_network()
-        gate.send(None)
-        gate.recv()
         try:
+            if network is not None:
+                enter_own_network()
+            gate.send(None)
+            gate.recv()
             if network is not None:
                 configure_node(network, node)
         except NetworkUnavailable as error:
@@ -263,7 +283,6 @@ def _set_environment(node: int, nodes: int, network: Network | None, port: int) 
         LOCAL_WORLD_SIZE="1" if network is not None else str(nodes),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
     )
     if network is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -271,3 +290,4 @@ def _set_environment(node: int, nodes: int, network: Network | None, port: int) 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # at once: unloading torch takes seconds

@@ -104,7 +104,7 @@ def read_profile(path: Path) -> Profile:
         return _decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"profile is {path}, which cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"profile is {path}, which is not a profile: {error}") from error
 
 

@@ -22,7 +22,9 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        deciles = statistics.quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
+        if len(values) == 1:
+            return cls(median=values[0], p10=values[0], p90=values[0])
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
         return cls(median=statistics.median(values), p10=deciles[0], p90=deciles[-1])
 
 

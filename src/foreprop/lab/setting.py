@@ -68,7 +68,8 @@ class LabSetting:
             raise ConfigError(f"systems has {what!r}; there are {', '.join(SYSTEMS)}")
         if len(set(self.systems)) < len(self.systems):
             raise ConfigError(f"systems names one twice: {', '.join(self.systems)}")
-        for name, least in (("nodes", 2), ("scale", 1), ("iterations", 1), ("slice_elems", 1)):
+        least_of = {"nodes": 2, "scale": 1, "iterations": 1, "warm_up": 0, "slice_elems": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
         if self.nodes > 64:
@@ -77,8 +78,8 @@ class LabSetting:
             raise ConfigError("rate and balance are both given: one follows from the other")
         for name in ("compute_s", "rate_bits_per_s", "balance"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be positive and finite")
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
 

@@ -15,7 +15,7 @@ from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import load_profile
-from foreprop.lab.setting import DDP, DDP_TUNED, MXNET, SLICE_ELEMS, LabSetting
+from foreprop.lab.setting import DDP, DDP_TUNED, MXNET, SLICE_ELEMS, LabSetting, usual_compute_s
 
 BANDWIDTH, UTILISATION, NODES, SLICE_SIZE, TIMELINE = FIGURES = (1, 2, 3, 4, 5)
 
@@ -23,11 +23,12 @@ SCALE = 16
 FIXED_RATE_NODES = 4
 """The number of nodes at which the figure over nodes has balance 1."""
 
+_MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
 _MXNET_MODELS = ("resnet50", "vgg19")
 _TYPICAL = {"p3": 1.05, "slicing": 1.2, "kvstore": 1.4, DDP: 1.35, DDP_TUNED: 1.25}
 _TYPICAL_OTHER = 1.4
 """A system's step / limit, roughly: only for the estimate of how long all takes."""
-_TUNING_STEPS = 28  # that ddp-tuned spends on finding its bucket size
+_TUNING_STEPS = 18  # that ddp-tuned spends on finding its bucket size
 _EXTRA_STEPS = 3  # beside iterations and warm-up: the ones discarded
 _START_CPU_S = 2.0  # to start one process
 _SLICE_CPU_S = 170e-6  # of one node's worker and server, for each slice of a step
@@ -36,43 +37,40 @@ _FEW_ITERATIONS_BELOW_ELEMS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured. Compute in seconds per step: less of it makes the CPUs the limit."""
+    """How much is measured; compute is `usual_compute_s`."""
 
-    compute_s: Mapping[str, float]
+    models: tuple[str, ...]
     balances: Mapping[float, int]
-    """Iterations by balance, figure 1."""
+    """Iterations by balance, figure 1; the ones that say most first, should it be stopped."""
     tuned_balances: Collection[float]
     """Where ddp-tuned, which first tries many bucket sizes, is measured too."""
     warm_up: int
     traced_iterations: int
     nodes: Mapping[int, int]
     """Iterations by number of nodes, figure 3."""
-    nodes_compute_s: float
     slice_models: tuple[str, ...]
     slice_sizes_elems: tuple[int, ...]
     slice_iterations: int
 
 
 FULL = Effort(
-    compute_s={"resnet50": 1.0, "inceptionv3": 1.0, "vgg19": 2.0, "sockeye": 1.0},
-    balances={0.5: 20, 0.75: 5, 1.0: 20, 1.5: 5, 2.0: 20},
+    models=_MODELS,
+    balances={1.0: 20, 0.5: 20, 2.0: 20, 1.5: 5, 0.75: 5},
     tuned_balances=(0.5, 1.0, 2.0),
     warm_up=3,
     traced_iterations=5,
     nodes={2: 10, 4: 10, 8: 10, 16: 5},
-    nodes_compute_s=2.0,
     slice_models=("resnet50", "vgg19", "sockeye"),
     slice_sizes_elems=(1_000, 10_000, 50_000, 200_000, 1_000_000, 10_000_000),
     slice_iterations=5,
 )
 QUICK = Effort(
-    compute_s={"resnet50": 0.5, "inceptionv3": 0.5, "vgg19": 2.0, "sockeye": 0.5},
-    balances={0.5: 3, 1.0: 4},
+    models=_MODELS,
+    balances={1.0: 4, 0.5: 3},
     tuned_balances=(),
     warm_up=2,
     traced_iterations=4,
     nodes={2: 3, 4: 3, 8: 3},
-    nodes_compute_s=1.0,
     slice_models=("resnet50",),
     slice_sizes_elems=(5_000, 50_000, 1_000_000),
     slice_iterations=3,
@@ -170,15 +168,16 @@ class _Planner:
         yield from self.slice_sizes()
 
     def bandwidth(self) -> Iterator[Measurement]:
-        for model, compute_s in self.effort.compute_s.items():
-            for balance, iterations in self.effort.balances.items():
+        for balance, iterations in self.effort.balances.items():
+            for model in self.effort.models:
                 tuned = (DDP_TUNED,) if balance in self.effort.tuned_balances else ()
                 mxnet = MXNET if self.mxnet_python and model in _MXNET_MODELS else ()
+                profile = load_profile(model)
                 setting = LabSetting(
-                    profile=load_profile(model),
+                    profile=profile,
                     systems=("kvstore", "slicing", "p3", DDP, *tuned, *mxnet),
                     scale=SCALE,
-                    compute_s=compute_s,
+                    compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
                     balance=balance,
                     iterations=self.iterations or iterations,
                     warm_up=self.effort.warm_up,
@@ -187,11 +186,12 @@ class _Planner:
                 yield Measurement(figures=(BANDWIDTH,), setting=setting)
 
     def two_steps(self) -> Measurement:
+        profile = load_profile("vgg19")
         setting = LabSetting(
-            profile=load_profile("vgg19"),
+            profile=profile,
             systems=("kvstore", "p3"),
             scale=SCALE,
-            compute_s=self.effort.compute_s["vgg19"],
+            compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
             balance=1.0,
             iterations=self.iterations or self.effort.traced_iterations,
             warm_up=self.effort.warm_up,
@@ -201,7 +201,8 @@ class _Planner:
         return Measurement(figures=(UTILISATION, TIMELINE), setting=setting)
 
     def nodes(self) -> Iterator[Measurement]:
-        profile, compute_s = load_profile("resnet50"), self.effort.nodes_compute_s
+        profile = load_profile("resnet50")
+        compute_s = usual_compute_s(profile, max(self.effort.nodes))
         layers = profile.layers(scale=SCALE, compute_s=compute_s)
         rate = limit.rate_for_balance(layers, nodes=FIXED_RATE_NODES, balance=1.0)
         for nodes, iterations in self.effort.nodes.items():
@@ -222,11 +223,12 @@ class _Planner:
             for size in self.effort.slice_sizes_elems:
                 # So many small slices keep the CPUs busy for long; a few steps show that too.
                 few = size < _FEW_ITERATIONS_BELOW_ELEMS
+                profile = load_profile(model)
                 setting = LabSetting(
-                    profile=load_profile(model),
+                    profile=profile,
                     systems=("p3",),
                     scale=SCALE,
-                    compute_s=self.effort.compute_s[model],
+                    compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
                     balance=1.0,
                     iterations=self.iterations or (2 if few else self.effort.slice_iterations),
                     warm_up=1 if few else self.effort.warm_up,

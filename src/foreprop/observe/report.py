@@ -30,6 +30,8 @@ _BASELINE = "kvstore"
 _NO_DIFFERENCE = 0.02
 """A ratio closer to 1 than this is not called a win or a loss."""
 
+_OTHER_ORDER = "gradients are added in another order there"
+
 _HOW_TO_READ = (
     "Time runs from left to right, on the same scale in every panel; a colour is a layer, from "
     "dark (needed first in the forward pass) to bright (needed last). "
@@ -49,21 +51,23 @@ _HOW_TO_READ = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What one preset's run measured. Times are seconds per training step."""
+    """What the run of one preset, or of a peer, measured. Times are seconds per training step."""
 
     preset: str
     step_s_median: float
     step_s_p10: float
     step_s_p90: float
     samples_per_s: float
-    waiting_share: float
-    """Share of a step, 0 to 1, spent waiting for parameters."""
+    waiting_share: float | None
+    """Share of a step, 0 to 1, spent waiting for parameters; None if that cannot be told."""
     test_accuracy: float
     """0 to 1."""
     weights_sha256: str
     steps: int
     compute_s: float | None = None
     """Time per step without communication, if that was measured."""
+    sums_alike: bool = True
+    """Whether it adds gradients in the presets' order, so that its weights must be theirs."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.step_s_median) and self.step_s_median > 0):
@@ -88,6 +92,8 @@ class ReportContext:
     command: str
     foreprop_version: str
     torch_version: str
+    links: str = ""
+    """What limits the links."""
 
 
 def write_report(
@@ -153,20 +159,29 @@ def _lede(context: ReportContext, runs: Sequence[RunSummary]) -> str:
     subject, baseline = pair
     lines = [
         f"{setting}: {_step(subject)} per step with {subject.preset}, {_step(baseline)} with "
-        f"{baseline.preset}. Waiting for parameters takes {percent(subject.waiting_share)} of a "
-        f"step, against {percent(baseline.waiting_share)}."
+        f"{baseline.preset}{_others(runs, subject, baseline)}."
     ]
+    if subject.waiting_share is not None and baseline.waiting_share is not None:
+        lines.append(
+            f"Waiting for parameters takes {percent(subject.waiting_share)} of a step, against "
+            f"{percent(baseline.waiting_share)}."
+        )
     if subject.step_s_p90 >= baseline.step_s_p10 and baseline.step_s_p90 >= subject.step_s_p10:
         lines.append(
             "The two spread over overlapping ranges (p10 to p90 in the table), so read the "
             "difference with care."
         )
-    if baseline.waiting_share < 0.05:
+    if baseline.waiting_share is not None and baseline.waiting_share < 0.05:
         lines.append(
             f"{baseline.preset} itself hardly waits in this setting: there is little to hide, and "
             "a slower network or a larger model would show more."
         )
     return " ".join(lines)
+
+
+def _others(runs: Sequence[RunSummary], *told: RunSummary) -> str:
+    rest = [run for run in runs if run not in told]
+    return "".join(f", {_step(run)} with {run.preset}" for run in rest)
 
 
 def _rate(context: ReportContext) -> str:
@@ -196,6 +211,8 @@ def _bars(runs: Sequence[RunSummary]) -> str:
         return ""
     bars = "".join(_bar(run, longest_s) for run in runs)
     marks = {"work": "computing and other work", "wait": "waiting for parameters"}
+    if any(run.waiting_share is None for run in runs):
+        marks["whole"] = "both, which cannot be told apart"
     marks["spread"] = "p10 to p90"
     if any(run.compute_s is not None for run in runs):
         marks["floor"] = "without communication"
@@ -215,9 +232,12 @@ def _bar(run: RunSummary, longest_s: float) -> str:
     def width(seconds: float) -> str:
         return f"{seconds / longest_s * 100:.2f}%"
 
-    waiting_s = run.step_s_median * run.waiting_share
-    marks = tag("i", "", class_="work", style=f"width:{width(run.step_s_median - waiting_s)}")
-    marks += tag("i", "", class_="wait", style=f"width:{width(waiting_s)}")
+    if run.waiting_share is None:
+        marks = tag("i", "", class_="whole", style=f"width:{width(run.step_s_median)}")
+    else:
+        waiting_s = run.step_s_median * run.waiting_share
+        marks = tag("i", "", class_="work", style=f"width:{width(run.step_s_median - waiting_s)}")
+        marks += tag("i", "", class_="wait", style=f"width:{width(waiting_s)}")
     spread = f"left:{width(run.step_s_p10)};width:{width(run.step_s_p90 - run.step_s_p10)}"
     marks += tag("i", "", class_="spread", style=spread)
     if run.compute_s is not None:
@@ -226,7 +246,7 @@ def _bar(run: RunSummary, longest_s: float) -> str:
 
 
 def _results(runs: Sequence[RunSummary]) -> str:
-    names = ("preset", "time per step", "p10 to p90", "samples/s", "waiting", "test accuracy")
+    names = ("system", "time per step", "p10 to p90", "samples/s", "waiting", "test accuracy")
     head = "".join(tag("th", text(name), scope="col") for name in (*names, "weights (SHA-256)"))
     rows = "".join(_result_row(run) for run in runs)
     table = tag("table", tag("thead", tag("tr", head)) + tag("tbody", rows))
@@ -245,7 +265,7 @@ def _result_row(run: RunSummary) -> str:
         _step(run),
         spread,
         f"{run.samples_per_s:,.0f}" if math.isfinite(run.samples_per_s) else ABSENT,
-        percent(run.waiting_share),
+        ABSENT if run.waiting_share is None else percent(run.waiting_share),
         percent(run.test_accuracy, 2),
     )
     digest = tag("code", text(run.weights_sha256[:12]), title=run.weights_sha256)
@@ -259,17 +279,20 @@ def _result_row(run: RunSummary) -> str:
 
 def same_weights(runs: Sequence[RunSummary]) -> tuple[str, str]:
     """Whether all presets ended with the same bits, in words, and "same", "different" or ""."""
-    if len(runs) < 2:
-        return "Only one preset was run, so there are no weights to compare with.", ""
+    alike = [run for run in runs if run.sums_alike]
+    others = _listing([run.preset for run in runs if not run.sums_alike])
+    aside = f" Those of {others} differ in their last bits: {_OTHER_ORDER}." if others else ""
+    if len(alike) < 2:
+        return f"Only one preset was run, so there are no weights to compare with.{aside}", ""
     groups: dict[str, list[str]] = {}
-    for run in runs:
+    for run in alike:
         groups.setdefault(run.weights_sha256, []).append(run.preset)
     if len(groups) == 1:
-        names = _listing([run.preset for run in runs])
-        return f"The final weights of {names} are identical, bit for bit.", "same"
+        names = _listing([run.preset for run in alike])
+        return f"The final weights of {names} are identical, bit for bit.{aside}", "same"
     differing = "; ".join(f"{_listing(names)}: {digest[:12]}" for digest, names in groups.items())
     why = ""
-    if len({run.steps for run in runs}) > 1:
+    if len({run.steps for run in alike}) > 1:
         why = " The runs have different numbers of steps, so their weights cannot be the same."
     return (
         f"The final weights are NOT identical across the presets ({differing}).{why}",
@@ -328,7 +351,7 @@ def _what_was_run(context: ReportContext, runs: Sequence[RunSummary]) -> str:
         "model": context.model,
         "workers": context.workers,
         "servers": context.servers,
-        "network": _rate(context),
+        "network": ", ".join(filter(None, [_rate(context), context.links])),
         "batch size": f"{context.batch_size} samples per worker",
         "steps": _listing(list(dict.fromkeys(f"{run.steps:,}" for run in runs)) or [ABSENT]),
         **context.machine,

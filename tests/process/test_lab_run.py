@@ -1,0 +1,152 @@
+"""Whole measurements, tiny: real namespaces, real systems, and what is left out without them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from foreprop.errors import ConfigError, PeerLost
+from foreprop.lab import limit
+from foreprop.lab.profile import load_profile
+from foreprop.lab.records import read_records, write_records
+from foreprop.lab.run import LabResult, run_lab
+from foreprop.lab.setting import LabSetting
+from tests.process.harness import ROOT
+
+SYSTEMS = ("p3", "kvstore", "ddp", "ddp-tuned")
+SETTING = LabSetting(
+    profile=load_profile("resnet110_cifar"),
+    systems=SYSTEMS,
+    nodes=2,
+    scale=16,
+    compute_s=0.1,
+    iterations=3,
+    warm_up=1,
+    sample_network=True,
+)
+MODEL_BYTES = limit.model_bytes(SETTING.layers)
+
+pytestmark = [pytest.mark.process, pytest.mark.lab]
+
+
+def check_samples(samples: list[tuple[float, int, int]]) -> None:
+    """A block of steps: times 10 ms apart, counters that only grow, within what a link lets by."""
+    times = [sample[0] for sample in samples]
+    assert all(b - a > 0.009 for a, b in itertools.pairwise(times))
+    for way in (1, 2):
+        counts = [sample[way] for sample in samples]
+        assert counts == sorted(counts)
+        assert counts[0] < MODEL_BYTES / 10
+        steps = SETTING.iterations + 1
+        assert 0.7 * steps * MODEL_BYTES < counts[-1] < 1.6 * steps * MODEL_BYTES
+        assert counts[-1] * 8 < 1.15 * SETTING.rate * times[-1] + 8 * 100_000
+
+
+def test_measures_all_systems_in_one_cluster(tmp_path: Path) -> None:
+    said: list[str] = []
+    result = run_lab(SETTING, progress=said.append)
+    if result.notices:
+        pytest.skip(result.notices[0])
+    records = result.records
+    assert tuple(record.system for record in records) == SYSTEMS
+    for record in records:
+        assert record.network == "namespaces"
+        assert record.model == "resnet110_cifar"
+        assert (record.scale, record.nodes, record.iterations) == (16, 2, 3)
+        assert record.rate_bits_per_s == SETTING.rate
+        assert record.balance == pytest.approx(1.0)
+        assert record.compute_s == pytest.approx(0.1)
+        assert record.wire_s == pytest.approx(MODEL_BYTES * 8 / record.rate_bits_per_s)
+        assert record.limit_s == SETTING.limit_s > record.compute_s
+        assert 0 < record.efficiency <= 1.05
+        assert record.efficiency == record.limit_s / record.iteration_s.median
+        assert record.iteration_s.p10 <= record.iteration_s.median <= record.iteration_s.p90
+        assert 0 <= record.waiting_s < 5
+        assert record.cpu_s_per_gb > 0
+        assert record.cpu_bound == (record.cpu_share > 0.8)
+        assert record.slice_elems == 50_000 // 16
+        assert {"foreprop", "torch", "python", "linux"} <= record.versions.keys()
+    buckets = [record.bucket_bytes for record in records]
+    assert buckets[:3] == [None, None, 25 * 2**20 // 16]
+    assert buckets[3] in [n * 2**20 // 16 for n in (1, 2, 5, 10, 25, 50, 100)]
+    assert tuple(result.samples) == SYSTEMS
+    for samples in result.samples.values():
+        check_samples(samples)
+    assert [line for line in said if "block" in line] == [f"{s}: block 1 of 1" for s in SYSTEMS]
+    path = tmp_path / "results.json"
+    write_records(path, records)
+    assert read_records(path) == records
+
+
+def test_a_node_that_dies_during_steps_is_named() -> None:
+    """Not what other nodes say of the connections that they lose by it."""
+    before = psutil.Process().children(recursive=True)
+    kills: list[threading.Timer] = []
+
+    def kill_node(line: str) -> None:
+        if line.startswith("p3: block"):
+            now = psutil.Process().children(recursive=True)
+            cluster = [p for p in now if p not in before and "lab.cluster" in " ".join(p.cmdline())]
+            node = sorted(cluster, key=lambda p: p.pid)[-1]  # program, init, node 0, node 1
+            kills.append(threading.Timer(0.3, node.kill))
+            kills[-1].start()
+
+    setting = replace(SETTING, systems=("p3",), iterations=5, compute_s=1.0, sample_network=False)
+    with pytest.raises(PeerLost, match=r"^node 1 of the lab has ended$"):
+        run_lab(setting, progress=kill_node)
+    assert len(kills) == 1
+    kills[0].join()
+
+
+def tell(result: LabResult) -> dict[str, Any]:
+    return {
+        "records": msgspec.to_builtins(result.records),
+        "samples": result.samples,
+        "notices": result.notices,
+    }
+
+
+def fall_back() -> None:
+    """A program that is to run where there are no namespaces."""
+    try:
+        run_lab(replace(SETTING, systems=("ddp", "ddp-tuned")))
+    except ConfigError as error:
+        refusal = str(error)
+    result = run_lab(replace(SETTING, systems=("ddp", "p3")))
+    print(json.dumps(tell(result) | {"refusal": refusal}))
+
+
+def test_without_namespaces_paces_and_leaves_out_what_cannot() -> None:
+    forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+    inside = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"]).returncode:
+        pytest.skip("this user cannot make a user namespace and forbid things in it")
+    program = "from tests.process.test_lab_run import *; fall_back()"
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    reason = "no links made by the kernel (no network namespace: No space left on device)"
+    notices = [
+        f"{reason}: foreprop paces its own sockets",
+        "left out, because they need such links: ddp",
+    ]
+    assert said["notices"] == notices
+    assert said["refusal"] == f"{notices[0]}, which ddp, ddp-tuned cannot"
+    assert [record["system"] for record in said["records"]] == ["p3"]
+    assert said["records"][0]["network"] == "pacing"
+    assert 0 < said["records"][0]["efficiency"] <= 1.05
+    assert said["samples"] == {}
+    assert "Traceback" not in done.stderr
