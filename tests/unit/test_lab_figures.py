@@ -25,7 +25,7 @@ from foreprop.lab.keptruns import (
     write_run,
 )
 from foreprop.lab.pictures import write_chart
-from foreprop.lab.records import Spread, read_records
+from foreprop.lab.records import Record, Spread, read_records
 from foreprop.lab.setting import LabSetting
 from foreprop.lab.sweeps import FULL, QUICK, Effort, Measurement, plan_measurements
 from tests.unit.lab_example import ExampleLab, example_record
@@ -83,7 +83,7 @@ def test_the_plan_has_what_the_issue_asks_for(bandwidth: list[LabSetting]) -> No
     assert two_steps.setting.sample_network
 
 
-@pytest.mark.parametrize(("effort", "longest_min"), [(QUICK, 12), (FULL, 115)])
+@pytest.mark.parametrize(("effort", "longest_min"), [(QUICK, 17), (FULL, 140)])
 def test_the_plan_fits_the_time_there_is(effort: Effort, longest_min: float) -> None:
     assert sum(m.expected_s(cores=CORES) for m in plan(effort)) < longest_min * 60
 
@@ -168,6 +168,10 @@ def test_the_time_left_follows_how_the_past_turned_out() -> None:
     assert [duration(s) for s in (40, 720, 5700)] == ["40 s", "12 min", "1 h 35 min"]
 
 
+def _rate(run: tuple[LabSetting, list[Record]]) -> float:
+    return run[0].rate
+
+
 def test_curves_are_workers_over_seconds(bandwidth: list[LabSetting]) -> None:
     runs = [(s, [example_record(s, name) for name in s.systems]) for s in bandwidth]
     panels = bandwidth_panels(runs)
@@ -175,7 +179,7 @@ def test_curves_are_workers_over_seconds(bandwidth: list[LabSetting]) -> None:
     p3 = panels[0].curves[0]
     assert p3.system == "p3"
     assert [p.x for p in p3.points] == sorted(p.x for p in p3.points)
-    slowest = min(runs[:5], key=lambda run: run[0].rate)
+    slowest = min((run for run in runs if run[0].profile.name == "resnet50"), key=_rate)
     record = next(r for r in slowest[1] if r.system == "p3")
     assert p3.points[0].throughput == pytest.approx(4 / record.iteration_s.median)
     assert p3.points[0].low == pytest.approx(4 / record.iteration_s.p90)

@@ -66,11 +66,11 @@ FULL = Effort(
 )
 QUICK = Effort(
     models=_MODELS,
-    balances={1.0: 4, 0.5: 3},
+    balances={1.0: 3, 0.5: 2},
     tuned_balances=(),
     warm_up=2,
     traced_iterations=4,
-    nodes={2: 3, 4: 3, 8: 3},
+    nodes={2: 2, 4: 2, 8: 2},
     slice_models=("resnet50",),
     slice_sizes_elems=(5_000, 50_000, 1_000_000),
     slice_iterations=3,
