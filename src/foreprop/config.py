@@ -85,7 +85,7 @@ class Config:
     big_array_elems: int = _setting(
         1_000_000, "placement=kvstore: arrays above this are split over all servers", 1
     )
-    placement_seed: int = _setting(0, "placement=kvstore: seed of its random choice", 0)
+    placement_seed: int = _setting(0, "placement=kvstore: added to the hash that picks a server", 0)
     servers_per_node: int = _setting(1, "servers started beside each node's workers", 0)
     dedicated_servers: int = _setting(
         0, "servers started with `foreprop server`, instead of those beside the workers", 0

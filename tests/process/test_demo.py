@@ -19,6 +19,8 @@ from foreprop.datasets import (
     ensure_files,
     from_folder,
 )
+from foreprop.lab.cluster import Cluster
+from foreprop.lab.network import Network, NetworkUnavailable
 
 pytestmark = pytest.mark.process
 
@@ -56,6 +58,20 @@ def fashion_mnist() -> None:
         ensure_files(sources=here)
     except DatasetUnavailable:
         pytest.skip("Fashion-MNIST is not on this machine; `make demo` fetches it")
+
+
+def do_nothing(*_: object) -> None:
+    """A node's work."""
+
+
+@pytest.fixture
+def namespaces() -> None:
+    """Skips the test where the kernel lets us make no network."""
+    network = Network(nodes=2, rate_bits_per_s=1e9)
+    try:
+        Cluster(do_nothing, None, nodes=2, network=network).close()
+    except NetworkUnavailable as error:
+        pytest.skip(str(error))
 
 
 def start(folder: Path, *arguments: str, before: str = "") -> subprocess.Popen[str]:

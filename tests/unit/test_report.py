@@ -124,6 +124,23 @@ def test_different_weights_are_stated() -> None:
     assert same_weights(RUNS[:1])[1] == ""
 
 
+def test_a_peer_without_waiting_and_with_other_sums_is_told_apart() -> None:
+    ddp = example_run("ddp", 0.151, waiting_share=None, weights_sha256="ab" * 32, sums_alike=False)
+    words, kind = same_weights([*RUNS, ddp])
+    assert kind == "same"
+    assert words.startswith("The final weights of kvstore and p3 are identical, bit for bit. Those")
+    assert "ddp differ in their last bits" in words
+    page = render_report(example_context(links="shaped"), [*RUNS, ddp], [])
+    text = " ".join(read(page).words)
+    assert "170\xa0ms with kvstore, 151\xa0ms with ddp." in text
+    assert "both, which cannot be told apart" in text
+    assert "600\xa0Mbit/s, shaped" in text
+    assert page.count('class="whole"') == 1
+    assert "Waiting for parameters takes" not in render_report(
+        example_context(), [RUNS[1], ddp], []
+    )
+
+
 def test_the_table_has_every_measurement(timelines: list[Timeline]) -> None:
     words = " ".join(read(render_report(example_context(), RUNS, timelines)).words)
     for expected in ("170", "119", "115", "126", "1,506", "31%", "0.8%", "97.31%", "9f2c4e1ab07d"):

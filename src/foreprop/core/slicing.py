@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -26,6 +25,9 @@ class Slice(NamedTuple):
     @property
     def elems(self) -> int:
         return self.stop_elems - self.start_elems
+
+
+_KVSTORE_PRIME = 9973
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +86,14 @@ def _cut(
 
 
 def _place_kvstore(pieces: Sequence[_Piece], partition: Partition) -> Iterator[tuple[_Piece, int]]:
-    """KVStore's rule: large arrays in equal parts over all servers, others to a random one."""
-    choose = random.Random(partition.seed)
+    """KVStore's rule: large arrays in equal parts over all servers, others whole, to one that a
+    hash of the array's number chooses (MXNet's own hash; "randomly" in P3 section 4.1).
+    """
     servers = partition.servers
     for piece in pieces:
         elems = piece.stop_elems - piece.start_elems
         if elems <= partition.big_array_elems:
-            yield piece, choose.randrange(servers)
+            yield piece, (piece.parameter * _KVSTORE_PRIME + partition.seed) % servers
             continue
         itemsize = piece.size_bytes // elems
         for server in range(servers):

@@ -82,7 +82,7 @@ class ParameterMemory(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; written by single threads, read by `Session.stats`."""
+    """Totals since the start, for `Session.stats`."""
 
     pushes: int = 0
     pushed_bytes: int = 0
@@ -395,8 +395,9 @@ class WorkerEngine:
         with self._sending[server]:
             self._streams[server].send(header, payload)
         if kind == Kind.PUSH:
-            self.counters.pushes += 1
-            self.counters.pushed_bytes += len(payload)
+            with self._lock:
+                self.counters.pushes += 1
+                self.counters.pushed_bytes += len(payload)
             if self._trace is not None:
                 size = len(payload)
                 queued_ns = self._queued_ns[self.slices[slice_].parameter]
@@ -516,8 +517,9 @@ class WorkerEngine:
         header, payload = frame
         kind, step, slice_ = header.kind, header.step, header.slice
         if kind == Kind.REPLY:
-            self.counters.replies += 1
-            self.counters.reply_bytes += header.payload_bytes
+            with self._lock:
+                self.counters.replies += 1
+                self.counters.reply_bytes += header.payload_bytes
             if self._trace is not None:
                 size = header.payload_bytes
                 self._span(Stage.REPLY_RECEIVED, started_ns, step, slice_, header.priority, size)

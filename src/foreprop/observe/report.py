@@ -280,8 +280,10 @@ def _result_row(run: RunSummary) -> str:
 def same_weights(runs: Sequence[RunSummary]) -> tuple[str, str]:
     """Whether all presets ended with the same bits, in words, and "same", "different" or ""."""
     alike = [run for run in runs if run.sums_alike]
-    others = _listing([run.preset for run in runs if not run.sums_alike])
-    aside = f" Those of {others} differ in their last bits: {_OTHER_ORDER}." if others else ""
+    others = [run.preset for run in runs if not run.sums_alike]
+    aside = ""
+    if others:
+        aside = f" Those of {_listing(others)} differ in their last bits: {_OTHER_ORDER}."
     if len(alike) < 2:
         return f"Only one preset was run, so there are no weights to compare with.{aside}", ""
     groups: dict[str, list[str]] = {}

@@ -7,6 +7,7 @@ values. Everything that would silently give other results than plain PyTorch rai
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -82,6 +83,7 @@ class SynchronisedParameter:
         self._gradient: memoryview | None = None  # its bytes
         self._guarded = False  # nobody may write to the gradient: it is being sent
         self._unsent_bytes = 0
+        self._taking = threading.Lock()  # one thread per server sends
         self.attach_hook()
 
     # The memory that the engine reads and writes.
@@ -93,9 +95,10 @@ class SynchronisedParameter:
         held, whole = self._held, self._gradient
         if held is None or whole is None:
             raise InternalError(f"no gradient of {self.name} is held")
-        self._unsent_bytes -= stop_bytes - start_bytes
-        if self._unsent_bytes <= 0:
-            self._held = self._gradient = None
+        with self._taking:
+            self._unsent_bytes -= stop_bytes - start_bytes
+            if self._unsent_bytes <= 0:
+                self._held = self._gradient = None
         return whole[start_bytes:stop_bytes]
 
     def _check_unedited(self) -> None:
