@@ -10,8 +10,6 @@ from __future__ import annotations
 import heapq
 from typing import Generic, Literal, TypeVar
 
-from foreprop.errors import InternalError
-
 Order = Literal["priority", "fifo"]
 T = TypeVar("T")
 
@@ -69,9 +67,7 @@ class SendLanes(Generic[T]):
 
     def sent(self, peer: int) -> list[T]:
         """What was under way to this peer has left: its next head, if there is one."""
-        if peer not in self._busy:
-            raise InternalError(f"nothing was under way to peer {peer}")
-        self._busy.remove(peer)
+        self._busy.discard(peer)
         queue = self._queues.get(peer)
         return [self._leave(peer, queue)] if queue else []
 

@@ -167,6 +167,10 @@ class ServerMachine:
     def update_depth(self) -> int:
         return len(self._updates)
 
+    @property
+    def sending_to(self) -> set[int]:
+        return {frame.peer for frame in self._lanes.items()}
+
     def describe_wait(self, slice_: int, step: int) -> str:
         """What a slice waits for at this step, in words."""
         piece = self.owned(slice_)
