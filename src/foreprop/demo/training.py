@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -220,7 +219,8 @@ def _calibrate(setting: DemoSetting, data: TensorDataset) -> float:
 
 
 def _cpus() -> int:
-    if sys.platform == "linux":
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
