@@ -179,10 +179,3 @@ def test_bench_overhead(tmp_path: Path) -> None:
     output, _ = run(tmp_path, "bench", "overhead", *sizes)
     for name in ("worker", "server", "waiting parameter"):
         assert float(row(output, name)[1]) >= 0
-
-
-def test_bench_emulated(tmp_path: Path) -> None:
-    sizes = ("--workers", "2", "--compute-s", "0.1", "--scale", "256", "--steps", "2")
-    output, _ = run(tmp_path, "bench", "emulated", *sizes, "--presets", "p3,kvstore")
-    for preset in ("p3", "kvstore"):
-        assert float(row(output, preset)[1]) >= 0.1

@@ -133,8 +133,20 @@ def told(folder: Path, role: str = "worker") -> dict[str, str]:
     return {k: v for k, v in found.items() if k.startswith(("DMLC_", "MXNET_", "PS_", "OMP_"))}
 
 
+_elder: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Processes that other tests keep are none of ours."""
+    _elder.clear()
+    _elder.update(process.pid for process in psutil.Process().children())
+
+
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    """Those that this test has started."""
+    found = [p for p in psutil.Process().children() if p.pid not in _elder]
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("name", ["mxnet-kvstore", "mxnet-p3"])
