@@ -64,10 +64,10 @@ def forward(model: EmulatedModel) -> torch.Tensor:
 
 
 def make_late(model: EmulatedModel, index: int, host: Host, late_s: float) -> None:
-    arrays = layer_of(model, index).arrays
-    late = LateParameter(arrays[0].detach())
+    layer = layer_of(model, index)
+    late = LateParameter(layer.array0.detach())
     late.host, late.late_s = host, late_s
-    arrays[0] = late
+    layer.array0 = late
 
 
 def delay_host(model: EmulatedModel, index: int, host: Host, seconds: float) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import foreprop
+from foreprop.config import Config
 from foreprop.engine import launch, server
 from foreprop.net.tcp import tune
 from tests.cluster import worlds
@@ -35,22 +37,41 @@ def recording(buffers: SendBuffers) -> Any:
         (1, 1, 8192),
     ],
 )
-def test_the_push_window_is_the_workers_and_divided_by_the_servers(
-    monkeypatch: pytest.MonkeyPatch, push_window_bytes: int, servers: int, expected_bytes: int
+def test_the_push_window_is_divided_by_the_servers(
+    push_window_bytes: int, servers: int, expected_bytes: int
 ) -> None:
-    ours: SendBuffers = []
-    theirs: SendBuffers = []
-    monkeypatch.setattr(launch, "tune", recording(ours))
-    monkeypatch.setattr(server, "tune", recording(theirs))
+    config = Config(push_window_bytes=push_window_bytes)
+    connections: Any = SimpleNamespace(_config=config, servers=servers)
+    assert launch.Connections._window_bytes(connections, ConnectedSocket("10.0.0.2")) == (
+        expected_bytes
+    )
+
+
+def test_within_a_machine_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window below one of loopback's segments would wait for delayed acknowledgements."""
+    buffers: SendBuffers = []
+    monkeypatch.setattr(launch, "tune", recording(buffers))
+    monkeypatch.setattr(server, "tune", recording(buffers))
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings: dict[str, Any] = {
-        "push_window_bytes": push_window_bytes,
-        "servers_per_node": servers,
-    }
+    settings: dict[str, Any] = {"push_window_bytes": 10_000, "servers_per_node": 2}
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **settings):
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    assert [after for _, after in ours] == [expected_bytes] * servers
-    assert len(theirs) == servers
-    assert all(before == after for before, after in theirs)  # the kernel chooses, and may grow it
+    assert len(buffers) == 4
+    assert all(before == after for before, after in buffers)
+
+
+class ConnectedSocket(socket.socket):
+    """A socket that says that it is connected to this address, from 10.0.0.1."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__()
+        self.close()
+        self._peer = peer
+
+    def getsockname(self) -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._peer, 2

@@ -55,7 +55,7 @@ class _Occupy(torch.autograd.Function):
         layer: EmulatedLayer = ctx.layer
         layer.clock.occupy(layer.backward_s)
         layer.model_backward_ended_at[0] = time.monotonic()
-        return gradient, None, *(torch.full_like(p, 1e-3) for p in layer.arrays)
+        return gradient, None, *(torch.full_like(p, 1e-3) for p in layer.parameters())
 
 
 class EmulatedLayer(torch.nn.Module):
@@ -63,7 +63,8 @@ class EmulatedLayer(torch.nn.Module):
 
     def __init__(self, layer: Layer, clock: DeviceClock, backward_ended_at: list[float]) -> None:
         super().__init__()
-        self.arrays = torch.nn.ParameterList(torch.zeros(size) for size in layer.sizes_elems)
+        for i, size in enumerate(layer.sizes_elems):
+            self.register_parameter(f"array{i}", torch.nn.Parameter(torch.zeros(size)))
         self.clock = clock
         self.forward_s = layer.forward_s
         self.backward_s = layer.backward_s
@@ -71,7 +72,8 @@ class EmulatedLayer(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         asked_at = time.monotonic()
-        arrays = [array.view_as(array) for array in self.arrays]  # here a missing one is waited for
+        # here a missing one is waited for
+        arrays = [array.view_as(array) for array in self.parameters()]
         self.clock.waited(asked_at)
         result: torch.Tensor = _Occupy.apply(x, self, *arrays)  # type: ignore[no-untyped-call]
         return result
