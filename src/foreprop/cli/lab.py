@@ -14,10 +14,11 @@ from rich.table import Table
 from foreprop.errors import ConfigError
 from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.lab.records import Record, write_records
+from foreprop.lab.run import run_lab
 from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
 
 if TYPE_CHECKING:
-    from foreprop.lab.run import LabResult
+    from foreprop.lab.figures import Figures
 
 lab = typer.Typer(
     help="Measure systems side by side on a cluster of network namespaces on this machine.",
@@ -74,7 +75,6 @@ def run(
     autograd, optimizers and sockets are real. efficiency is the limit, which no schedule can beat,
     over the median step.
     """
-    run_lab = _import_run_lab()
     chosen = _profile(model, profile)
     setting = LabSetting(
         profile=chosen,
@@ -119,9 +119,7 @@ def figures(
 
     Stopped and started again with the same options, it goes on where it was.
     """
-    run_lab = _import_run_lab()
-    from foreprop.lab.figures import make_figures  # matplotlib takes a second to load
-
+    make_figures = _import_make_figures()
     console = Console()
     made = make_figures(
         _writable(out),
@@ -138,14 +136,15 @@ def figures(
         raise typer.Exit(1)
 
 
-def _import_run_lab() -> Callable[..., LabResult]:
+def _import_make_figures() -> Callable[..., Figures]:
+    """Only here: matplotlib takes a second to load, and is an extra."""
     try:
-        from foreprop.lab.run import run_lab
+        from foreprop.lab.figures import make_figures
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the lab needs {error.name}, which is not installed: pip install 'foreprop[lab]'"
+            f"figures need {error.name}, which is not installed: pip install 'foreprop[lab]'"
         ) from error
-    return run_lab
+    return make_figures
 
 
 def _profile(model: str | None, path: Path | None) -> Profile:

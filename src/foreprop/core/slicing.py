@@ -109,21 +109,19 @@ def _dealt_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
     Equal slices are dealt round robin (P3 section 4.2); counting small arrays like full slices
     would leave the servers, and so their links, with unequal shares.
     """
-    load_bytes = [0] * servers
-    chosen = []
-    for piece in pieces:
-        server = min(range(servers), key=lambda s: (load_bytes[s], s))
-        chosen.append(server)
-        load_bytes[server] += piece.size_bytes
-    return chosen
+    return _least_loaded(pieces, range(len(pieces)), servers)
 
 
 def _balanced_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
     """Largest piece first, each to the server with the fewest bytes so far."""
+    by_size = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size_bytes, i))
+    return _least_loaded(pieces, by_size, servers)
+
+
+def _least_loaded(pieces: Sequence[_Piece], order: Sequence[int], servers: int) -> list[int]:
     load_bytes = [0] * servers
     chosen = [0] * len(pieces)
-    by_size = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size_bytes, i))
-    for i in by_size:
+    for i in order:
         server = min(range(servers), key=lambda s: (load_bytes[s], s))
         chosen[i] = server
         load_bytes[server] += pieces[i].size_bytes

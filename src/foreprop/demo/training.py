@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from foreprop.config import Config
 from foreprop.datasets import fashion_mnist
 from foreprop.demo.model import SmallVgg, accuracy
+from foreprop.lab.systems import join_process_group
 from foreprop.training.parallelize import parallelize
 from foreprop.training.shard import shard
 
@@ -194,8 +194,8 @@ def serve_node(node: int, connection: Connection, setting: DemoSetting) -> None:
 
 
 def _build(name: str, setting: DemoSetting, data: TensorDataset) -> Training:
-    if not setting.paced and not dist.is_initialized():
-        dist.init_process_group("gloo")
+    if not setting.paced:
+        join_process_group()
     if name == DDP:
         return _DdpTraining(setting, data)
     return _PresetTraining(name, setting, data)

@@ -24,6 +24,8 @@ class DeviceClock:
     def __init__(self) -> None:
         self.free_at = time.monotonic()
         self.idle_s = 0.0
+        self.backward_ended_at = self.free_at
+        """When the host was done with the latest layer of a backward pass."""
 
     def occupy(self, seconds: float) -> None:
         """Give the device work, and return when that is done."""
@@ -54,21 +56,20 @@ class _Occupy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         layer: EmulatedLayer = ctx.layer
         layer.clock.occupy(layer.backward_s)
-        layer.model_backward_ended_at[0] = time.monotonic()
+        layer.clock.backward_ended_at = time.monotonic()
         return gradient, None, *(torch.full_like(p, 1e-3) for p in layer.parameters())
 
 
 class EmulatedLayer(torch.nn.Module):
     """Occupies the clock, touches its parameters when a real layer would, makes gradients."""
 
-    def __init__(self, layer: Layer, clock: DeviceClock, backward_ended_at: list[float]) -> None:
+    def __init__(self, layer: Layer, clock: DeviceClock) -> None:
         super().__init__()
         for i, size in enumerate(layer.sizes_elems):
             self.register_parameter(f"array{i}", torch.nn.Parameter(torch.zeros(size)))
         self.clock = clock
         self.forward_s = layer.forward_s
         self.backward_s = layer.backward_s
-        self.model_backward_ended_at = backward_ended_at
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         asked_at = time.monotonic()
@@ -84,11 +85,9 @@ class EmulatedModel(torch.nn.Sequential):
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         clock = DeviceClock()
-        backward_ended_at = [clock.free_at]
-        super().__init__(*(EmulatedLayer(layer, clock, backward_ended_at) for layer in layers))
+        super().__init__(*(EmulatedLayer(layer, clock) for layer in layers))
         self.clock = clock
-        self._backward_ended_at = backward_ended_at
 
     def end_backward(self) -> None:
         """To be called after ``loss.backward()``, which with DDP ends with a wait for gradients."""
-        self.clock.waited(self._backward_ended_at[0])
+        self.clock.waited(self.clock.backward_ended_at)
