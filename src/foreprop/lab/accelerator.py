@@ -55,9 +55,11 @@ class _Occupy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         layer: EmulatedLayer = ctx.layer
+        # A device makes them within the time of its backward pass, not after it.
+        gradients = [torch.full_like(p, 1e-3) for p in layer.parameters()]
         layer.clock.occupy(layer.backward_s)
         layer.clock.backward_ended_at = time.monotonic()
-        return gradient, None, *(torch.full_like(p, 1e-3) for p in layer.parameters())
+        return gradient, None, *gradients
 
 
 class EmulatedLayer(torch.nn.Module):

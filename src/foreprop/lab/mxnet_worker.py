@@ -77,12 +77,13 @@ class Store:
         self._kv.init(keys, self.weights)  # all at once: each call is a barrier
         mxnet.nd.waitall()
 
+    def make_gradient(self, key: int) -> None:
+        """Pulling overwrites it. Returns at once."""
+        self._gradients[key][:] = GRADIENT
+
     def synchronise(self, key: int) -> None:
-        """Make the gradient anew (pulling overwrites it) and send it. Returns at once; whoever
-        then reads the weight waits.
-        """
+        """Send the gradient. Returns at once; whoever then reads the weight waits."""
         gradient, weight = self._gradients[key], self.weights[key]
-        gradient[:] = GRADIENT
         if self._update is None:
             self._kv.pushpull(key, gradient, out=weight, priority=-key)
         else:
@@ -137,6 +138,8 @@ class Worker:
 
     def _backward(self) -> None:
         for layer, keys in reversed(self._layers):
+            for key in keys:  # a device makes them within the time of its backward pass
+                self._store.make_gradient(key)
             self._clock.occupy(layer["backward_s"])
             for key in keys:
                 self._store.synchronise(key)
