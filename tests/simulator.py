@@ -27,6 +27,7 @@ from foreprop.core.server import (
     WorkerLeft,
 )
 from foreprop.core.slicing import Partition, Slice, plan_slices
+from foreprop.core.window import PushWindow
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import (
     Closing,
@@ -65,6 +66,8 @@ class Setup:
     unused: frozenset[tuple[int, int, int]] = frozenset()
     """(rank, parameter, step) without a gradient."""
     wait_at_end: bool = True
+    window_elems: int | None = None
+    """The push window, of each server."""
 
     @property
     def forward(self) -> tuple[int, ...]:
@@ -90,6 +93,8 @@ class _Links:
     most_busy: int = 0
     """The largest number of links that had a frame in their hands at once."""
     queued: dict[int, list[tuple[tuple[int, int], int]]] = field(default_factory=dict)
+    may_be_held: Callable[[int, tuple[int, int], int], bool] = lambda *_: False
+    """(peer, key, slice): whether what is first has to stay although the link is idle."""
 
     def expect(self, step: int, priority: int, slice_: int, peer: int) -> None:
         key = (step, priority) if self.by_priority else (0, 0)
@@ -104,12 +109,15 @@ class _Links:
         if self.checked:
             first = min(self.queued[peer], key=lambda entry: entry[0])  # of equal ones, the first
             assert frame.slice == first[1], f"{frame} overtook {first}"
+            assert not self.may_be_held(peer, *first), f"{frame} left although the window is full"
             self.queued[peer].remove(first)
 
     def check_none_waits_for_another(self) -> None:
         """What is queued for a peer is behind a frame to that peer, never behind other peers'."""
         idle = [peer for peer, entries in self.queued.items() if entries]
         idle = [peer for peer in idle if peer not in self.busy_with]
+        first = {peer: min(self.queued[peer], key=lambda entry: entry[0]) for peer in idle}
+        idle = [peer for peer in idle if not self.may_be_held(peer, *first[peer])]
         assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
 
 
@@ -143,6 +151,13 @@ class Cluster:
         queues: dict[int, deque[tuple[SendFrame, Story]]] = {i: deque() for i in range(peers)}
         return _Links(self.setup.reply == "broadcast", self.setup.order == "priority", queues)
 
+    def gradient_order(self) -> list[int]:
+        """In which gradients become ready; workers need not agree."""
+        order = list(reversed(self.setup.forward))
+        if self._random.random() < 0.5:
+            self._random.shuffle(order)
+        return order
+
     def slices_of(self, parameter: int) -> list[Slice]:
         return [piece for piece in self.slices if piece.parameter == parameter]
 
@@ -162,12 +177,31 @@ class _Worker:
             parameters=len(setup.sizes_elems),
             order=setup.order,
             reply=setup.reply,
+            window=self._push_window(),
         )
         self.links = cluster.links(setup.partition.servers)
+        if setup.window_elems is not None:
+            self.links.may_be_held = self._is_held
+        self._unanswered: list[tuple[int, tuple[int, int], int]] = []  # server, key, slice
         self._program = deque(self._plan())
         self._said_goodbye = False
         if rank != 0:  # before the servers know us: values may come at once
             self._do(self._machine.handle(ValuesAwaited()))
+
+    def _push_window(self) -> PushWindow | None:
+        setup = self._cluster.setup
+        if setup.window_elems is None:
+            return None
+        return PushWindow([piece.elems for piece in self._cluster.slices], setup.window_elems)
+
+    def _is_held(self, server: int, key: tuple[int, int], slice_: int) -> bool:
+        """The rule in other words than the window's own."""
+        assert self._cluster.setup.window_elems is not None
+        if key[0] == 0:
+            return False  # rank 0's first values are no pushes
+        ahead = [e[2] for e in self._unanswered if e[0] == server and e[1:] < (key, slice_)]
+        elems = sum(self._cluster.slices[number].elems for number in ahead)
+        return len(ahead) >= 2 and elems >= self._cluster.setup.window_elems
 
     def _plan(self) -> Iterator[object]:
         """What the training thread does: events, and parameters (with a step) that it reads."""
@@ -179,7 +213,7 @@ class _Worker:
                 yield PrioritiesLearned(setup.forward)
             yield PullsDue()
             yield from ((parameter, step - 1) for parameter in setup.forward)
-            for parameter in reversed(setup.forward):
+            for parameter in self._cluster.gradient_order():
                 unused = (self.rank, parameter, step) in setup.unused
                 yield GradientReady(parameter, step, Flag.NO_GRADIENT if unused else Flag.NONE)
         if setup.wait_at_end:
@@ -237,12 +271,16 @@ class _Worker:
             assert self._machine.awaits(frame.slice, frame.step)
             if not frame.flags & Flag.UNCHANGED:
                 self.stories[frame.slice] = story
+        self._unanswered = [entry for entry in self._unanswered if entry[2] != frame.slice]
         self._do(self._machine.handle(event))
 
     def _do(self, instructions: Sequence[object]) -> None:
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
                 self.links.send(instruction, self.stories[instruction.slice])
+                if instruction.kind == Kind.PUSH and not instruction.flags & Flag.NO_GRADIENT:
+                    key = (instruction.step, instruction.priority)
+                    self._unanswered.append((instruction.peer, key, instruction.slice))
             elif isinstance(instruction, CompleteParameter):
                 self.completed[instruction.parameter].append(instruction.step)
             elif isinstance(instruction, Finish) and not self._said_goodbye:

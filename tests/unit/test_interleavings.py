@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import PRESETS
-from foreprop.core.sendqueue import SendLanes, SendQueue
+from foreprop.core.sendqueue import SendLanes
 from foreprop.core.slicing import Partition
+from foreprop.core.window import PushWindow
 from foreprop.core.worker import WorkerMachine
-from tests.simulator import Cluster, Setup
+from tests.simulator import Cluster, Setup, _Worker
 
 SEEDS = st.integers(0, 2**32 - 1)
 KNOBS = {
@@ -31,6 +32,7 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         knobs = dict(PRESETS[preset])
     sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    may_hold = (knobs["order"], knobs["reply"]) == ("priority", "broadcast")
     cells = [(r, p, s) for r in range(workers) for p in range(len(sizes)) for s in range(1, 4)]
     return Setup(
         sizes_elems=sizes,
@@ -49,6 +51,7 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         forward_order=tuple(draw(st.permutations(range(len(sizes))))),
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
         wait_at_end=draw(st.booleans()),
+        window_elems=draw(st.none() | st.integers(0, 6)) if may_hold else None,
     )
 
 
@@ -143,10 +146,11 @@ def test_the_simulator_notices_an_order_that_is_not_total(monkeypatch: pytest.Mo
 
 
 def test_the_simulator_notices_a_second_frame_to_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never_busy(self: SendLanes[Any], peer: int, queue: SendQueue[Any]) -> Any:
-        return queue.pop()
+    def never_busy(self: SendLanes[Any], peer: int) -> list[Any]:
+        queue = self._queues.get(peer)
+        return [queue.pop()] if queue else []
 
-    monkeypatch.setattr(SendLanes, "_leave", never_busy)
+    monkeypatch.setattr(SendLanes, "depart_to", never_busy)
     with pytest.raises(AssertionError, match="two frames are in the hands of one link"):
         check(example("p3"), 1)
 
@@ -169,6 +173,41 @@ def test_every_peer_of_a_machine_may_have_a_frame_under_way_at_once(preset: str)
     clusters = [check(example(preset), seed) for seed in range(10)]
     assert max(worker.links.most_busy for c in clusters for worker in c.workers) == 2  # servers
     assert max(server.links.most_busy for c in clusters for server in c.servers) == 3  # workers
+
+
+@pytest.mark.parametrize("admits", [True, False])
+def test_the_simulator_notices_a_window_with_another_rule(
+    admits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PushWindow, "admits", lambda *_: admits)
+    words = "left although the window is full" if admits else "idle while frames wait"
+    with pytest.raises(AssertionError, match=words):
+        check(example("p3", window_elems=2), 1)
+
+
+def test_the_simulator_notices_a_window_that_regards_only_the_amount(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then a worker's less urgent pushes keep back what the others wait for."""
+
+    def rule(unanswered: Any, window: int) -> bool:
+        return len(unanswered) >= 2 and window <= 2
+
+    def admits(self: PushWindow, server: int, *_: int) -> bool:
+        return not rule(self._unanswered.get(server, ()), self._window_bytes)
+
+    def is_held(self: Any, server: int, *_: Any) -> bool:
+        return rule([e for e in self._unanswered if e[0] == server], 2)
+
+    monkeypatch.setattr(PushWindow, "admits", admits)
+    monkeypatch.setattr(_Worker, "_is_held", is_held)
+
+    def any_seed() -> None:
+        for seed in range(100):
+            check(example("p3", window_elems=2), seed)
+
+    with pytest.raises(AssertionError, match="deadlock"):
+        any_seed()
 
 
 def test_the_simulator_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

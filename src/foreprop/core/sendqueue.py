@@ -8,6 +8,7 @@ Peers do not wait for each other: a full one would leave the link idle, which ot
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
 Order = Literal["priority", "fifo"]
@@ -33,6 +34,10 @@ class SendQueue(Generic[T]):
     def pop(self) -> T:
         return heapq.heappop(self._heap)[3]
 
+    def head(self) -> T:
+        """What `pop` would return."""
+        return self._heap[0][3]
+
     def __len__(self) -> int:
         return len(self._heap)
 
@@ -42,12 +47,18 @@ class SendQueue(Generic[T]):
 
 
 class SendLanes(Generic[T]):
-    """A `SendQueue` for each peer, at most one item of each under way."""
+    """A `SendQueue` for each peer, at most one item of each under way.
 
-    __slots__ = ("_busy", "_order", "_queues")
+    A head that ``may_leave`` refuses stays, and all behind it, until somebody asks again.
+    """
 
-    def __init__(self, order: Order = "priority") -> None:
+    __slots__ = ("_busy", "_may_leave", "_order", "_queues")
+
+    def __init__(
+        self, order: Order = "priority", may_leave: Callable[[T], bool] | None = None
+    ) -> None:
         self._order: Order = order
+        self._may_leave = may_leave
         self._queues: dict[int, SendQueue[T]] = {}
         self._busy: set[int] = set()
 
@@ -58,22 +69,23 @@ class SendLanes(Generic[T]):
         queue.push(step, priority, item)
 
     def depart(self) -> list[T]:
-        """The head for each peer that nothing is under way to; it then is."""
-        return [
-            self._leave(peer, queue)
-            for peer, queue in self._queues.items()
-            if queue and peer not in self._busy
-        ]
+        """The heads that may leave now; they then are under way."""
+        return [item for peer in self._queues for item in self.depart_to(peer)]
+
+    def depart_to(self, peer: int) -> list[T]:
+        """The head for this peer, if there is one and it may leave now."""
+        queue = self._queues.get(peer)
+        if not queue or peer in self._busy:
+            return []
+        if self._may_leave is not None and not self._may_leave(queue.head()):
+            return []
+        self._busy.add(peer)
+        return [queue.pop()]
 
     def sent(self, peer: int) -> list[T]:
-        """What was under way to this peer has left: its next head, if there is one."""
+        """What was under way to this peer has left: its next head, if that may leave."""
         self._busy.discard(peer)
-        queue = self._queues.get(peer)
-        return [self._leave(peer, queue)] if queue else []
-
-    def _leave(self, peer: int, queue: SendQueue[T]) -> T:
-        self._busy.add(peer)
-        return queue.pop()
+        return self.depart_to(peer)
 
     @property
     def idle(self) -> bool:

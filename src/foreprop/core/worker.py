@@ -3,7 +3,7 @@
 Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
 send queue with the parameter's priority. At most one frame per server is in the hands of the
 shell: when it says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is
-never older than one frame. A parameter is complete when all its slices have been answered; who
+never older than one frame. A `PushWindow` keeps the worker from running ahead of the others. A parameter is complete when all its slices have been answered; who
 needs it waits for exactly that.
 
 Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from foreprop.core.manifest import Reply
 from foreprop.core.sendqueue import Order, SendLanes
 from foreprop.core.slicing import Slice
+from foreprop.core.window import PushWindow
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
@@ -112,7 +113,10 @@ _NOT_AWAITED = -1
 
 
 class WorkerMachine:
-    """Decides what a worker sends next and when a parameter is complete. Not thread-safe."""
+    """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
+
+    A ``window`` needs ``order="priority"`` and ``reply="broadcast"``.
+    """
 
     def __init__(
         self,
@@ -121,13 +125,19 @@ class WorkerMachine:
         parameters: int,
         order: Order,
         reply: Reply,
+        window: PushWindow | None = None,
     ) -> None:
+        if window is not None and (order, reply) != ("priority", "broadcast"):
+            raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
         self._slices = slices
+        self._window = window
         self._slices_of: list[list[Slice]] = [[] for _ in range(parameters)]
         for piece in slices:
             self._slices_of[piece.parameter].append(piece)
         self._priority = list(range(parameters))
-        self._lanes: SendLanes[SendFrame] = SendLanes(order)
+        self._lanes: SendLanes[SendFrame] = SendLanes(
+            order, self._may_leave if window is not None else None
+        )
         self._reply = reply
         self._closing = False
         self._awaited_step = [_NOT_AWAITED] * len(slices)
@@ -250,7 +260,11 @@ class WorkerMachine:
     def _on_reply_arrived(self, event: ReplyArrived) -> list[WorkerInstruction]:
         slice_, step, server = event
         self._check_server(slice_, step, server, "reply", self.awaits(slice_, step))
-        return self._answered(slice_)
+        done = self._answered(slice_)
+        if self._window is None:
+            return done
+        self._window.answered(server, slice_)
+        return done + self._left(self._lanes.depart_to(server))
 
     def _on_notify_arrived(self, event: NotifyArrived) -> list[WorkerInstruction]:
         """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
@@ -305,10 +319,20 @@ class WorkerMachine:
     def _departures(self) -> list[WorkerInstruction]:
         return self._left(self._lanes.depart())
 
+    def _may_leave(self, frame: SendFrame) -> bool:
+        server, kind, step, slice_, priority, _, _ = frame
+        return (
+            kind != Kind.PUSH
+            or self._window is None
+            or self._window.admits(server, step, priority, slice_)
+        )
+
     def _left(self, frames: list[SendFrame]) -> list[WorkerInstruction]:
         for frame in frames:
             if frame.kind == Kind.PUSH:
                 self._awaited_step[frame.slice] = frame.step
+                if self._window is not None and not frame.flags & Flag.NO_GRADIENT:
+                    self._window.left(frame.peer, frame.step, frame.priority, frame.slice)
             elif frame.kind == Kind.PULL:
                 self._pulled.add(frame.slice)
         if not frames and self._closing and self._lanes.idle:

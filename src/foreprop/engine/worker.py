@@ -15,6 +15,7 @@ from typing import Protocol
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
+from foreprop.core.window import PushWindow
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
     Flag,
@@ -128,6 +129,7 @@ class WorkerEngine:
             parameters=len(manifest.parameters),
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
+            window=self._push_window(),
         )
         self._lock = threading.Lock()
         self._changed = threading.Condition()
@@ -151,6 +153,14 @@ class WorkerEngine:
             )
             for i, stream in enumerate(streams)
         ]
+
+    def _push_window(self) -> PushWindow | None:
+        """For workers that agree on what goes first, and whose pushes are answered unasked."""
+        knobs = self.manifest.knobs
+        if (knobs.order, knobs.reply) != ("priority", "broadcast"):
+            return None
+        sizes_bytes = [piece.elems * self._itemsize[piece.parameter] for piece in self.slices]
+        return PushWindow(sizes_bytes, self._config.push_window_bytes // len(self._streams))
 
     # The start.
     def join(self, look: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,61 @@
+"""How many pushes a worker may have at a server before that answers them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+
+_LEAST_SLICES = 2
+"""One can be on its way to the server while another is on its way back."""
+
+_Urgency = tuple[int, int, int]
+"""(step, priority, slice): what is smaller is more urgent, and every worker agrees on it."""
+
+
+class PushWindow:
+    """Holds a push back while the server owes the answers to enough that are more urgent.
+
+    A slice is updated when every worker has pushed it, so a worker that runs ahead of the others
+    completes nothing; its pushes only fill the queues in front of links which the slices that
+    the others wait for need as well. And what has left can be overtaken no more. So at most
+    ``window_bytes``, and at least two slices, that are more urgent than a push are unanswered at
+    its server when it leaves. ``sizes_bytes`` are those of the slices, by number.
+
+    Nobody waits for ever: of the slices that a server has not updated, no worker ever holds back
+    the most urgent one, because all that are more urgent will be answered. This needs all workers
+    to rank slices alike, which they do with rank 0's priorities, but not in fifo order.
+    """
+
+    def __init__(self, sizes_bytes: Sequence[int], window_bytes: int) -> None:
+        self._sizes_bytes = sizes_bytes
+        self._window_bytes = window_bytes
+        self._unanswered: dict[int, list[_Urgency]] = {}  # by server, most urgent first
+        self._unanswered_bytes: dict[int, int] = {}
+        self._urgency_of: dict[int, _Urgency] = {}  # by slice
+
+    def admits(self, server: int, step: int, priority: int, slice_: int) -> bool:
+        """Whether the push may leave now."""
+        if self._unanswered_bytes.get(server, 0) < self._window_bytes:
+            return True
+        unanswered = self._unanswered.get(server, [])
+        ahead = unanswered[: bisect_right(unanswered, (step, priority, slice_))]
+        return (
+            len(ahead) < _LEAST_SLICES
+            or sum(self._sizes_bytes[urgency[2]] for urgency in ahead) < self._window_bytes
+        )
+
+    def left(self, server: int, step: int, priority: int, slice_: int) -> None:
+        """The push has left, with its gradient."""
+        urgency = self._urgency_of[slice_] = (step, priority, slice_)
+        insort(self._unanswered.setdefault(server, []), urgency)
+        self._unanswered_bytes[server] = (
+            self._unanswered_bytes.get(server, 0) + self._sizes_bytes[slice_]
+        )
+
+    def answered(self, server: int, slice_: int) -> None:
+        """The slice's answer is in; of no consequence if its push has carried nothing."""
+        urgency = self._urgency_of.pop(slice_, None)
+        if urgency is not None:
+            unanswered = self._unanswered[server]
+            del unanswered[bisect_right(unanswered, urgency) - 1]
+            self._unanswered_bytes[server] -= self._sizes_bytes[slice_]

@@ -1,0 +1,129 @@
+"""Which pushes a window lets go."""
+
+from __future__ import annotations
+
+import pytest
+
+from foreprop.core.sendqueue import Order
+from foreprop.core.slicing import Slice
+from foreprop.core.window import PushWindow
+from foreprop.core.wire import Flag, Kind
+from foreprop.core.worker import (
+    FrameSent,
+    GradientReady,
+    ReplyArrived,
+    SendFrame,
+    WorkerMachine,
+)
+from foreprop.errors import InternalError
+
+SIZES_BYTES = [10, 10, 10, 10, 100]
+
+
+def leave(window: PushWindow, *slices: int) -> None:
+    """On server 0, in step 1; the slice's number is its priority."""
+    for slice_ in slices:
+        assert window.admits(0, 1, slice_, slice_)
+        window.left(0, 1, slice_, slice_)
+
+
+def test_pushes_leave_until_the_window_is_full_and_again_after_an_answer() -> None:
+    window = PushWindow(SIZES_BYTES, 30)
+    leave(window, 0, 1, 2)
+    assert not window.admits(0, 1, 3, 3)
+    window.answered(0, 1)
+    leave(window, 3)
+    assert not window.admits(0, 1, 4, 4)
+
+
+def test_every_server_has_a_window_of_its_own() -> None:
+    window = PushWindow(SIZES_BYTES, 20)
+    leave(window, 0, 1)
+    assert not window.admits(0, 1, 2, 2)
+    assert window.admits(1, 1, 2, 2)
+
+
+def test_what_is_less_urgent_does_not_count() -> None:
+    """It may be what the other workers have not pushed yet, and will push later."""
+    window = PushWindow(SIZES_BYTES, 20)
+    leave(window, 2, 3)
+    assert not window.admits(0, 1, 4, 4)
+    leave(window, 0, 1)
+
+
+def test_an_earlier_step_is_more_urgent_whatever_the_priority() -> None:
+    window = PushWindow(SIZES_BYTES, 20)
+    window.left(0, 2, 0, 0)
+    window.left(0, 2, 1, 1)
+    assert window.admits(0, 1, 4, 4)
+    assert not window.admits(0, 2, 4, 4)
+
+
+@pytest.mark.parametrize("window_bytes", [0, 1, 10, 99])
+def test_two_slices_may_always_leave(window_bytes: int) -> None:
+    """However large they are: one on its way there, one on its way back."""
+    window = PushWindow(SIZES_BYTES, window_bytes)
+    leave(window, 0, 4)
+    window.answered(0, 0)
+    leave(window, 3)
+    assert not window.admits(0, 1, 4, 4)
+
+
+def test_answers_to_pushes_that_carried_nothing_are_no_matter() -> None:
+    window = PushWindow(SIZES_BYTES, 20)
+    window.answered(0, 3)
+    leave(window, 0, 1)
+    assert not window.admits(0, 1, 2, 2)
+
+
+# The machine with a window.
+SLICES = tuple(Slice(i, p, 0, 1, 0) for i, p in enumerate([0, 1, 1, 1]))
+
+
+def sent(instructions: list[object]) -> list[int]:
+    return [f.slice for f in instructions if isinstance(f, SendFrame) and f.kind == Kind.PUSH]
+
+
+def machine(window_bytes: int = 2, order: Order = "priority") -> WorkerMachine:
+    window = PushWindow([1] * len(SLICES), window_bytes)
+    return WorkerMachine(SLICES, parameters=2, order=order, reply="broadcast", window=window)
+
+
+def test_a_worker_sends_on_when_an_answer_comes() -> None:
+    worker = machine()
+    assert sent(list(worker.handle(GradientReady(1, 1)))) == [1]
+    assert sent(list(worker.handle(FrameSent(0)))) == [2]
+    assert worker.handle(FrameSent(0)) == []
+    assert worker.queue_depth == 1
+    assert sent(list(worker.handle(ReplyArrived(2, 1, 0)))) == [3]
+    assert worker.handle(FrameSent(0)) == []
+
+
+def test_an_answer_while_a_frame_is_under_way_sends_nothing_more() -> None:
+    worker = machine()
+    worker.handle(GradientReady(1, 1))
+    worker.handle(FrameSent(0))
+    assert sent(list(worker.handle(ReplyArrived(1, 1, 0)))) == []
+    assert sent(list(worker.handle(FrameSent(0)))) == [3]
+
+
+def test_what_is_urgent_passes_a_full_window() -> None:
+    worker = machine()
+    worker.handle(GradientReady(1, 1))
+    worker.handle(FrameSent(0))
+    assert worker.handle(FrameSent(0)) == []
+    assert sent(list(worker.handle(GradientReady(0, 1)))) == [0]
+
+
+def test_pushes_without_a_gradient_do_not_fill_the_window() -> None:
+    """A model of which little is used would otherwise wait for one empty answer after the other."""
+    worker = machine()
+    frames = list(worker.handle(GradientReady(1, 1, Flag.NO_GRADIENT)))
+    while following := list(worker.handle(FrameSent(0))):
+        frames += following
+    assert sent(frames) == [1, 2, 3]
+
+
+def test_a_window_needs_workers_that_agree_on_the_order() -> None:
+    with pytest.raises(InternalError, match="push window with order='fifo'"):
+        machine(order="fifo")
