@@ -101,7 +101,9 @@ class Config:
     )
     unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
     push_window_bytes: int = _setting(
-        1_572_864, "a worker's pushes that all servers together may not have answered", 1
+        1_572_864,
+        "a worker's pushes under way to all servers, unacknowledged, or (p3) unanswered",
+        1,
     )
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1

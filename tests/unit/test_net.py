@@ -293,6 +293,23 @@ def test_tune_bounds_what_the_kernel_holds_unsent(emulated: bool) -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) == 2**31 - 1
 
 
+def test_tune_bounds_what_is_under_way_if_it_is_told_to() -> None:
+    def send_buffer_bytes(**settings: Any) -> int:
+        with connected() as sock:
+            tune(sock, unsent_bytes=4096, timeout_s=7, **settings)
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+    with connected() as untouched:
+        default_bytes = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert send_buffer_bytes() == default_bytes
+    assert send_buffer_bytes(window_bytes=50_000) == 50_000
+    assert send_buffer_bytes(window_bytes=8192) == 8192
+    largest_bytes = send_buffer_bytes(window_bytes=2**40)  # the system has a limit of its own
+    assert 50_000 < largest_bytes <= 2**31 - 1
+    paced_bytes = send_buffer_bytes(window_bytes=50_000, emulated=True)
+    assert paced_bytes == send_buffer_bytes(emulated=True)  # a paced link bounds it by itself
+
+
 def test_tune_leaves_other_sockets_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

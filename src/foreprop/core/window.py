@@ -5,9 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 
-_LEAST_SLICES = 2
-"""One can be on its way to the server while another is on its way back."""
-
 _Urgency = tuple[int, int, int]
 """(step, priority, slice): what is smaller is more urgent, and every worker agrees on it."""
 
@@ -17,18 +14,21 @@ class PushWindow:
 
     A slice is updated when every worker has pushed it, so a worker that runs ahead of the others
     completes nothing; its pushes only fill the queues in front of links which the slices that
-    the others wait for need as well. And what has left can be overtaken no more. So at most
-    ``window_bytes``, and at least two slices, that are more urgent than a push are unanswered at
-    its server when it leaves. ``sizes_bytes`` are those of the slices, by number.
+    the others wait for need as well. And what has left can be overtaken no more. So a push waits
+    while ``window_bytes``, and ``least_slices``, that are more urgent are unanswered at its server.
+    ``sizes_bytes`` are those of the slices, by number.
 
     Nobody waits for ever: of the slices that a server has not updated, no worker ever holds back
     the most urgent one, because all that are more urgent will be answered. This needs all workers
     to rank slices alike, which they do with rank 0's priorities, but not in fifo order.
     """
 
-    def __init__(self, sizes_bytes: Sequence[int], window_bytes: int) -> None:
+    def __init__(
+        self, sizes_bytes: Sequence[int], window_bytes: int, *, least_slices: int = 2
+    ) -> None:
         self._sizes_bytes = sizes_bytes
         self._window_bytes = window_bytes
+        self._least_slices = least_slices
         self._unanswered: dict[int, list[_Urgency]] = {}  # by server, most urgent first
         self._unanswered_bytes: dict[int, int] = {}
         self._urgency_of: dict[int, _Urgency] = {}  # by slice
@@ -40,7 +40,7 @@ class PushWindow:
         unanswered = self._unanswered.get(server, [])
         ahead = unanswered[: bisect_right(unanswered, (step, priority, slice_))]
         return (
-            len(ahead) < _LEAST_SLICES
+            len(ahead) < self._least_slices
             or sum(self._sizes_bytes[urgency[2]] for urgency in ahead) < self._window_bytes
         )
 

@@ -3,8 +3,8 @@
 Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
 send queue with the parameter's priority. At most one frame per server is in the hands of the
 shell: when it says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is
-never older than one frame. A `PushWindow` keeps the worker from running ahead of the others. A parameter is complete when all its slices have been answered; who
-needs it waits for exactly that.
+never older than one frame. A `PushWindow` keeps the worker from running ahead of the others. A
+parameter is complete when all its slices have been answered; who needs it waits for exactly that.
 
 Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
 is not awaited, or for another step, is the server's protocol error. Shutdown is a state: once

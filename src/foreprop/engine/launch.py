@@ -34,6 +34,8 @@ from foreprop.version import __version__
 
 DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
 _REPORT_S = 10.0
+_LEAST_WINDOW_BYTES = 8192
+"""Of a connection: below this the kernel would send every few segments by themselves."""
 _END_BY_ITSELF_S = 3.0
 """A server that has to end is given this long to tell the other workers why."""
 
@@ -393,6 +395,7 @@ class Connections:
             sock,
             unsent_bytes=self._config.unsent_bytes,
             timeout_s=self._config.step_timeout_s,
+            window_bytes=self._window_bytes(sock),
             emulated=self.links is not None,
         )
         stream: Stream = SocketStream(sock, f"server {server}")
@@ -400,6 +403,16 @@ class Connections:
             node = -1 if dedicated else server // self._config.servers_per_node
             stream = self.links.wrap_to_node(stream, node)
         return stream
+
+    def _window_bytes(self, sock: socket.socket) -> int | None:
+        """How much of the pushes may be under way on this connection.
+
+        Within a machine there is no link to keep free, and less than one of loopback's segments
+        of 64 KiB would be acknowledged only after the kernel's delay of 40 ms.
+        """
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            return None
+        return max(_LEAST_WINDOW_BYTES, self._config.push_window_bytes // self.servers)
 
     def _connect_to(self, address: str, port: int) -> socket.socket:
         timeout_s = self._config.join_timeout_s

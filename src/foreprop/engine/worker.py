@@ -59,6 +59,10 @@ from foreprop.net.stream import Stream
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 
+_LEAST_SLICES = 2
+"""Unanswered at each server: one can be on its way there while another is on its way back. With
+many servers a slice that is late at one of them holds up more, so there they are half as many as
+servers."""
 _EMPTY = memoryview(b"")
 _STATUS_LIMIT_BYTES = 65_536
 _CLOSE_S = 10.0
@@ -160,7 +164,12 @@ class WorkerEngine:
         if (knobs.order, knobs.reply) != ("priority", "broadcast"):
             return None
         sizes_bytes = [piece.elems * self._itemsize[piece.parameter] for piece in self.slices]
-        return PushWindow(sizes_bytes, self._config.push_window_bytes // len(self._streams))
+        servers = len(self._streams)
+        return PushWindow(
+            sizes_bytes,
+            self._config.push_window_bytes // servers,
+            least_slices=max(_LEAST_SLICES, servers // 2),
+        )
 
     # The start.
     def join(self, look: Callable[[], None] = lambda: None) -> None:

@@ -106,10 +106,13 @@ def tune(
     *,
     unsent_bytes: int,
     timeout_s: float,
+    window_bytes: int | None = None,
     emulated: bool = False,
 ) -> None:
     """Bound the bytes that the kernel holds unsent, so that priority is decided late.
 
+    ``window_bytes`` also bounds what is sent and not yet acknowledged (the kernel doubles the
+    number that it is given, and counts its own bookkeeping); by default the kernel chooses.
     A peer that acknowledges nothing for ``timeout_s`` breaks the connection, also one that nothing
     is being sent to. ``emulated``: the bytes pass an emulated link, which a large kernel buffer
     would bypass.
@@ -117,6 +120,8 @@ def tune(
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if window_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(window_bytes // 2, _INT_LIMIT))
     if emulated:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _EMULATED_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EMULATED_BUFFER_BYTES)
