@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foreprop.config import PRESETS
 from foreprop.core.sendqueue import SendLanes
 from foreprop.core.slicing import Partition
-from foreprop.core.window import PushWindow
+from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.worker import WorkerMachine
 from tests.simulator import Cluster, Setup, _Worker
 
@@ -32,7 +32,7 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         knobs = dict(PRESETS[preset])
     sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    may_hold = (knobs["order"], knobs["reply"]) == ("priority", "broadcast")
+    may_hold = may_hold_back(knobs["order"], knobs["reply"])
     cells = [(r, p, s) for r in range(workers) for p in range(len(sizes)) for s in range(1, 4)]
     return Setup(
         sizes_elems=sizes,

@@ -69,6 +69,15 @@ def test_two_slices_may_always_leave(window_bytes: int) -> None:
     assert not window.admits(0, 1, 4, 4)
 
 
+@pytest.mark.parametrize(("servers", "slices"), [(1, 8), (4, 2), (5, 2), (8, 4), (16, 8)])
+def test_servers_share_the_window_and_many_servers_have_more_slices(
+    servers: int, slices: int
+) -> None:
+    window = PushWindow([10] * 10, 80, servers=servers)
+    leave(window, *range(slices))
+    assert not window.admits(0, 1, 9, 9)
+
+
 def test_answers_to_pushes_that_carried_nothing_are_no_matter() -> None:
     window = PushWindow(SIZES_BYTES, 20)
     window.answered(0, 3)

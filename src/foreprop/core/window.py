@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections import defaultdict
 from collections.abc import Sequence
+
+from foreprop.core.manifest import Reply
+from foreprop.core.sendqueue import Order
 
 _Urgency = tuple[int, int, int]
 """(step, priority, slice): what is smaller is more urgent, and every worker agrees on it."""
+
+_LEAST_SLICES = 2
+"""One can be on its way to a server while another is on its way back."""
+
+
+def may_hold_back(order: Order, reply: Reply) -> bool:
+    """Whether workers agree on what goes first, and their pushes are answered unasked."""
+    return (order, reply) == ("priority", "broadcast")
 
 
 class PushWindow:
@@ -15,29 +27,30 @@ class PushWindow:
     A slice is updated when every worker has pushed it, so a worker that runs ahead of the others
     completes nothing; its pushes only fill the queues in front of links which the slices that
     the others wait for need as well. And what has left can be overtaken no more. So a push waits
-    while ``window_bytes``, and ``least_slices``, that are more urgent are unanswered at its server.
-    ``sizes_bytes`` are those of the slices, by number.
+    while enough that are more urgent are unanswered at its server: its share of ``window_bytes``,
+    and two slices, or half as many as there are servers; where they are many, a slice that is late
+    at one of them holds up more. ``sizes_bytes`` are those of the slices, by number.
 
     Nobody waits for ever: of the slices that a server has not updated, no worker ever holds back
     the most urgent one, because all that are more urgent will be answered. This needs all workers
-    to rank slices alike, which they do with rank 0's priorities, but not in fifo order.
+    to rank slices alike, which they do with rank 0's priorities, but not in fifo order
+    (`may_hold_back`).
     """
 
-    def __init__(
-        self, sizes_bytes: Sequence[int], window_bytes: int, *, least_slices: int = 2
-    ) -> None:
+    def __init__(self, sizes_bytes: Sequence[int], window_bytes: int, *, servers: int = 1) -> None:
         self._sizes_bytes = sizes_bytes
-        self._window_bytes = window_bytes
-        self._least_slices = least_slices
-        self._unanswered: dict[int, list[_Urgency]] = {}  # by server, most urgent first
-        self._unanswered_bytes: dict[int, int] = {}
+        self._window_bytes = window_bytes // servers
+        self._least_slices = max(_LEAST_SLICES, servers // 2)
+        self._unanswered: defaultdict[int, list[_Urgency]] = defaultdict(list)
+        """By server, most urgent first."""
+        self._unanswered_bytes: defaultdict[int, int] = defaultdict(int)
         self._urgency_of: dict[int, _Urgency] = {}  # by slice
 
     def admits(self, server: int, step: int, priority: int, slice_: int) -> bool:
         """Whether the push may leave now."""
-        if self._unanswered_bytes.get(server, 0) < self._window_bytes:
+        if self._unanswered_bytes[server] < self._window_bytes:
             return True
-        unanswered = self._unanswered.get(server, [])
+        unanswered = self._unanswered[server]
         ahead = unanswered[: bisect_right(unanswered, (step, priority, slice_))]
         return (
             len(ahead) < self._least_slices
@@ -47,15 +60,12 @@ class PushWindow:
     def left(self, server: int, step: int, priority: int, slice_: int) -> None:
         """The push has left, with its gradient."""
         urgency = self._urgency_of[slice_] = (step, priority, slice_)
-        insort(self._unanswered.setdefault(server, []), urgency)
-        self._unanswered_bytes[server] = (
-            self._unanswered_bytes.get(server, 0) + self._sizes_bytes[slice_]
-        )
+        insort(self._unanswered[server], urgency)
+        self._unanswered_bytes[server] += self._sizes_bytes[slice_]
 
     def answered(self, server: int, slice_: int) -> None:
         """The slice's answer is in; of no consequence if its push has carried nothing."""
         urgency = self._urgency_of.pop(slice_, None)
         if urgency is not None:
-            unanswered = self._unanswered[server]
-            del unanswered[bisect_right(unanswered, urgency) - 1]
+            self._unanswered[server].remove(urgency)
             self._unanswered_bytes[server] -= self._sizes_bytes[slice_]

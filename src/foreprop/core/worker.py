@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from foreprop.core.manifest import Reply
 from foreprop.core.sendqueue import Order, SendLanes
 from foreprop.core.slicing import Slice
-from foreprop.core.window import PushWindow
+from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
@@ -115,7 +115,7 @@ _NOT_AWAITED = -1
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
-    A ``window`` needs ``order="priority"`` and ``reply="broadcast"``.
+    A ``window`` needs an order and a reply that `may_hold_back`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class WorkerMachine:
         reply: Reply,
         window: PushWindow | None = None,
     ) -> None:
-        if window is not None and (order, reply) != ("priority", "broadcast"):
+        if window is not None and not may_hold_back(order, reply):
             raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
         self._slices = slices
         self._window = window
@@ -135,9 +135,7 @@ class WorkerMachine:
         for piece in slices:
             self._slices_of[piece.parameter].append(piece)
         self._priority = list(range(parameters))
-        self._lanes: SendLanes[SendFrame] = SendLanes(
-            order, self._may_leave if window is not None else None
-        )
+        self._lanes: SendLanes[SendFrame] = SendLanes(order, self._may_leave)
         self._reply = reply
         self._closing = False
         self._awaited_step = [_NOT_AWAITED] * len(slices)

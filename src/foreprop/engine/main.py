@@ -45,7 +45,7 @@ def die_with_parent() -> None:
 def _load_what_updates_need() -> None:
     """torch.optim loads this (a second's work) when it is first used: better while workers join."""
     importlib.import_module("torch._dynamo")
-    gc.freeze()
+    gc.freeze()  # these too
 
 
 def _end_with_parent(lifeline_fd: int, task: ServerTask) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.window import PushWindow
+from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
     Flag,
@@ -59,10 +59,6 @@ from foreprop.net.stream import Stream
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 
-_LEAST_SLICES = 2
-"""Unanswered at each server: one can be on its way there while another is on its way back. With
-many servers a slice that is late at one of them holds up more, so there they are half as many as
-servers."""
 _EMPTY = memoryview(b"")
 _STATUS_LIMIT_BYTES = 65_536
 _CLOSE_S = 10.0
@@ -159,17 +155,11 @@ class WorkerEngine:
         ]
 
     def _push_window(self) -> PushWindow | None:
-        """For workers that agree on what goes first, and whose pushes are answered unasked."""
-        knobs = self.manifest.knobs
-        if (knobs.order, knobs.reply) != ("priority", "broadcast"):
+        if not may_hold_back(self.manifest.knobs.order, self.manifest.knobs.reply):
             return None
         sizes_bytes = [piece.elems * self._itemsize[piece.parameter] for piece in self.slices]
-        servers = len(self._streams)
-        return PushWindow(
-            sizes_bytes,
-            self._config.push_window_bytes // servers,
-            least_slices=max(_LEAST_SLICES, servers // 2),
-        )
+        window_bytes = self._config.push_window_bytes
+        return PushWindow(sizes_bytes, window_bytes, servers=len(self._streams))
 
     # The start.
     def join(self, look: Callable[[], None] = lambda: None) -> None:
