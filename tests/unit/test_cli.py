@@ -95,6 +95,7 @@ def test_version() -> None:
         (["demo", "--batch-size", "7501"], "--batch-size"),
         (["demo", "--workers", "1"], "--workers"),
         (["bench", "wire", "--slice-elems", "0"], "--slice-elems"),
+        (["bench", "exchange", "--nodes", "1"], "--nodes"),
         (["trace", "/nowhere/at/all"], "/nowhere/at/all"),
         (["config", "--nonsense"], "--nonsense"),
     ],
@@ -124,6 +125,11 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
         (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
         (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),
+        (["bench", "exchange", "--rate-mbit", "0"], "rate is 0.0 bit/s; it must be positive"),
+        (
+            ["bench", "exchange", "--nodes", "3", "--node-mb", "1", "--message-kb", "501"],
+            "a message has 501000 bytes; each node gets 500000",
+        ),
         (["config", "order=random"], "order is 'random'; it must be one of ['priority', 'fifo']"),
     ],
 )

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foreprop.bench.exchange import Exchange, measure_exchange
 from foreprop.bench.overhead import measure_scheduling, measure_waiting
 from foreprop.bench.wire import measure_wire
 
@@ -60,3 +61,29 @@ def overhead(
         f"first use {waiting.first_use_us:.1f}, swap {waiting.swap_us:.1f}",
     )
     Console().print(shown)
+
+
+@bench.command("exchange")
+def exchange(
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="Nodes of the lab.")] = 16,
+    rate_mbit: Annotated[float, typer.Option(help="Rate of the links, Mbit/s.")] = 19.15,
+    node_mb: Annotated[float, typer.Option(help="MB that leave each node.")] = 12.0,
+    message_kb: Annotated[float, typer.Option(help="kB of each message.")] = 12.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 5,
+) -> None:
+    """Plain TCP from every node of the lab to every other one, nothing waiting for anything.
+
+    By default what 16 nodes exchange in one step of ResNet-50 / 16, in slices: how much of such
+    links is left to any parameter server, whatever its schedule.
+    """
+    setting = Exchange(
+        nodes=nodes,
+        rate_bits_per_s=rate_mbit * 1e6,
+        node_bytes=round(node_mb * 1e6),
+        message_bytes=round(message_kb * 1e3),
+    )
+    seconds = measure_exchange(setting, rounds=rounds)
+    Console().print(
+        f"{nodes} nodes at {rate_mbit:g} Mbit/s: {seconds:.3f} s until the last has everything,"
+        f" {setting.ideal_s:.3f} s at the links' rate: {setting.ideal_s / seconds:.3f} of it"
+    )
