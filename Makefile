@@ -26,6 +26,8 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv and install foreprop into it, with the development tools
 
 test: $(STAMP) ## run the whole test suite
+	@# what must hold for every architecture, once more over collectives
+	$(if $(PYTEST_ARGS),,FOREPROP_ARCHITECTURE=ring $(BIN)/python -m pytest -q tests/conformance)
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened

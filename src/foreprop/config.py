@@ -20,6 +20,8 @@ from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Placement
 from foreprop.errors import ConfigError
 
+Architecture = Literal["p2p", "ps", "ring"]
+
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
@@ -72,6 +74,11 @@ class Config:
     of a field is ``FOREPROP_`` and its name in capitals, that of the preset ``FOREPROP_PRESET``.
     """
 
+    architecture: Architecture | None = _setting(
+        None,
+        "p2p: servers beside the workers; ps: dedicated_servers; ring: all-reduce, the workers"
+        " update; by default ps if there are dedicated_servers, else p2p",
+    )
     granularity: Granularity = _setting(
         "slice", "what is sent as one: slices of slice_elems, or whole arrays"
     )
@@ -105,6 +112,8 @@ class Config:
         "a worker's pushes under way to all servers, unacknowledged, or (p3) unanswered",
         1,
     )
+    chunk_elems: int = _setting(50_000, "architecture=ring: elements per collective", 1)
+    chunks_in_flight: int = _setting(4, "architecture=ring: collectives under way at once", 1)
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
     )
@@ -120,6 +129,21 @@ class Config:
         if self.servers_per_node == 0 and self.dedicated_servers == 0:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
+            )
+        self._check_architecture()
+
+    def _check_architecture(self) -> None:
+        if self.architecture == "ps" and not self.dedicated_servers:
+            raise ConfigError("architecture is 'ps'; set dedicated_servers to their number")
+        if self.architecture in ("p2p", "ring") and self.dedicated_servers:
+            raise ConfigError(
+                f"architecture is {self.architecture!r}, which has no dedicated_servers; there are"
+                f" to be {self.dedicated_servers}"
+            )
+        if self.architecture == "ring" and self.link_rate_bits_per_s is not None:
+            raise ConfigError(
+                "link_rate_bits_per_s paces foreprop's own connections; architecture='ring' uses"
+                " torch.distributed's"
             )
 
     @classmethod
@@ -172,7 +196,7 @@ class Config:
 
 
 def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
-    choices = get_args(hint) if typing.get_origin(hint) is Literal else ()
+    choices = _choices(hint)
     if choices:
         if value not in choices:
             raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
@@ -188,6 +212,15 @@ def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     minimum = spec.metadata["minimum"]
     if minimum is not None and value is not None and not value >= minimum:
         raise ConfigError(f"{spec.name} is {value!r}; it must be at least {minimum}")
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """What a Literal allows, or an optional one."""
+    if typing.get_origin(hint) is Literal:
+        return get_args(hint)
+    parts = get_args(hint)
+    inner = next((part for part in parts if typing.get_origin(part) is Literal), None)
+    return (*get_args(inner), None) if inner is not None else ()
 
 
 def _from_environment(cls: type[Config]) -> dict[str, Any]:

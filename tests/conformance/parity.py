@@ -13,15 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import foreprop
+from foreprop.config import Config
 from foreprop.engine.world import World
 from tests.cluster import run_cluster, worlds
 
 torch.set_num_threads(1)
+
+servers_only = pytest.mark.skipif(
+    Config.resolve().architecture == "ring", reason="about servers; this run is with a ring"
+)
+"""`make test` runs this folder twice, the second time with FOREPROP_ARCHITECTURE=ring."""
 
 Batch = tuple[torch.Tensor, ...]
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]

@@ -28,6 +28,7 @@ from tests.conformance.parity import (
     make_batches,
     run_foreprop,
     run_plain,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
@@ -289,6 +290,7 @@ def test_state_dict_with_keep_vars() -> None:
         assert kept["0.weight"] is model[0].weight
 
 
+@servers_only
 def test_the_optimizers_state_is_not_kept_twice() -> None:
     """It lives on the servers; here it is only while state_dict() is made."""
     model, optimizer = build_seeded(BUILDS["adam"])

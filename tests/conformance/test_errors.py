@@ -25,6 +25,7 @@ from tests.conformance.parity import (
     make_batches,
     merge,
     run_plain,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
@@ -277,6 +278,7 @@ def test_a_change_before_the_first_step_counts() -> None:
     check_world_of_one(with_sgd(), loop, make_batches())
 
 
+@servers_only
 @pytest.mark.parametrize("preset", ["p3", "kvstore", "tensorflow"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_change_on_one_rank_only(culprit: int, preset: str) -> None:
@@ -417,6 +419,7 @@ def test_zero_grad_of_the_model_in_place_before_the_forward_pass_is_right() -> N
     check_world_of_one(with_sgd(), loop, make_batches(5))
 
 
+@servers_only
 def test_zero_grad_in_place_while_a_link_is_slow_is_an_error() -> None:
     def work(world: World) -> None:
         model = nn.Sequential(nn.Linear(5, 400), nn.Linear(400, 400), nn.Linear(400, 3))
@@ -428,6 +431,7 @@ def test_zero_grad_in_place_while_a_link_is_slow_is_an_error() -> None:
         run_cluster(2, work)
 
 
+@servers_only
 def test_zero_grad_of_the_optimizer_in_place_while_a_link_is_slow_is_right() -> None:
     def work(world: World) -> dict[str, torch.Tensor]:
         model, optimizer = build_seeded(with_sgd(_wide))

@@ -25,6 +25,7 @@ from tests.conformance.parity import (
     check_world_of_one,
     check_world_of_two,
     make_batches,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
@@ -96,6 +97,7 @@ def test_create_graph_and_gradient_penalty() -> None:
     check_both(with_sgd(), loop, batches_of(2))
 
 
+@servers_only
 def test_a_gradient_may_be_written_to_as_soon_as_its_reply_is_in() -> None:
     """Also if the sending thread has not yet noticed that its last frame has left."""
     delayed: list[int] = []

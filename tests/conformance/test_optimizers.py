@@ -26,6 +26,7 @@ from tests.conformance.parity import (
     check_world_of_two,
     make_batches,
     run_plain,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
@@ -92,6 +93,7 @@ def test_two_workers(name: str) -> None:
     check_world_of_two(build, train_classifier, batches_of(2, count=3))
 
 
+@servers_only
 def test_fused_as_given_by_the_user() -> None:
     """Servers use the plain loop, whose last bit may differ from the fused kernel's."""
     build = _with(torch.optim.Adam, lr=0.01, fused=True)
@@ -272,6 +274,7 @@ REFUSED: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
 }
 
 
+@servers_only
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name: str) -> None:
     cls, reason = REFUSED[name]
@@ -279,6 +282,7 @@ def test_refused_with_the_reason(name: str) -> None:
     _check_refused(model, cls(model.parameters(), lr=0.1), reason)
 
 
+@servers_only
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_is_refused() -> None:
     model = nn.Linear(4, 3, bias=False)

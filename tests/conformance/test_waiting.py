@@ -19,6 +19,7 @@ from tests.conformance.parity import (
     build_seeded,
     make_batches,
     run_plain,
+    servers_only,
     train_classifier,
     with_sgd,
 )
@@ -162,7 +163,7 @@ FORWARD = ["a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias"]
 
 
 def _priorities(session: foreprop.Session) -> list[str]:
-    names = [info.name for info in session.engine.manifest.parameters]
+    names = [info.name for info in session.engine.parameters]
     machine = session.engine._machine
     return sorted(names, key=lambda name: machine.priority_of(names.index(name)))
 
@@ -185,6 +186,7 @@ def _evaluated(model: nn.Module) -> None:
         model.c(model.a(torch.zeros(1, 5)))
 
 
+@servers_only
 @pytest.mark.parametrize("before", [None, _copied, _printed, _penalised, _evaluated])
 def test_priorities_are_the_order_of_first_use(before: Any) -> None:
     model, optimizer = build_seeded(with_sgd(_Backwards))
@@ -195,6 +197,7 @@ def test_priorities_are_the_order_of_first_use(before: Any) -> None:
         assert _priorities(session) == FORWARD
 
 
+@servers_only
 def test_never_used_parameters_come_last() -> None:
     model, optimizer = build_seeded(with_sgd(lambda: _Backwards(("unused", "c", "a", "b"))))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
@@ -202,6 +205,7 @@ def test_never_used_parameters_come_last() -> None:
         assert _priorities(session) == [*FORWARD, "unused.weight", "unused.bias"]
 
 
+@servers_only
 def test_priorities_come_from_rank_zero() -> None:
     """Rank 1's first forward pass goes another way."""
 

@@ -89,7 +89,7 @@ class Faults:
                 return
 
     def _fire(self, fault: Fault) -> None:
-        pids = [handle.pid for handle in self._session._connections.handles]
+        pids = [handle.pid for handle in self._session._backend.connections.handles]
         done: dict[str, Any] = {"action": fault.action, "rank": fault.rank, "step": fault.step}
         done |= {"phase": fault.phase, "at_s": time.monotonic(), "servers": pids}
         _append(fault.log, done)

@@ -15,10 +15,9 @@ from torch import nn
 import foreprop
 from foreprop.core.manifest import Manifest
 from foreprop.engine import server
-from foreprop.engine.launch import Connections
 from foreprop.engine.world import World
 from foreprop.errors import ForepropError, HandshakeError
-from foreprop.training.session import Session
+from foreprop.training.served import ServedBackend
 from tests.cluster import run_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -137,13 +136,13 @@ def test_another_world_size(odd: int) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("foreprop", "0.0.1"), ("torch", "1.0.0")])
 def test_another_version(monkeypatch: pytest.MonkeyPatch, field: str, value: str) -> None:
-    make = Session._manifest
+    make = ServedBackend._manifest
 
-    def manifest(self: Session, connections: Connections) -> Manifest:
-        made = make(self, connections)
-        return msgspec.structs.replace(made, **{field: value}) if self.rank == 1 else made
+    def manifest(self: ServedBackend) -> Manifest:
+        made, rank = make(self), self._setup.world.rank
+        return msgspec.structs.replace(made, **{field: value}) if rank == 1 else made
 
-    monkeypatch.setattr(Session, "_manifest", manifest)
+    monkeypatch.setattr(ServedBackend, "_manifest", manifest)
     check_refused(lambda _: {}, f"{field}: rank 0 has '.*', rank 1 has '{value}'")
 
 

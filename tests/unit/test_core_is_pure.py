@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[2] / "src"
 PURE_MODULES = frozenset(
     (
         "__future__ abc array bisect collections dataclasses enum fractions functools hashlib "
-        "heapq itertools math msgspec numbers operator random struct types typing zlib"
+        "heapq itertools math msgspec numbers operator random statistics struct types typing zlib"
     ).split()
 )
 OWN_PREFIXES = ("foreprop.core", "foreprop.errors")

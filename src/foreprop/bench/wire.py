@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -16,6 +17,7 @@ from foreprop.bench.still import StillServer
 from foreprop.config import Config
 from foreprop.engine.launch import ProcessServer
 from foreprop.engine.world import World
+from foreprop.training.served import ServedBackend
 from foreprop.training.session import Session
 
 _STEP_WARM_UP = 3
@@ -74,7 +76,7 @@ class WirePair:
     def server_pid(self) -> int:
         if self._still is not None:
             return self._still.pid
-        handle = self.session._connections.handles[0]
+        handle = cast(ServedBackend, self.session._backend).connections.handles[0]
         return handle.pid if isinstance(handle, ProcessServer) else 0
 
     def step(self) -> float:

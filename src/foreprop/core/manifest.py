@@ -7,7 +7,7 @@ allow-list with plain numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
 from foreprop.errors import RemoteProtocolError
 
+T = TypeVar("T", bound=msgspec.Struct)
 Reply = Literal["broadcast", "notify", "pull"]
 
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -112,7 +113,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     return manifest
 
 
-def describe_mismatch(ours: Manifest, theirs: Manifest, *, us: str, them: str) -> str | None:
+def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:
     """The first few differing fields with both sides' values; None if both agree."""
     lines = [
         f"{field}: {us} has {mine!r}, {them} has {other!r}"
@@ -136,9 +137,17 @@ def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, A
             yield from _differences(label, mine.get(key, _ABSENT), other.get(key, _ABSENT))
     elif path == "parameters" and len(mine) != len(other):
         yield "number of parameters", len(mine), len(other)
-    elif path in {"parameters", "optimizer.groups"} and len(mine) == len(other):
+    elif _are_structs(mine) and _are_structs(other) and len(mine) == len(other):
         for i, (a, b) in enumerate(zip(mine, other, strict=True)):
             name = f" ({a['name']})" if path == "parameters" else ""
             yield from _differences(f"{path}[{i}]{name}", a, b)
     elif mine != other and not (mine != mine and other != other):
         yield path, mine, other
+
+
+def _are_structs(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(item, dict) for item in value)
+    )

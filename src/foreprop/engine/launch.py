@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import torch.distributed as dist
 
 from foreprop.config import Config, child_environment
-from foreprop.engine.failure import decode_failure, failure_of
+from foreprop.engine.meeting import Meeting
 from foreprop.engine.server import Server, StreamWrapper
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError, TransportError
@@ -237,7 +236,7 @@ class Connections:
     """A worker's connections to all servers of a session, and the servers it has started."""
 
     def __init__(self, world: World, config: Config) -> None:
-        self.number = world.next_session()
+        self.meeting = Meeting(world, config)
         self.streams: list[Stream] = []
         self.handles: list[ServerHandle] = []
         self._world = world
@@ -252,8 +251,6 @@ class Connections:
         self.address = local_address(world.host, config.interface)
         if world.size > world.local_size:
             check_reachable(self.address, world.host)
-        self._key = f"session/{self.number}"
-        self._refused_key = f"{self._key}/refused"
         self.links: NodeLinks | None = None
         self.session_id = ""
 
@@ -268,7 +265,7 @@ class Connections:
             for server in range(self.servers):
                 self.streams.append(self._connect(server))
         except BaseException as error:
-            self.refuse(error)
+            self.meeting.refuse(error)
             self.close(kill=True, patience_s=0.0)  # the servers have not been told anything
             raise
 
@@ -280,34 +277,18 @@ class Connections:
             )
 
     def _agree_on_session(self) -> str:
-        """Rank 0's session id; raises `HandshakeError` if this rank has another cluster in mind.
-
-        Who does not agree on who takes part could never meet at the servers.
-        """
+        session_id = ""
         if self._world.rank == 0:
             session_id = secrets.token_hex(8)
             if self._config.dedicated_servers:
                 session_id = self._announce_to_dedicated(session_id)
-            self._world.publish(self._key, json.dumps([session_id, self._shape()]))
-            return session_id
-        what = "rank 0 to start the session; does every rank call parallelize() equally often?"
-        session_id, theirs = json.loads(self._lookup(self._key, what))
-        ours = self._shape()
-        differing = [
-            f"{name}: rank 0 has {theirs.get(name)}, rank {self._world.rank} has {ours[name]}"
-            for name in ours
-            if theirs.get(name) != ours[name]
-        ]
-        if differing:
-            raise HandshakeError(
-                f"rank 0 and rank {self._world.rank} do not agree: {'; '.join(differing)}"
-            )
-        return str(session_id)
+        return self.meeting.agree(session_id, self._shape())
 
     def _shape(self) -> dict[str, object]:
         """What decides who listens and who connects."""
         return {
             "world size": self._world.size,
+            "architecture": "ps" if self._config.dedicated_servers else "p2p",
             "workers_per_node": self.workers_per_node,
             "servers_per_node": self._config.servers_per_node,
             "dedicated_servers": self._config.dedicated_servers,
@@ -329,31 +310,6 @@ class Connections:
         store.set(dedicated_key(number), announcement.encode())
         return session_id
 
-    def refuse(self, error: BaseException) -> None:
-        """Tell those who have not met a server yet that the session will not start, and why."""
-        text = failure_of(error, by=f"rank {self._world.rank}").encode().decode()
-        with contextlib.suppress(dist.DistError, RuntimeError):  # the store may be what is gone
-            if self._world.size > 1 and not self._world.store.check([self._refused_key]):
-                self._world.publish(self._refused_key, text)
-
-    def check_refused(self) -> None:
-        """Raise what has ended the start of the session on another rank."""
-        store = self._world.store
-        with contextlib.suppress(dist.DistError):
-            if store.check([self._refused_key]):
-                raise decode_failure(store.get(self._refused_key)).as_error()
-
-    def _lookup(self, key: str, what: str, *, raw: bool = False) -> str:
-        found = self._world.lookup(
-            key,
-            timeout_s=self._config.join_timeout_s,
-            what=what,
-            raw=raw,
-            look=self.check_refused,
-            report_s=self._config.stall_report_s,
-        )
-        return found.decode()
-
     def _start_servers(self) -> None:
         if self._world.rank % self.workers_per_node:
             return
@@ -370,7 +326,7 @@ class Connections:
             )
             in_process = self._world.in_process
             self.handles.append(start_server(task, self._config, listener, in_process=in_process))
-            self._world.publish(f"{self._key}/server/{index}", f"{self.address} {port}")
+            self.meeting.publish(f"server/{index}", f"{self.address} {port}")
 
     def _connect(self, server: int) -> Stream:
         dedicated = self._config.dedicated_servers
@@ -382,9 +338,9 @@ class Connections:
                 f" {dedicated}{self._rendezvous_option()}`"
             )
         else:
-            key = f"{self._key}/server/{server}"
+            key = f"{self.meeting.key}/server/{server}"
             what = f"server {server}, which rank {self._starter_of(server)} starts"
-        found = self._lookup(key, what, raw=bool(dedicated))
+        found = self.meeting.lookup(key, what, raw=bool(dedicated))
         if found.startswith(REFUSED):
             raise HandshakeError(found.removeprefix(REFUSED))
         address, port = found.split()
@@ -418,7 +374,7 @@ class Connections:
         timeout_s = self._config.join_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
-            self.check_refused()
+            self.meeting.check_refused()
             try:
                 return connect(address, port, timeout_s=min(1.0, timeout_s))
             except TransportError as error:

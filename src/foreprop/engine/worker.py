@@ -6,11 +6,9 @@ thread dispatches gradients and waits for parameters.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from foreprop.config import Config
@@ -46,13 +44,13 @@ from foreprop.core.worker import (
 )
 from foreprop.engine.failure import decode_failure, failure_of
 from foreprop.engine.outbox import Outbox
+from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.slicestore import state_limit_bytes
 from foreprop.errors import (
     ForepropError,
     InternalError,
     PeerLost,
     RemoteProtocolError,
-    StepTimeout,
     TransportError,
 )
 from foreprop.net.stream import Stream
@@ -65,7 +63,6 @@ _CLOSE_S = 10.0
 _CAUSE_S = 1.0
 """How long after a connection's end another server may still tell the reason."""
 _GOODBYE_S = 1.0
-_NOTHING = -1
 
 
 class ParameterMemory(Protocol):
@@ -81,26 +78,14 @@ class ParameterMemory(Protocol):
         """
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start, for `Session.stats`."""
-
-    pushes: int = 0
-    pushed_bytes: int = 0
-    replies: int = 0
-    reply_bytes: int = 0
-    max_queue_depth: int = 0
-    waits: int = 0
-    waited_s: float = 0.0
-    waited_s_by_parameter: dict[int, float] = field(default_factory=dict)
-
-
 class WorkerEngine:
     """One worker's part in one session.
 
     ``streams`` are the connections to the servers, by index. Errors from any thread are kept and
     raised in the training thread at its next call.
     """
+
+    every_parameter = False
 
     def __init__(
         self,
@@ -116,7 +101,10 @@ class WorkerEngine:
         self.manifest = manifest
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self.slices = manifest.slices()
-        self.counters = Counters()
+        self.parameters = manifest.parameters
+        names = [info.name for info in manifest.parameters]
+        self._progress = Progress(names, rank=rank, config=config, trace=trace)
+        self.counters = self._progress.counters
         self._memory = memory
         self._streams = streams
         self._rank = rank
@@ -132,10 +120,6 @@ class WorkerEngine:
             window=self._push_window(),
         )
         self._lock = threading.Lock()
-        self._changed = threading.Condition()
-        self._waiters = 0
-        self._awaited = _NOTHING  # the parameter that a thread waits for
-        self._error: ForepropError | None = None
         self._closing = False
         self._finished = threading.Event()
         self._failed = threading.Event()
@@ -177,7 +161,7 @@ class WorkerEngine:
             look()
             return self._welcomes == len(self._streams)
 
-        self._wait_until(
+        self._progress.wait_until(
             welcomed,
             self._config.join_timeout_s,
             lambda: (
@@ -217,39 +201,28 @@ class WorkerEngine:
         if self.manifest.knobs.reply == "pull":
             self._dispatch(PullsDue())
 
+    def end_step(self, step: int) -> None:
+        """Nothing: every rank decides by itself what it sends next."""
+
     def is_complete(self, parameter: int) -> bool:
         return self._machine.is_complete(parameter)
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
-        if self._error is not None:
-            raise self._error
+        self._progress.raise_if_failed()
         if self._machine.is_complete(parameter):
             return
         self.start_step()
-        started_ns = time.perf_counter_ns()
-        self._awaited = parameter  # before the condition is looked at
-        self._wait_until(
+        self._progress.wait_for_parameter(
+            parameter,
+            step,
             lambda: self._machine.is_complete(parameter),
-            self._config.step_timeout_s,
             lambda: self._describe_wait(parameter, step),
             lambda: self._ask_status(parameter),
         )
-        self._awaited = _NOTHING
-        waited_s = (time.perf_counter_ns() - started_ns) / 1e9
-        counters = self.counters
-        counters.waits += 1
-        counters.waited_s += waited_s
-        by_parameter = counters.waited_s_by_parameter
-        by_parameter[parameter] = by_parameter.get(parameter, 0.0) + waited_s
-        if self._trace is not None:
-            self._trace.span(
-                "wait", self.manifest.parameters[parameter].name, started_ns, step=step + 1
-            )
 
     def raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._progress.raise_if_failed()
 
     @property
     def is_rank_zero(self) -> bool:
@@ -257,7 +230,7 @@ class WorkerEngine:
 
     @property
     def failed(self) -> bool:
-        return self._error is not None
+        return self._progress.error is not None
 
     @property
     def queue_depth(self) -> int:
@@ -273,7 +246,7 @@ class WorkerEngine:
         self._blobs.pop(which, None)
         self._send_message(0, Kind.BLOB_PULL, step, CONTROL_PRIORITY, b"", slice_=which)
         what = "frozen parameters" if which else "buffers"
-        self._wait_until(
+        self._progress.wait_until(
             lambda: which in self._blobs,
             self._config.step_timeout_s,
             lambda: f"rank 0's {what} of step {step}",
@@ -291,7 +264,7 @@ class WorkerEngine:
         for slice_ in slices:
             server = self.slices[slice_].server
             self._send_message(server, Kind.STATE_PULL, step, CONTROL_PRIORITY, b"", slice_=slice_)
-        self._wait_until(
+        self._progress.wait_until(
             lambda: all(key in self._answers for key in keys),
             self._config.step_timeout_s,
             lambda: f"the optimizer state after step {step}",
@@ -304,7 +277,7 @@ class WorkerEngine:
         if self._closing:
             return
         self._closing = True
-        error = failure or self._error
+        error = failure or self._progress.error
         if error is None:
             self._dispatch(Closing())
             self._finished.wait(self._config.step_timeout_s)
@@ -348,8 +321,7 @@ class WorkerEngine:
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
-        if self._error is not None:
-            raise self._error
+        self._progress.raise_if_failed()
         with self._lock:
             instructions = self._machine.handle(event)
             depth = self._machine.queue_depth
@@ -360,8 +332,7 @@ class WorkerEngine:
             if kind is SendFrame:
                 self._outbox.submit(instruction)  # type: ignore[arg-type]
             elif isinstance(instruction, CompleteParameter):
-                if self._waiters > 1 or instruction.parameter == self._awaited:
-                    self._notify()
+                self._progress.parameter_complete(instruction.parameter)
                 if self._trace is not None:
                     now_ns = self._trace.now_ns()
                     name = self.manifest.parameters[instruction.parameter].name
@@ -477,12 +448,12 @@ class WorkerEngine:
         """A server has gone; if it went with its worker, the other servers name that."""
         if self._closing or self._failed.wait(_CAUSE_S):
             return
-        awaited = self._awaited
-        if awaited == _NOTHING:
+        awaited = self._progress.awaited
+        if awaited == NOTHING:
             incomplete = (p for p in range(len(self._memory)) if not self.is_complete(p))
-            awaited = next(incomplete, _NOTHING)
+            awaited = next(incomplete, NOTHING)
         step = self._machine.step_of(max(0, awaited))
-        if awaited == _NOTHING:
+        if awaited == NOTHING:
             what = f"nothing; step {step} was complete"
         else:
             what = self._describe_wait(awaited, step)
@@ -537,60 +508,19 @@ class WorkerEngine:
             self._dispatch(NotifyArrived(slice_, step, server, header.flags))
         elif kind == Kind.WELCOME:
             self._welcomes += 1
-            self._notify()
+            self._progress.notify()
         elif kind == Kind.FAILURE:
             self._fail(decode_failure(payload).as_error())
         elif kind == Kind.BLOB_REPLY:
             self._blobs[slice_] = payload
-            self._notify()
+            self._progress.notify()
         elif kind in (Kind.STATE_REPLY, Kind.STATUS_REPLY):
             self._answers[(kind, slice_)] = bytes(payload)
-            self._notify()
+            self._progress.notify()
         else:
             raise RemoteProtocolError(f"server {server} sent {Kind(kind).name}")
 
     # Waiting and failing.
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _wait_until(
-        self,
-        condition: Callable[[], bool],
-        timeout_s: float,
-        describe: Callable[[], str],
-        on_stall: Callable[[], None] | None = None,
-        setting: str = "step_timeout_s",
-    ) -> None:
-        """Block until the condition holds; reports a stall, raises failure or `StepTimeout`."""
-        started = time.monotonic()
-        report_at = started + self._config.stall_report_s
-        ask_at = started + min(self._config.stall_report_s, timeout_s) / 2
-        with self._changed:
-            self._waiters += 1
-            try:
-                while not condition():
-                    if self._error is not None:
-                        raise self._error
-                    now = time.monotonic()
-                    if now >= started + timeout_s:
-                        raise self._timeout(describe(), now - started, setting)
-                    if on_stall is not None and now >= ask_at:
-                        ask_at = now + self._config.stall_report_s
-                        on_stall()
-                    if now >= report_at:
-                        report_at = float("inf")
-                        self._report(f"for {now - started:.0f} s waits for {describe()}")
-                    next_look = min(report_at, ask_at, started + timeout_s)
-                    self._changed.wait(max(0.0, min(next_look - now, 1.0)))
-            finally:
-                self._waiters -= 1
-
-    def _timeout(self, what: str, waited_s: float, setting: str) -> StepTimeout:
-        error = StepTimeout(f"rank {self._rank} waited {waited_s:.1f} s ({setting}) for {what}")
-        self._error = error
-        return error
-
     def _describe_wait(self, parameter: int, step: int) -> str:
         name = self.manifest.parameters[parameter].name
         with self._lock:
@@ -645,16 +575,13 @@ class WorkerEngine:
         finally:
             self._sending[server].release()
 
-    def _report(self, text: str) -> None:
-        print(f"foreprop: rank {self._rank} {text}", file=sys.stderr, flush=True)
-
     def _fail(self, error: ForepropError) -> None:
         """Keep the first error, and give up all connections: nothing more is coming."""
-        if self._error is None and not self._closing:
-            self._error = error
+        if self._progress.error is None and not self._closing:
+            self._progress.error = error
         self._failed.set()
         self._finished.set()
-        self._notify()
+        self._progress.notify()
 
     def _broke(self, error: BaseException) -> None:
         if isinstance(error, ForepropError):

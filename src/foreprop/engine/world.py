@@ -19,6 +19,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from foreprop.config import LaunchInfo, launch_info
 from foreprop.errors import StepTimeout, TransportError
 
+Look = Callable[[], None]
+"""Called now and then while something is waited for; raises what has happened meanwhile."""
+
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1
 
 
@@ -53,7 +56,7 @@ class World:
         what: str,
         setting: str = "join_timeout_s",
         raw: bool = False,
-        look: Callable[[], None] | None = None,
+        look: Look | None = None,
         report_s: float = 10.0,
     ) -> bytes:
         """A key's value, waiting for it; raises `StepTimeout` that says what is missing.

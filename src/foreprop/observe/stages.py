@@ -18,3 +18,9 @@ class Stage(Enum):
     REPLY_SENT = "reply_sent"
     REPLY_RECEIVED = "reply_received"
     PARAMETER_READY = "parameter_ready"
+
+
+class RingStage(Enum):
+    """What there is instead of pushes and replies where gradients are all-reduced."""
+
+    CHUNK_REDUCED = "chunk_reduced"

@@ -25,7 +25,7 @@ _REASONS = {
 }
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse, with the reason, what cannot be applied slice by slice on the servers."""
     cls = type(optimizer)
     if ELEMENTWISE_OPTIMIZERS.get(cls.__name__) is not cls:
@@ -36,9 +36,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer is {cls.__name__}, which is not element-wise as far as servers know:"
             f" {reason}. The servers update each slice by itself. Use one of {allowed}."
         )
+    check_groups(optimizer)
+
+
+def check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse settings that no architecture can apply."""
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ConfigError(f"parameter group {number} has differentiable=True; set it to False")
+        for name, value in group.items():
+            if isinstance(value, float):
+                _finite(value, name)
 
 
 def optimizer_info(optimizer: torch.optim.Optimizer) -> OptimizerInfo:

@@ -52,18 +52,5 @@ def parallelize(
     config = config or Config.resolve(preset, **settings)
     session = Session(model, optimizer, world or current_world(), config)
     if session.rank == 0 and session.world_size > 1:
-        print(f"foreprop: {describe(session)}", file=sys.stderr, flush=True)
+        print(f"foreprop: {session.describe()}", file=sys.stderr, flush=True)
     return session
-
-
-def describe(session: Session) -> str:
-    """One line: who takes part, how, and over which interface."""
-    config, connections = session.config, session._connections
-    kind = "dedicated" if config.dedicated_servers else "beside the workers"
-    return (
-        f"{session.world_size} workers on {connections.nodes} node(s), {connections.servers}"
-        f" server(s) {kind}; granularity={config.granularity} order={config.order}"
-        f" reply={config.reply} placement={config.placement} slice_elems={config.slice_elems};"
-        f" address {connections.address}"
-        + (f" (interface={config.interface})" if config.interface else "")
-    )

@@ -17,9 +17,9 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.core.wire import Flag
-from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
-from foreprop.training.memory import Memory, MemoryFactory
+from foreprop.training.backend import Engine
+from foreprop.training.memory import Memory
 from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
 
 _LEARNING_STEPS = 2
@@ -33,8 +33,7 @@ _CLIP_HINT = (
 class SessionState(Protocol):
     """What a parameter needs to know of its session."""
 
-    engine: WorkerEngine
-    memory_factory: MemoryFactory
+    engine: Engine
     completed: int
     """Steps that `optimizer.step()` has ended."""
 
@@ -44,6 +43,9 @@ class SessionState(Protocol):
     @property
     def eager(self) -> bool:
         """Whether gradients are pushed during the backward pass, not only at step()."""
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        """Where the parameter's bytes are for the engine."""
 
     def begin_pushing(self) -> None:
         """Called before a step's pushes."""
@@ -67,7 +69,7 @@ class SynchronisedParameter:
         self.expected_passes = 0  # backward passes per step; 0: not known yet
         self.expected_discards = 0  # passes before them whose gradients are discarded (a GAN's)
         self._session = session
-        self._memory: Memory = session.memory_factory.memory_of(parameter)
+        self._memory: Memory = session.memory_of(parameter)
         self._address = parameter.data_ptr()
         self._version = parameter._version
         self._watched = False
@@ -218,14 +220,14 @@ class SynchronisedParameter:
         return (Flag.VALUE_CHANGED if changed else 0), False
 
     def _rebind(self) -> None:
-        info = self._session.engine.manifest.parameters[self.index]
+        info = self._session.engine.parameters[self.index]
         dtype = str(self.parameter.dtype).removeprefix("torch.")
         if tuple(self.parameter.shape) != info.shape or dtype != info.dtype:
             raise ConfigError(
                 f"{self.name} was {info.dtype} {info.shape} at parallelize() and is {dtype}"
                 f" {tuple(self.parameter.shape)} now; change the model before parallelize()"
             )
-        self._memory = self._session.memory_factory.memory_of(self.parameter)
+        self._memory = self._session.memory_of(self.parameter)
         self._address = self.parameter.data_ptr()
 
     # The end of a step.
@@ -235,7 +237,8 @@ class SynchronisedParameter:
         if self._pushed_step == step:
             self._check_still_ours(gradient)
         else:
-            if gradient is None and not self.parameter.requires_grad:
+            everyone = self._session.engine.every_parameter
+            if gradient is None and not (self.parameter.requires_grad or everyone):
                 return
             self._check_not_edited(gradient)
             self.attach_hook()

@@ -13,34 +13,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Manifest, ParameterInfo
-from foreprop.core.wire import MAX_PAYLOAD_BYTES
-from foreprop.engine.launch import Connections
-from foreprop.engine.slicestore import decode_state, encode_state
-from foreprop.engine.worker import WorkerEngine
+from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, ParameterInfo
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
+from foreprop.training.backend import Backend, Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
-from foreprop.training.memory import MemoryFactory
-from foreprop.training.optimizer import (
-    check_optimizer,
-    hyperparameters,
-    named_parameters,
-    optimizer_info,
-)
+from foreprop.training.memory import Memory
+from foreprop.training.optimizer import named_parameters
 from foreprop.training.parameter import SynchronisedParameter
-from foreprop.version import __version__
-
-FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
-_NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
-"""In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
+from foreprop.training.ring import RingBackend
+from foreprop.training.served import ServedBackend
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -53,7 +41,6 @@ class Session:
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config
     ) -> None:
-        check_optimizer(optimizer)
         self.config = config
         self.completed = 0
         self.fixed_passes = config.backward_passes
@@ -61,94 +48,58 @@ class Session:
         self._model = model
         self._optimizer = optimizer
         self._closed = False
-        self._named = list(named_parameters(model, optimizer))
-        _check_unmanaged(self._named)
-        managed = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
-        self._frozen = [p for p in model.parameters() if id(p) not in managed]
+        named = list(named_parameters(model, optimizer))
+        infos = [_parameter_info(*entry) for entry in named]
+        _check_unmanaged(named)
+        managed = {id(parameter) for _, parameter, _ in named} | _managed.keys()
         self._buffers = buffers.ModelBuffers(model)
         self._buffers_step = 0
-        self._announced: tuple[Any, ...] | None = None
+        self._announced: Any = None
         self._announced_step = 0
-        self.memory_factory = MemoryFactory()
         self._use_order: list[int] = []
         self._in_first_forward = False
         self._compute_trace: ComputeTrace | None = None
-        self._loaded: dict[Any, Any] | None = None  # optimizer state, since the last step
         self._restore: list[Callable[[], None]] = []
-        connections = Connections(world, config)
-        manifest = self._manifest(connections)
-        _check_frames(manifest)
-        connections.open()
-        self._connections = connections
-        manifest = msgspec.structs.replace(manifest, session=connections.session_id)
-        self._trace = self._make_trace(connections.session_id)
+        self._trace: TraceRecorder | None = None
         self._parameters: list[SynchronisedParameter] = []
-        self.engine = WorkerEngine(
-            manifest,
-            self._parameters,
-            connections.streams,
-            rank=world.rank,
+        setup = Setup(
+            world=world,
             config=config,
-            trace=self._trace,
-            servers=connections.server_names(),
+            optimizer=optimizer,
+            parameters=[parameter for _, parameter, _ in named],
+            infos=infos,
+            frozen=[p for p in model.parameters() if id(p) not in managed],
+            buffers=self._buffers,
+            memory=self._parameters,
+            make_trace=self._make_trace,
         )
+        backend = RingBackend if config.architecture == "ring" else ServedBackend
+        self._backend: Backend = backend(setup)
+        self.engine: Engine = self._backend.engine
         try:
             self._parameters += [
                 SynchronisedParameter(index, name, parameter, self)
-                for index, (name, parameter, _) in enumerate(self._named)
+                for index, (name, parameter, _) in enumerate(named)
             ]
             self._start()
         except BaseException as error:
-            connections.refuse(error)
+            self._backend.refuse(error)
             self._release(failure=error)
             raise
 
     # The start.
-    def _manifest(self, connections: Connections) -> Manifest:
-        return Manifest(
-            foreprop=__version__,
-            torch=torch.__version__.partition("+")[0],
-            byteorder=sys.byteorder,
-            session="",
-            world_size=self._world.size,
-            knobs=self.config.knobs(connections.servers),
-            optimizer=optimizer_info(self._optimizer),
-            parameters=tuple(
-                _parameter_info(name, parameter, group) for name, parameter, group in self._named
-            ),
-            blob_bytes=(
-                self._buffers.size_bytes,
-                *(buffers.packed_bytes([parameter]) for parameter in self._frozen),
-            ),
-        )
-
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
-        if self.config.trace is None:
-            return None
-        path = trace_path(Path(self.config.trace), f"worker-{self.rank}", session_id)
-        return TraceRecorder(path, f"worker {self.rank}", self.rank)
+        if self.config.trace is not None:
+            path = trace_path(Path(self.config.trace), f"worker-{self.rank}", session_id)
+            self._trace = TraceRecorder(path, f"worker {self.rank}", self.rank)
+        return self._trace
 
     def _start(self) -> None:
+        self._backend.start(self._parameters)
         if self.rank != 0:
-            self.engine.await_values()  # before the servers know us: values may come at once
-        self.engine.join(self._connections.check_refused)
-        self._connections.settled()
-        if self.rank == 0:
-            for parameter in self._parameters:
-                parameter.before_offering()
-            self._send_state(0)  # first: who has the values may ask for it
-            self.engine.offer_values()
-            if self.world_size > 1:
-                for number, frozen in enumerate(self._frozen, FROZEN):
-                    self._publish(number, [frozen], 0)
-                self._publish(BUFFERS_BLOB, self._buffers.now(), 0)
-        else:
-            for parameter in self._parameters:
-                parameter.receive_initial_value()
-            for number, frozen in enumerate(self._frozen, FROZEN):
-                self._fetch(number, [frozen])
-            self._fetch(BUFFERS_BLOB, self._buffers.now())
-        self._optimizer.state.clear()
+            self._fetch_buffers()
+        elif self.world_size > 1:
+            self._publish_buffers(0)
         for parameter in self._parameters:
             parameter.watch()
             _managed[id(parameter.parameter)] = parameter.name
@@ -194,7 +145,9 @@ class Session:
         self._restore.append(restore)
         handles = [
             optimizer.register_state_dict_pre_hook(lambda _: _alive(session)._pull_state()),
-            optimizer.register_state_dict_post_hook(lambda *_: _alive(session)._drop_state()),
+            optimizer.register_state_dict_post_hook(
+                lambda *_: _alive(session)._backend.drop_state()
+            ),
             optimizer.register_load_state_dict_post_hook(
                 lambda _: _alive(session)._replace_state()
             ),
@@ -238,7 +191,7 @@ class Session:
     def stats(self) -> dict[str, Any]:
         """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
         counters = self.engine.counters
-        names = [info.name for info in self.engine.manifest.parameters]
+        names = [info.name for info in self.engine.parameters]
         return {
             "steps": self.completed,
             "pushes": counters.pushes,
@@ -257,8 +210,9 @@ class Session:
     def close(self) -> None:
         """Finish what is under way, say goodbye, stop this process's servers. Idempotent.
 
-        Called at exit by itself. Afterwards model and optimizer are ordinary PyTorch again, but
-        the optimizer's state has stayed with the servers: take ``state_dict()`` before.
+        Called at exit by itself. Afterwards model and optimizer are ordinary PyTorch again; the
+        optimizer's state has stayed with the servers, if there are any: take ``state_dict()``
+        before.
         """
         if self._closed:
             return
@@ -280,10 +234,12 @@ class Session:
             self._release(failure=error)
 
     def __repr__(self) -> str:
-        return (
-            f"<foreprop.Session rank {self.rank} of {self.world_size}, "
-            f"{self._connections.servers} servers, step {self.completed}>"
-        )
+        return f"<foreprop.Session rank {self.rank} of {self.world_size}, step {self.completed}>"
+
+    def describe(self) -> str:
+        """One line: who takes part, how, and over which interface."""
+        interface = f" (interface={self.config.interface})" if self.config.interface else ""
+        return self._backend.describe() + interface
 
     # A step.
     @property
@@ -301,10 +257,10 @@ class Session:
         if self._announced_step == step:
             return
         self._check_same_parameters()
-        groups = hyperparameters(self._optimizer)
-        if groups != self._announced:
-            self.engine.announce_hyperparameters(step, msgspec.json.encode(groups))
-            self._announced = groups
+        numbers = self._backend.numbers()
+        if numbers != self._announced:
+            self._backend.announce(step)
+            self._announced = numbers
         self._announced_step = step
 
     def forward_started(self) -> None:
@@ -321,6 +277,9 @@ class Session:
         self._use_order.append(parameter.index)
         return True
 
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        return self._backend.memory_of(parameter)
+
     def gradient_ready(self, parameter: SynchronisedParameter) -> None:
         if self._compute_trace is not None:
             self._compute_trace.gradient_ready(parameter.name)
@@ -331,38 +290,36 @@ class Session:
         if self.completed == 0:
             self._learn_priorities()
         step = self.completed + 1
-        self._loaded = None
         self.begin_pushing()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.finish_step(step)
         self.completed = step
         if self.rank == 0 and self.world_size > 1:
-            self._buffers.check_size()
-            self._publish(BUFFERS_BLOB, self._buffers.now(), step)
+            self._publish_buffers(step)
+        self.engine.end_step(step)
 
     def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        if count != len(self._named):
+        if count != len(self._parameters):
             raise ConfigError(
-                f"the optimizer had {len(self._named)} parameters at parallelize() and has {count}"
-                " now; call add_param_group() before parallelize()"
+                f"the optimizer had {len(self._parameters)} parameters at parallelize() and has"
+                f" {count} now; call add_param_group() before parallelize()"
             )
 
     def _check_optimizer_unchanged(self) -> None:
         self._check_same_parameters()
-        if self._announced_step == self.completed + 1:
-            groups = hyperparameters(self._optimizer)
-            if groups != self._announced:
-                raise TrainingLoopError(
-                    "the optimizer's settings (lr, ...) were changed between backward() and"
-                    " step(), when gradients had been pushed with the old ones. Change them after"
-                    " step(), as LR schedulers do, or before backward()."
-                )
+        pushed = self._announced_step == self.completed + 1
+        if pushed and self._backend.numbers() != self._announced:
+            raise TrainingLoopError(
+                "the optimizer's settings (lr, ...) were changed between backward() and"
+                " step(), when gradients had been pushed with the old ones. Change them after"
+                " step(), as LR schedulers do, or before backward()."
+            )
 
     def _learn_priorities(self) -> None:
         """Rank 0's order of first use becomes everybody's priorities."""
-        key = f"priorities/{self._connections.session_id}"
+        key = f"priorities/{self._backend.session_id}"
         for parameter in self._parameters:
             parameter.unwatch()
         self._forward_hook.remove()
@@ -398,62 +355,31 @@ class Session:
         if self._buffers and not self._model.training:
             self.synchronise_buffers()
 
-    # Buffers and frozen parameters.
+    # Buffers.
     def synchronise_buffers(self) -> None:
         if self.rank != 0 and self._buffers_step != self.completed:
             self._buffers.check_size()
-            self._fetch(BUFFERS_BLOB, self._buffers.now())
+            self._fetch_buffers()
             self._buffers_step = self.completed
 
-    def _publish(self, which: int, tensors: Sequence[torch.Tensor], step: int) -> None:
-        if tensors:
-            self.engine.publish_blob(which, step, buffers.pack(tensors))
+    def _publish_buffers(self, step: int) -> None:
+        self._buffers.check_size()
+        if tensors := self._buffers.now():
+            self.engine.publish_blob(BUFFERS_BLOB, step, buffers.pack(tensors))
 
-    def _fetch(self, which: int, tensors: Sequence[torch.Tensor]) -> None:
-        if tensors:
-            buffers.unpack_into(tensors, self.engine.fetch_blob(which, self.completed))
+    def _fetch_buffers(self) -> None:
+        if tensors := self._buffers.now():
+            data = self.engine.fetch_blob(BUFFERS_BLOB, self.completed)
+            buffers.unpack_into(tensors, data)
 
-    # Optimizer state: it lives on the servers, and passes through here for checkpoints.
+    # Optimizer state passes through the user's optimizer for checkpoints.
     def _pull_state(self) -> None:
-        """Before ``optimizer.state_dict()``: fetch what single-process training would have."""
         self.flush()
-        if self._loaded is not None:
-            self._optimizer.state.update(self._loaded)
-            return
-        pieces: dict[int, list[dict[str, Any]]] = {}
-        slices = self.engine.slices
-        answers = self.engine.fetch_states([piece.number for piece in slices], self.completed)
-        for piece in slices:
-            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
-            pieces.setdefault(piece.parameter, []).append(state)
-        for index, states in pieces.items():
-            parameter = self._named[index][1]
-            joined = _join_states(states, parameter)
-            if joined:
-                self._optimizer.state[parameter] = joined
-
-    def _drop_state(self) -> None:
-        self._optimizer.state.clear()
+        self._backend.pull_state(self.completed)
 
     def _replace_state(self) -> None:
-        """After ``optimizer.load_state_dict()``: from the next step on, rank 0's counts.
-
-        Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
-        """
         self.flush()  # the updates so far go by the old state
-        if self.rank == 0:
-            self._send_state(self.completed + 1)
-        self._loaded = dict(self._optimizer.state)
-        self._optimizer.state.clear()
-
-    def _send_state(self, step: int) -> None:
-        state = self._optimizer.state
-        if not state and step == 0:
-            return
-        for piece in self.engine.slices:
-            parameter = self._named[piece.parameter][1]
-            part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
-            self.engine.send_state(piece.number, step, encode_state(part))
+        self._backend.replace_state(self.completed)
 
     # The end.
     def _release(self, *, failure: BaseException | None) -> None:
@@ -465,8 +391,7 @@ class Session:
         try:
             self.engine.close(failure=failure)
         finally:
-            self._connections.close(kill=failed)
-            self.memory_factory.stop()
+            self._backend.close(failed=failed)
             for parameter in self._parameters:
                 parameter.detach()
                 _managed.pop(id(parameter.parameter), None)
@@ -477,7 +402,7 @@ class Session:
                 self._trace.write()
 
     def _forget_in_child(self) -> None:
-        self._connections.forget_in_child()
+        self._backend.forget_in_child()
 
 
 def _parameter_info(name: str, parameter: torch.nn.Parameter, group: int) -> ParameterInfo:
@@ -504,22 +429,6 @@ def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> No
             )
 
 
-def _check_frames(manifest: Manifest) -> None:
-    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
-        raise ConfigError(
-            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
-            f" than a frame of {MAX_PAYLOAD_BYTES}"
-        )
-    for piece in manifest.slices():
-        info = manifest.parameters[piece.parameter]
-        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
-        if size_bytes > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
-                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
-            )
-
-
 def _is_differentiable(result: Any) -> bool:
     if isinstance(result, torch.Tensor):
         return result.requires_grad
@@ -531,34 +440,6 @@ def _alive(session: weakref.ref[Session]) -> Session:
     if found is None or found._closed:
         raise TrainingLoopError("this optimizer's foreprop session has been closed")
     return found
-
-
-def _join_states(states: Sequence[dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
-    """One state of the parameter's shape from the states of its slices."""
-    joined: dict[str, Any] = {}
-    for key, first in states[0].items():
-        if isinstance(first, torch.Tensor) and first.dim():
-            flat = torch.cat([state[key] for state in states])
-            joined[key] = flat.reshape(parameter.shape).to(parameter.device)
-        else:
-            joined[key] = first
-    return joined
-
-
-def _cut_state(
-    state: dict[str, Any], parameter: torch.Tensor, start: int, stop: int
-) -> dict[str, Any]:
-    return {
-        key: value.detach().reshape(-1)[start:stop]
-        if isinstance(value, torch.Tensor) and _is_elementwise(key, value)
-        else value
-        for key, value in state.items()
-    }
-
-
-def _is_elementwise(key: str, value: torch.Tensor) -> bool:
-    """One number per element of the parameter; of one without dimensions, the name tells."""
-    return value.dim() > 0 or key not in _NUMBERS_OF_A_PARAMETER
 
 
 _exit_registered = False

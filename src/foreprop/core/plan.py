@@ -1,0 +1,177 @@
+"""The one order in which all ranks issue their collectives, planned from what was observed.
+
+Collectives have to be issued alike everywhere, so no rank may decide by what it has at hand, as
+the parameter server's send queue does. Instead rank 0 runs that queue once on paper: gradients
+become ready at the times that were seen, the link takes one chunk at a time, and the most urgent
+chunk that is ready goes next (P3 section 4.2). The order that comes out is everybody's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from foreprop.core.sendqueue import SendQueue
+from foreprop.errors import ConfigError, InternalError
+
+
+class Chunk(NamedTuple):
+    """A contiguous run of a parameter's flattened elements: what one collective reduces."""
+
+    number: int
+    parameter: int
+    start_elems: int
+    stop_elems: int
+
+
+def cut_chunks(sizes_elems: Sequence[int], chunk_elems: int) -> tuple[Chunk, ...]:
+    """Chunks of at most ``chunk_elems``, parameter by parameter; an empty parameter has none."""
+    if chunk_elems < 1:
+        raise ConfigError(f"chunk_elems is {chunk_elems}; it must be at least 1")
+    return tuple(
+        Chunk(number, parameter, start, stop)
+        for number, (parameter, start, stop) in enumerate(_cut(sizes_elems, chunk_elems))
+    )
+
+
+def _cut(sizes_elems: Sequence[int], chunk_elems: int) -> Iterator[tuple[int, int, int]]:
+    for parameter, size in enumerate(sizes_elems):
+        for start in range(0, size, chunk_elems):
+            yield parameter, start, min(start + chunk_elems, size)
+
+
+class Observation(NamedTuple):
+    """One step as rank 0 saw it: what an order is planned from."""
+
+    ready_s: tuple[float, ...]
+    """By parameter: when its gradient was ready, since the first one of the step."""
+    needed_s: tuple[float, ...]
+    """By parameter: when the forward pass used it, since its first use of any, waits left out."""
+    chunk_s: tuple[float, ...]
+    """By chunk: how long the link was busy with it."""
+
+
+def plan_order(
+    chunks: Sequence[Chunk], forward_order: Sequence[int], observed: Observation
+) -> tuple[int, ...]:
+    """The chunks' numbers in the order in which a priority queue would have sent them.
+
+    ``forward_order`` names the parameters as the next forward pass needs them.
+    """
+    if len(observed.chunk_s) != len(chunks) or len(observed.ready_s) != len(forward_order):
+        raise InternalError("an observation of other parameters or chunks")
+    urgency = {parameter: place for place, parameter in enumerate(forward_order)}
+    ready_s = observed.ready_s
+    arrivals = sorted(chunks, key=lambda c: (ready_s[c.parameter], urgency[c.parameter], c.number))
+    queue: SendQueue[Chunk] = SendQueue()
+    order: list[int] = []
+    arrived = 0
+    now_s = 0.0
+    while len(order) < len(chunks):
+        if not queue and arrived < len(arrivals):
+            now_s = max(now_s, ready_s[arrivals[arrived].parameter])
+        while arrived < len(arrivals) and ready_s[arrivals[arrived].parameter] <= now_s:
+            chunk = arrivals[arrived]
+            queue.push(0, urgency[chunk.parameter], chunk)
+            arrived += 1
+        chunk = queue.pop()
+        order.append(chunk.number)
+        now_s += observed.chunk_s[chunk.number]
+    return tuple(order)
+
+
+def backward_order(chunks: Sequence[Chunk], forward_order: Sequence[int]) -> tuple[int, ...]:
+    """Last used first: a fair guess at the order of readiness while nothing has been observed."""
+    urgency = {parameter: place for place, parameter in enumerate(forward_order)}
+    ranked = sorted(chunks, key=lambda chunk: (-urgency[chunk.parameter], chunk.number))
+    return tuple(chunk.number for chunk in ranked)
+
+
+def lateness_s(order: Sequence[int], chunks: Sequence[Chunk], observed: Observation) -> float:
+    """How long after a step's first gradient the next forward pass can begin, and then not wait.
+
+    A chunk waits for its gradient and for all chunks before it in the order. The smaller this is,
+    the shorter the step.
+    """
+    late_s = now_s = 0.0
+    for number in order:
+        parameter = chunks[number].parameter
+        now_s = max(now_s, observed.ready_s[parameter]) + observed.chunk_s[number]
+        late_s = max(late_s, now_s - observed.needed_s[parameter])
+    return late_s
+
+
+_REMEMBERED_STEPS = 5
+
+
+class Observer:
+    """Gathers one rank's times over some steps; the clock is the caller's, in seconds.
+
+    ``sizes_bytes`` are the chunks'.
+    """
+
+    def __init__(self, parameters: int, sizes_bytes: Sequence[int]) -> None:
+        self._sizes_bytes = sizes_bytes
+        self._ready_s = [_recent() for _ in range(parameters)]
+        self._needed_s = [_recent() for _ in range(parameters)]
+        self._backward = _Phase()
+        self._forward = _Phase()
+        self._reduced_at_s: float | None = None
+        self._busy_s = 0.0
+        self._busy_bytes = 0
+
+    def gradient_ready(self, parameter: int, step: int, now_s: float) -> None:
+        self._ready_s[parameter].append(self._backward.since_start(step, now_s))
+
+    def needed(self, parameter: int, step: int, now_s: float) -> None:
+        """The forward pass after ``step`` uses the parameter, and may have to wait for it."""
+        self._needed_s[parameter].append(self._forward.since_start(step, now_s))
+
+    def waited(self, seconds: float) -> None:
+        """That long the forward pass has waited, after `needed`."""
+        self._forward.leave_out(seconds)
+
+    def reduced(self, chunk: int, now_s: float, *, more: bool) -> None:
+        """A collective has ended; ``more``: others are under way, so that the link stays busy."""
+        if self._reduced_at_s is not None:
+            self._busy_s += now_s - self._reduced_at_s
+            self._busy_bytes += self._sizes_bytes[chunk]
+        self._reduced_at_s = now_s if more else None
+
+    def observation(self) -> Observation | None:
+        """The medians of the last steps; None while some parameter has not been seen yet."""
+        if not (all(self._ready_s) and all(self._needed_s) and self._busy_bytes):
+            return None
+        byte_s = self._busy_s / self._busy_bytes
+        return Observation(
+            ready_s=tuple(map(median, self._ready_s)),
+            needed_s=tuple(map(median, self._needed_s)),
+            chunk_s=tuple(size_bytes * byte_s for size_bytes in self._sizes_bytes),
+        )
+
+    def forget_rate(self) -> None:
+        """What was reduced so far does not count: the link may have changed."""
+        self._busy_s = 0.0
+        self._busy_bytes = 0
+
+
+class _Phase:
+    """A pass through the model in each step: times since it began, waits left out."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._started_s = 0.0
+
+    def since_start(self, step: int, now_s: float) -> float:
+        if step != self._step:
+            self._step, self._started_s = step, now_s
+        return now_s - self._started_s
+
+    def leave_out(self, seconds: float) -> None:
+        self._started_s += seconds
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_REMEMBERED_STEPS)

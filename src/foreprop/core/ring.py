@@ -1,0 +1,199 @@
+"""A worker's side of all-reduce as a state machine: which collective is issued when.
+
+Theory of operation. All ranks issue the same chunks in the same order, without asking each other:
+an order is in force from a step that all know, and a chunk that is not ready holds up those behind
+it. So no rank can wait for a collective that another one will not issue, as long as every rank
+makes the same steps; within a step, `GradientReady` comes for every parameter, with a gradient or
+without. At most ``in_flight`` chunks are under way, so that the order is decided late and the link
+is never idle between two. A parameter whose last chunk is in is updated, then complete; an empty
+one is so at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from foreprop.core.plan import Chunk, backward_order
+from foreprop.errors import InternalError, LocalProtocolError
+
+
+# Events: what has happened.
+class ParameterReady(NamedTuple):
+    """Its gradient is there, or it is certain that this step has none."""
+
+    parameter: int
+    step: int
+
+
+class ChunkReduced(NamedTuple):
+    chunk: int
+
+
+class ParameterUpdated(NamedTuple):
+    parameter: int
+
+
+class OrderLearned(NamedTuple):
+    """From ``step`` on the chunks go in this order, on every rank."""
+
+    order: tuple[int, ...]
+    step: int
+
+
+class Finishing(NamedTuple):
+    """No further step begins."""
+
+
+# Instructions: what the shell is to do.
+class ReduceChunk(NamedTuple):
+    chunk: int
+    step: int
+
+
+class UpdateParameter(NamedTuple):
+    parameter: int
+    step: int
+
+
+class ParameterComplete(NamedTuple):
+    parameter: int
+    step: int
+
+
+class RingFinished(NamedTuple):
+    """All that was begun is done."""
+
+
+RingInstruction = ReduceChunk | UpdateParameter | ParameterComplete | RingFinished
+
+
+class RingMachine:
+    """Decides what a rank issues next and when a parameter is complete. Not thread-safe."""
+
+    def __init__(self, chunks: Sequence[Chunk], *, parameters: int, in_flight: int) -> None:
+        if in_flight < 1:
+            raise InternalError(f"{in_flight} collectives in flight")
+        self._chunks = chunks
+        self._in_flight = in_flight
+        self._chunks_of = [0] * parameters
+        for chunk in chunks:
+            self._chunks_of[chunk.parameter] += 1
+        self._order = backward_order(chunks, range(parameters))
+        self._next_order: OrderLearned | None = None
+        self._step = 1  # that chunks are being issued for
+        self._position = 0  # in its order
+        self._issued: set[int] = set()
+        self._ready_step = [0] * parameters
+        self._complete_step = [0] * parameters
+        self._missing = list(self._chunks_of)
+        self._finishing = False
+        self._handlers: dict[type, Any] = {
+            ParameterReady: self._on_parameter_ready,
+            ChunkReduced: self._on_chunk_reduced,
+            ParameterUpdated: self._on_parameter_updated,
+            OrderLearned: self._on_order_learned,
+            Finishing: self._on_finishing,
+        }
+
+    def handle(self, event: Any) -> list[RingInstruction]:
+        """The only way state changes."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise InternalError(f"a ring does not know the event {event!r}")
+        instructions: list[RingInstruction] = handler(event)
+        return instructions
+
+    # Read-only views.
+    def is_complete(self, parameter: int) -> bool:
+        """Whether nothing is pending of all that was ready so far."""
+        return self._complete_step[parameter] == self._ready_step[parameter]
+
+    def step_of(self, parameter: int) -> int:
+        """The latest step for which the parameter was ready."""
+        return self._ready_step[parameter]
+
+    @property
+    def queue_depth(self) -> int:
+        """Chunks of parameters that are ready and wait for their turn."""
+        return sum(
+            self._ready_step[self._chunks[number].parameter] >= self._step
+            for number in self._order[self._position :]
+        )
+
+    @property
+    def next_chunk(self) -> tuple[int, int]:
+        """(parameter, step) of the chunk whose turn it is: what everything behind it waits for."""
+        return self._chunks[self._order[self._position]].parameter, self._step
+
+    # Handlers.
+    def _on_parameter_ready(self, event: ParameterReady) -> list[RingInstruction]:
+        parameter, step = event
+        if not self.is_complete(parameter) or step != self._ready_step[parameter] + 1:
+            raise LocalProtocolError(
+                f"parameter {parameter} is ready for step {step}; its last step was"
+                f" {self._ready_step[parameter]}, complete is {self._complete_step[parameter]}"
+            )
+        self._ready_step[parameter] = step
+        if self._chunks_of[parameter]:
+            return self._issue()
+        self._complete_step[parameter] = step
+        return [ParameterComplete(parameter, step)]
+
+    def _on_chunk_reduced(self, event: ChunkReduced) -> list[RingInstruction]:
+        if event.chunk not in self._issued:
+            raise LocalProtocolError(f"chunk {event.chunk} was reduced, but is not under way")
+        self._issued.remove(event.chunk)
+        parameter = self._chunks[event.chunk].parameter
+        self._missing[parameter] -= 1
+        instructions = self._issue()
+        if not self._missing[parameter]:
+            self._missing[parameter] = self._chunks_of[parameter]
+            instructions.append(UpdateParameter(parameter, self._ready_step[parameter]))
+        return instructions
+
+    def _on_parameter_updated(self, event: ParameterUpdated) -> list[RingInstruction]:
+        parameter = event.parameter
+        step = self._complete_step[parameter] = self._ready_step[parameter]
+        return [ParameterComplete(parameter, step), *self._finished()]
+
+    def _on_order_learned(self, event: OrderLearned) -> list[RingInstruction]:
+        if sorted(event.order) != list(range(len(self._chunks))):
+            raise LocalProtocolError("an order must name every chunk once")
+        if event.step < self._step or (event.step == self._step and self._position):
+            raise LocalProtocolError(
+                f"an order for step {event.step} comes when step {self._step} is under way"
+            )
+        self._next_order = event
+        self._begin_step()
+        return self._issue()
+
+    def _on_finishing(self, _: Finishing) -> list[RingInstruction]:
+        self._finishing = True
+        return self._finished()
+
+    # Shared pieces.
+    def _issue(self) -> list[RingInstruction]:
+        instructions: list[RingInstruction] = []
+        while self._order and len(self._issued) < self._in_flight:
+            chunk = self._chunks[self._order[self._position]]
+            if self._ready_step[chunk.parameter] < self._step:
+                break  # whatever is behind it and ready: it may not be so on another rank
+            self._issued.add(chunk.number)
+            instructions.append(ReduceChunk(chunk.number, self._step))
+            self._position += 1
+            if self._position == len(self._order):
+                self._position = 0
+                self._step += 1
+                self._begin_step()
+        return instructions
+
+    def _begin_step(self) -> None:
+        """Take a new order that is due; only between two steps."""
+        if self._next_order is not None and self._next_order.step == self._step:
+            self._order = self._next_order.order
+            self._next_order = None
+
+    def _finished(self) -> list[RingInstruction]:
+        done = self._finishing and all(map(self.is_complete, range(len(self._ready_step))))
+        return [RingFinished()] if done else []

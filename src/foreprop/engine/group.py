@@ -1,0 +1,247 @@
+"""One session's process group, and what the ranks tell each other beside it through the store."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from foreprop.config import Config
+from foreprop.engine.meeting import Meeting
+from foreprop.engine.world import Look, World
+from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
+from foreprop.net.tcp import check_reachable, local_address
+
+_Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
+_VALUE_BYTES = 4_194_304
+"""Of one entry: torch's store takes less than 8 MiB."""
+_ALIVE_S = 2.0
+"""After a collective has failed, every rank that is alive has said so within this."""
+_LOOK_S = 0.02
+_GRACE_S = 5.0
+"""torch gives up so long after we do, whose message says what was waited for."""
+
+
+class Group:
+    """Collectives on CPU tensors among all ranks of a session. One rank's view."""
+
+    def __init__(self, world: World, config: Config) -> None:
+        self.meeting = Meeting(world, config)
+        self.rank = world.rank
+        self.size = world.size
+        self.session_id = ""
+        self.address = local_address(world.host, config.interface)
+        if world.size > world.local_size:
+            check_reachable(self.address, world.host)
+        self._world = world
+        self._config = config
+        self._key = self.meeting.key
+        self._group: Any = None
+
+    def open(self, session_id: str) -> None:
+        """Meet the other ranks; raises what keeps one of them from coming."""
+        self.session_id = session_id
+        options = _Gloo._Options()
+        options._threads = self._config.chunks_in_flight
+        options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
+        options._devices = [self._device()]
+        store = PrefixStore(f"{self._key}/gloo", self._world.store)
+        self.meet("arrived", self._config.join_timeout_s, "join_timeout_s")
+        try:
+            self._group = _Gloo(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} at {self.address} cannot be connected to the others: {error}"
+            ) from error
+
+    def _device(self) -> Any:
+        try:
+            return _Gloo.create_device(hostname=self.address)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} cannot listen on {self.address}: {_first_line(error)}"
+            ) from error
+
+    # Collectives: the same ones in the same order on every rank.
+    def sum(self, tensor: torch.Tensor) -> Any:
+        """Begin to replace ``tensor`` by its sum over the ranks; returns torch's ``Work``."""
+        return self._opened.allreduce([tensor])
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Make ``tensor``, of any layout and device, rank 0's."""
+        host = tensor.detach().to("cpu").contiguous()
+        try:
+            self._opened.broadcast(host, 0).wait()
+        except RuntimeError as error:
+            raise self.cause(error) from error
+        if self.rank:
+            with torch.no_grad():
+                tensor.copy_(host)
+
+    @property
+    def _opened(self) -> Any:
+        if self._group is None:
+            raise TransportError(f"rank {self.rank} is not connected to the other ranks")
+        return self._group
+
+    # Beside the collectives.
+    def publish(self, name: str, value: str) -> None:
+        self.meeting.publish(name, value)
+
+    def lookup(
+        self,
+        name: str,
+        what: str,
+        look: Look = lambda: None,
+        *,
+        timeout_s: float | None = None,
+    ) -> str:
+        """A value that another rank publishes; blocks until it is there."""
+        return self._lookup(name, what, look, timeout_s).decode()
+
+    def _lookup(self, name: str, what: str, look: Look, timeout_s: float | None = None) -> bytes:
+        def look_around() -> None:
+            look()
+            self.meeting.check_refused()
+
+        return self._world.lookup(
+            f"{self._key}/{name}",
+            timeout_s=self._config.step_timeout_s if timeout_s is None else timeout_s,
+            setting="step_timeout_s",
+            what=what,
+            look=look_around,
+            report_s=self._config.stall_report_s,
+        )
+
+    def publish_bytes(self, name: str, data: bytes) -> None:
+        """Leave bytes of any number in the store."""
+        store: Any = self._world.store  # takes bytes, too
+        parts = range(0, len(data), _VALUE_BYTES)
+        for number, start in enumerate(parts):
+            part = data[start : start + _VALUE_BYTES]
+            store.set(f"{self._key}/{name}/{number}", part)
+        self.publish(name, str(len(parts)))
+
+    def lookup_bytes(self, name: str, what: str, look: Look = lambda: None) -> memoryview:
+        count = int(self.lookup(name, what, look))
+        parts = [self._lookup(f"{name}/{number}", what, look) for number in range(count)]
+        return memoryview(b"".join(parts))
+
+    def forget_bytes(self, name: str) -> None:
+        store, key = self._world.store, f"{self._key}/{name}"
+        if store.check([key]):
+            for number in range(int(store.get(key))):
+                store.delete_key(f"{key}/{number}")
+            store.delete_key(key)
+
+    def meet(self, what: str, timeout_s: float, setting: str) -> None:
+        """Return when every rank has come so far."""
+        self.publish(f"{what}/{self.rank}", "")
+        deadline = time.monotonic() + timeout_s
+        while missing := self._missing(what):
+            self.meeting.check_refused()
+            if time.monotonic() > deadline:
+                raise StepTimeout(
+                    f"rank {self.rank} waited {timeout_s:g} s ({setting}) for rank"
+                    f" {', '.join(map(str, missing))}, which has not {what}; does every rank call"
+                    " parallelize()?"
+                )
+            time.sleep(_LOOK_S)
+
+    def _missing(self, what: str) -> list[int]:
+        store = self._world.store
+        try:
+            return [
+                rank for rank in range(self.size) if not store.check([f"{self._key}/{what}/{rank}"])
+            ]
+        except (dist.DistError, RuntimeError) as error:
+            raise TransportError(
+                f"rank {self.rank} lost the rendezvous store at {self._world.host}: the process"
+                " that holds it (torchrun's, or rank 0) is gone"
+            ) from error
+
+    def tell_state(self, text: str) -> None:
+        """For the others' reports, when nothing goes on."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self.publish(f"state/{self.rank}", text)
+
+    def states(self) -> str:
+        """What the other ranks have said of themselves."""
+        told = []
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            key = f"{self._key}/state/{rank}"
+            text = "has not said what it waits for: it may be computing, or gone"
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                if self._world.store.check([key]):
+                    text = self._world.store.get(key).decode(errors="replace")
+            told.append(f"rank {rank} {text}")
+        return "; ".join(told)
+
+    # The end.
+    def tell_failure(self, error: BaseException) -> None:
+        self.meeting.refuse(error)
+
+    def cause(
+        self, error: BaseException, awaited: Callable[[], str] = lambda: "the start"
+    ) -> ForepropError:
+        """Why a collective has failed: what another rank has told, or which one is gone.
+
+        ``awaited`` says what this rank was waiting for.
+        """
+        deadline = time.monotonic() + _ALIVE_S
+        try:
+            self.publish(f"alive/{self.rank}", "")
+            while (missing := self._missing("alive")) and time.monotonic() < deadline:
+                self.meeting.check_refused()
+                time.sleep(_LOOK_S)
+            self.meeting.check_refused()
+        except ForepropError as told:
+            return told
+        except (dist.DistError, RuntimeError):
+            return PeerLost("rank 0 is gone, or torchrun, which holds the store", peer="rank 0")
+        if not missing:
+            return TransportError(f"a collective failed on rank {self.rank}: {error}")
+        names = " and ".join(f"rank {rank}" for rank in missing)
+        return PeerLost(
+            f"{names} is gone: {_first_line(error)}; rank {self.rank} was waiting for {awaited()}",
+            peer=f"rank {missing[0]}",
+        )
+
+    def part(self, look: Look) -> None:
+        """Return when no rank needs this one any more."""
+        if self.size == 1:
+            return
+        work = self._opened.barrier()
+        deadline = time.monotonic() + self._config.step_timeout_s
+        while not work.is_completed():
+            look()
+            if time.monotonic() > deadline:
+                raise StepTimeout(
+                    f"rank {self.rank} is done and waited {self._config.step_timeout_s:g} s"
+                    f" (step_timeout_s) for the ranks that have not closed their session:"
+                    f" {self.states()}"
+                )
+            time.sleep(_LOOK_S / 4)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.cause(error) from error
+
+    def check_told(self) -> None:
+        """Raise what another rank has told that ended the session there."""
+        self.meeting.check_refused()
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].partition(". This is typically")[0]

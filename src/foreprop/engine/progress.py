@@ -1,0 +1,124 @@
+"""What one rank's threads wait on: something has changed, or something has failed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from foreprop.config import Config
+from foreprop.errors import ForepropError, StepTimeout
+from foreprop.observe.trace import TraceRecorder
+
+NOTHING = -1
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start, for `Session.stats`."""
+
+    pushes: int = 0
+    pushed_bytes: int = 0
+    replies: int = 0
+    reply_bytes: int = 0
+    max_queue_depth: int = 0
+    waits: int = 0
+    waited_s: float = 0.0
+    waited_s_by_parameter: dict[int, float] = field(default_factory=dict)
+
+
+class Progress:
+    """Waiting for parameters and other events, with reports of stalls; counts what was waited.
+
+    The first error is kept in ``error`` and raised in whoever waits.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, rank: int, config: Config, trace: TraceRecorder | None
+    ) -> None:
+        self.counters = Counters()
+        self.error: ForepropError | None = None
+        self.awaited = NOTHING
+        """The parameter that a thread waits for."""
+        self._names = names
+        self._rank = rank
+        self._config = config
+        self._trace = trace
+        self._changed = threading.Condition()
+        self._waiters = 0
+
+    def raise_if_failed(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def parameter_complete(self, parameter: int) -> None:
+        """Wake who may wait for it."""
+        if self._waiters > 1 or parameter == self.awaited:
+            self.notify()
+
+    def wait_for_parameter(
+        self,
+        parameter: int,
+        step: int,
+        condition: Callable[[], bool],
+        describe: Callable[[], str],
+        on_stall: Callable[[], None],
+    ) -> None:
+        """Block until a parameter's result of ``step`` is in."""
+        started_ns = time.perf_counter_ns()
+        self.awaited = parameter  # before the condition is looked at
+        self.wait_until(condition, self._config.step_timeout_s, describe, on_stall)
+        self.awaited = NOTHING
+        waited_s = (time.perf_counter_ns() - started_ns) / 1e9
+        counters = self.counters
+        counters.waits += 1
+        counters.waited_s += waited_s
+        by_parameter = counters.waited_s_by_parameter
+        by_parameter[parameter] = by_parameter.get(parameter, 0.0) + waited_s
+        if self._trace is not None:
+            self._trace.span("wait", self._names[parameter], started_ns, step=step + 1)
+
+    def wait_until(
+        self,
+        condition: Callable[[], bool],
+        timeout_s: float,
+        describe: Callable[[], str],
+        on_stall: Callable[[], None] | None = None,
+        setting: str = "step_timeout_s",
+    ) -> None:
+        """Block until the condition holds; reports a stall, raises failure or `StepTimeout`."""
+        started = time.monotonic()
+        report_at = started + self._config.stall_report_s
+        ask_at = started + min(self._config.stall_report_s, timeout_s) / 2
+        with self._changed:
+            self._waiters += 1
+            try:
+                while not condition():
+                    self.raise_if_failed()
+                    now = time.monotonic()
+                    if now >= started + timeout_s:
+                        raise self._timeout(describe(), now - started, setting)
+                    if on_stall is not None and now >= ask_at:
+                        ask_at = now + self._config.stall_report_s
+                        on_stall()
+                    if now >= report_at:
+                        report_at = float("inf")
+                        self.report(f"for {now - started:.0f} s waits for {describe()}")
+                    next_look = min(report_at, ask_at, started + timeout_s)
+                    self._changed.wait(max(0.0, min(next_look - now, 1.0)))
+            finally:
+                self._waiters -= 1
+
+    def _timeout(self, what: str, waited_s: float, setting: str) -> StepTimeout:
+        error = StepTimeout(f"rank {self._rank} waited {waited_s:.1f} s ({setting}) for {what}")
+        self.error = error
+        return error
+
+    def report(self, text: str) -> None:
+        print(f"foreprop: rank {self._rank} {text}", file=sys.stderr, flush=True)

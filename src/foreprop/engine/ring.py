@@ -1,0 +1,464 @@
+"""The shell of `core.ring.RingMachine`: all-reduce on torch.distributed, updates on every rank.
+
+A few threads each issue the collective whose turn it is, wait for it, and update the parameter that
+it completes. The collectives themselves are torch's (gloo).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
+from foreprop.core.ring import (
+    ChunkReduced,
+    Finishing,
+    OrderLearned,
+    ParameterComplete,
+    ParameterReady,
+    ParameterUpdated,
+    ReduceChunk,
+    RingFinished,
+    RingMachine,
+    UpdateParameter,
+)
+from foreprop.core.wire import Flag
+from foreprop.engine.group import Group
+from foreprop.engine.progress import NOTHING, Progress
+from foreprop.engine.slicestore import DTYPES
+from foreprop.engine.worker import ParameterMemory
+from foreprop.errors import ForepropError, InternalError, TrainingLoopError
+from foreprop.observe.stages import RingStage, Stage
+from foreprop.observe.trace import TraceRecorder
+
+_MARKS = 3
+"""Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,
+and the sum of their settings' digests.
+"""
+_DIGEST_LIMIT = 2**18  # so that a float32 holds the sum of 64 of them
+_TOLD_S = 5.0
+_LEAVE_S = 1.0
+_FIRST_PLANS = (4, 8)
+_PLAN_EVERY = 50
+_WORTHWHILE = 0.99
+"""A new order is told if it lets the forward pass begin in less than this of the old one's time."""
+_KEPT_BLOBS = 3
+
+
+class Updater(Protocol):
+    """Applies the optimizer to one parameter at a time."""
+
+    def update(self, parameter: int, step: int, average: torch.Tensor) -> None:
+        """``average``: the gradient's mean over the ranks, flat. Any thread."""
+
+
+class RingEngine:
+    """One rank's part in one session over collectives.
+
+    Errors from any thread are kept and raised in the training thread at its next call.
+    """
+
+    every_parameter = True
+
+    def __init__(
+        self,
+        parameters: Sequence[ParameterInfo],
+        memory: Sequence[ParameterMemory],
+        updater: Updater,
+        group: Group,
+        *,
+        config: Config,
+        trace: TraceRecorder | None = None,
+    ) -> None:
+        self.parameters = parameters
+        self._memory = memory
+        self._updater = updater
+        self._group = group
+        self._rank = group.rank
+        self._config = config
+        self._trace = trace
+        names = [info.name for info in parameters]
+        self._progress = Progress(names, rank=group.rank, config=config, trace=trace)
+        self.counters = self._progress.counters
+        self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
+        self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
+        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        self._flags = [0] * len(parameters)
+        self._settings: list[tuple[int, str]] = [(0, "")]  # since which step
+        self._machine = RingMachine(
+            self.chunks, parameters=len(parameters), in_flight=config.chunks_in_flight
+        )
+        self._forward_order: Sequence[int] = range(len(parameters))
+        self.order: tuple[int, ...] | None = None
+        """As planned; None until there is a plan."""
+        sizes_bytes = [
+            (stop - start) * self._itemsize[parameter] for _, parameter, start, stop in self.chunks
+        ]
+        self._observer = Observer(len(parameters), sizes_bytes)
+        self._work = threading.Condition()
+        self._todo: deque[ReduceChunk | UpdateParameter] = deque()
+        self._under_way = 0
+        self._stopped = False
+        self._closing = False
+        self._finished = threading.Event()
+        self._queued_ns = [0] * len(parameters)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"foreprop-ring-{i}", daemon=True)
+            for i in range(config.chunks_in_flight + 1)  # one can always update
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # Training.
+    def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
+        """A parameter's gradient may be taken, or there is none in this step. Any thread."""
+        del with_value  # every rank has its own
+        self._flags[parameter] = flags
+        if self._trace is not None:
+            now_ns = self._queued_ns[parameter] = self._trace.now_ns()
+            name = self.parameters[parameter].name
+            self._trace.span(Stage.GRADIENT_READY.value, name, now_ns, stop_ns=now_ns, step=step)
+        with self._work:
+            self._observer.gradient_ready(parameter, step, time.monotonic())
+        self._dispatch(ParameterReady(parameter, step))
+
+    def announce_settings(self, step: int, settings: str) -> None:
+        """From ``step`` on the optimizer has these settings, which must be every rank's."""
+        self._settings = [self._settings[-1], (step, settings)]
+
+    def _settings_at(self, step: int) -> str:
+        return next(text for since, text in reversed(self._settings) if since <= step)
+
+    def learn_priorities(self, order: Sequence[int]) -> None:
+        """The parameters in the order of their first use in the forward pass."""
+        self._forward_order = list(order)
+
+    def start_step(self) -> None:
+        """Nothing has to be asked for."""
+
+    def end_step(self, step: int) -> None:
+        """`optimizer.step()` is over: at some steps rank 0 tells the order for the ones to come."""
+        if not _plans_after(step) or self._group.size == 1:
+            return
+        key = f"order/{step}"
+        if self._rank == 0:
+            order = self._better_order()
+            self._group.publish(key, json.dumps(order))
+        else:
+            what = f"rank 0's order of collectives after step {step}"
+            order = json.loads(self._group.lookup(key, what, self.raise_if_failed))
+        if order is not None:
+            self.order = tuple(order)
+            self._dispatch(OrderLearned(self.order, step + 1))
+
+    def _better_order(self) -> tuple[int, ...] | None:
+        with self._work:
+            observed = self._observer.observation()
+            self._observer.forget_rate()
+        if observed is None:
+            return None
+        order = plan_order(self.chunks, self._forward_order, observed)
+        if self.order is not None:
+            before_s = lateness_s(self.order, self.chunks, observed)
+            if lateness_s(order, self.chunks, observed) > _WORTHWHILE * before_s:
+                return None
+        return order
+
+    def is_complete(self, parameter: int) -> bool:
+        return self._machine.is_complete(parameter)
+
+    def wait(self, parameter: int, step: int) -> None:
+        """Block until the parameter is updated; raises what went wrong meanwhile."""
+        self.raise_if_failed()
+        with self._work:
+            self._observer.needed(parameter, step, time.monotonic())
+        if self._machine.is_complete(parameter):
+            return
+        started = time.monotonic()
+        self._progress.wait_for_parameter(
+            parameter,
+            step,
+            lambda: self._machine.is_complete(parameter),
+            lambda: self._describe_wait(parameter, step),
+            self._look_around,
+        )
+        with self._work:
+            self._observer.waited(time.monotonic() - started)
+
+    def raise_if_failed(self) -> None:
+        self._progress.raise_if_failed()
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self._rank == 0
+
+    @property
+    def failed(self) -> bool:
+        return self._progress.error is not None
+
+    @property
+    def queue_depth(self) -> int:
+        with self._work:
+            return self._machine.queue_depth
+
+    # Buffers.
+    def publish_blob(self, which: int, step: int, data: bytes) -> None:
+        """Rank 0: leave a blob in the store for whoever asks."""
+        self._group.publish_bytes(f"blob/{which}/{step}", data)
+        self._group.forget_bytes(f"blob/{which}/{step - _KEPT_BLOBS}")
+
+    def fetch_blob(self, which: int, step: int) -> memoryview:
+        """Rank 0's blob of this step; blocks until it is there."""
+        what = f"rank 0's buffers of step {step}"
+        return self._group.lookup_bytes(f"blob/{which}/{step}", what, self.raise_if_failed)
+
+    # The end.
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Finish what is under way on all ranks, or tell the others why not. Idempotent."""
+        if self._closing:
+            return
+        error = failure or self._progress.error
+        if error is None:
+            self._dispatch(Finishing())
+            self._finished.wait(self._config.step_timeout_s)
+            self._closing = True
+            error = self._part()
+        self._closing = True
+        if error is not None:
+            self._group.tell_failure(error)
+        self._stop()
+        self._group.close()
+        for thread in self._threads:  # one may be in a collective that other ranks have left
+            thread.join(None if error is None else _LEAVE_S)
+
+    def _part(self) -> ForepropError | None:
+        """Leave together: another rank's last collective may still need this one."""
+        if self._progress.error is not None:
+            return self._progress.error
+        try:
+            self._group.part(self.raise_if_failed)
+        except ForepropError as error:
+            return error
+        return None
+
+    def _stop(self) -> None:
+        with self._work:
+            self._stopped = True
+            self._todo.clear()
+            self._work.notify_all()
+
+    # Deciding and doing.
+    def _dispatch(self, event: object) -> None:
+        self.raise_if_failed()
+        with self._work:
+            instructions = self._machine.handle(event)
+            for instruction in instructions:
+                if isinstance(instruction, (ReduceChunk, UpdateParameter)):
+                    self._todo.append(instruction)
+                    self._work.notify()
+                elif isinstance(instruction, RingFinished):
+                    self._finished.set()
+        for instruction in instructions:
+            if isinstance(instruction, ParameterComplete):
+                self._progress.parameter_complete(instruction.parameter)
+                if self._trace is not None:
+                    now_ns = self._trace.now_ns()
+                    name = self.parameters[instruction.parameter].name
+                    ready = Stage.PARAMETER_READY.value
+                    self._trace.span(ready, name, now_ns, stop_ns=now_ns, step=instruction.step)
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                while self._do_next():
+                    pass
+        except ForepropError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._broke(error)
+
+    def _do_next(self) -> bool:
+        """Carry out one instruction; collectives are issued in the order of the machine's."""
+        with self._work:
+            while not self._todo and not self._stopped:
+                self._work.wait()
+            if self._stopped:
+                return False
+            instruction = self._todo.popleft()
+            if isinstance(instruction, ReduceChunk):
+                started_ns = time.perf_counter_ns()
+                work = self._issue(instruction)
+                self._under_way += 1
+        if isinstance(instruction, UpdateParameter):
+            self._update(instruction.parameter, instruction.step)
+            return True
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._closing or self.failed:
+                return False
+            raise self._group.cause(error, self._describe_awaited) from error
+        with self._work:
+            self._under_way -= 1
+            more = self._under_way > 0
+            self._observer.reduced(instruction.chunk, time.monotonic(), more=more)
+        self._note_reduced(instruction, started_ns)
+        self._dispatch(ChunkReduced(instruction.chunk))
+        return True
+
+    def _issue(self, instruction: ReduceChunk) -> Any:
+        number, step = instruction
+        _, parameter, start, stop = self.chunks[number]
+        info = self.parameters[parameter]
+        dtype = DTYPES[info.dtype]
+        total = self._sums[parameter]
+        if total is None:
+            # summing in half precision would lose small gradients
+            total = torch.empty(
+                info.elems + _MARKS, dtype=torch.promote_types(dtype, torch.float32)
+            )
+            self._sums[parameter] = total
+        flags = self._flags[parameter]
+        if flags & Flag.NO_GRADIENT:
+            total[start:stop] = 0
+        elif stop > start:
+            itemsize = self._itemsize[parameter]
+            part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
+            total[start:stop] = torch.frombuffer(part, dtype=dtype)
+        if stop == info.elems:
+            marks = (
+                not flags & Flag.NO_GRADIENT,
+                bool(flags & Flag.VALUE_CHANGED),
+                _digest(self._settings_at(step)),
+            )
+            total[stop:] = torch.tensor(marks, dtype=total.dtype)
+            stop += _MARKS
+        return self._group.sum(total[start:stop])
+
+    def _note_reduced(self, instruction: ReduceChunk, started_ns: int) -> None:
+        number, step = instruction
+        _, parameter, start, stop = self.chunks[number]
+        size_bytes = (stop - start) * self._itemsize[parameter]
+        with self._work:
+            self.counters.pushes += 1
+            self.counters.pushed_bytes += size_bytes
+        if self._trace is not None:
+            self._trace.span(
+                RingStage.CHUNK_REDUCED.value,
+                self.parameters[parameter].name,
+                started_ns,
+                step=step,
+                slice_=number,
+                size_bytes=size_bytes,
+            )
+
+    def _update(self, parameter: int, step: int) -> None:
+        info = self.parameters[parameter]
+        total = self._sums[parameter]
+        if total is None:
+            raise InternalError(f"{info.name} is to be updated and was never reduced")
+        with_gradient, changed, digests = (round(mark) for mark in total[info.elems :].tolist())
+        if 0 < changed < self._group.size:
+            raise TrainingLoopError(
+                f"{info.name} was changed by hand before step {step} on {changed} of"
+                f" {self._group.size} ranks; with architecture='ring' change it on every rank alike"
+            )
+        if digests != self._group.size * _digest(self._settings_at(step)):
+            raise self._unlike_settings(step)
+        if with_gradient:
+            average = total[: info.elems]
+            if self._group.size > 1:
+                average /= self._group.size
+            self._updater.update(parameter, step, average)
+        self._dispatch(ParameterUpdated(parameter))
+
+    def _unlike_settings(self, step: int) -> TrainingLoopError:
+        """Every rank comes to this; they tell each other what they have."""
+        self._group.publish(f"settings/{self._rank}", self._settings_at(step))
+        told: list[str] = []
+        with contextlib.suppress(ForepropError):
+            for rank in range(self._group.size):
+                told.append(
+                    self._group.lookup(f"settings/{rank}", "its settings", timeout_s=_TOLD_S)
+                )
+        difference = next(
+            (
+                f"{what} is {value} on rank 0 and {other} on rank {rank}"
+                for rank, text in enumerate(told)
+                for what, value, other in differing_settings(told[0], text)
+            ),
+            "they differ between ranks",
+        )
+        return TrainingLoopError(
+            f"the optimizer's settings of step {step}: {difference}; set them alike on every rank"
+        )
+
+    # Waiting and failing.
+    def _describe_wait(self, parameter: int, step: int) -> str:
+        with self._work:
+            next_parameter, next_step = self._machine.next_chunk
+        name, following = (self.parameters[p].name for p in (parameter, next_parameter))
+        return (
+            f"parameter {name}, step {step}, stage {RingStage.CHUNK_REDUCED.value}; the next"
+            f" collective here is that of {following}, step {next_step}; {self._group.states()}"
+        )
+
+    def _look_around(self) -> None:
+        """Nothing goes on: tell the others what is missing here, and hear what they have told."""
+        with self._work:
+            parameter, step = self._machine.next_chunk
+        self._group.tell_state(f"waits to reduce {self.parameters[parameter].name}, step {step}")
+        try:
+            self._group.check_told()
+        except ForepropError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: ForepropError) -> None:
+        if self._closing:
+            return
+        if self._progress.error is None:
+            self._progress.error = error
+        self._stop()
+        self._finished.set()
+        self._progress.notify()
+        with contextlib.suppress(ForepropError):
+            self._group.tell_failure(error)
+
+    def _broke(self, error: BaseException) -> None:
+        wrapped = InternalError(f"rank {self._rank}: {error!r}")
+        wrapped.__cause__ = error
+        self._fail(wrapped)
+
+    def _describe_awaited(self) -> str:
+        awaited = self._progress.awaited
+        if awaited == NOTHING:
+            return "nothing"
+        return self._describe_wait(awaited, self._machine.step_of(awaited))
+
+
+def _digest(settings: str) -> int:
+    return zlib.crc32(settings.encode()) % _DIGEST_LIMIT
+
+
+def differing_settings(ones: str, others: str) -> Iterator[tuple[str, object, object]]:
+    """What differs between two ranks' settings: JSON lists of groups' settings by name."""
+    for number, (mine, theirs) in enumerate(zip(json.loads(ones), json.loads(others), strict=True)):
+        for name in dict.fromkeys((*mine, *theirs)):
+            if mine.get(name) != theirs.get(name):
+                yield f"{name} of parameter group {number}", mine.get(name), theirs.get(name)
+
+
+def _plans_after(step: int) -> bool:
+    return step in _FIRST_PLANS or step % _PLAN_EVERY == 0

@@ -1,0 +1,133 @@
+"""What differs between parameter servers and collectives, as a session sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.config import Config
+from foreprop.core.manifest import ParameterInfo
+from foreprop.engine.progress import Counters
+from foreprop.engine.worker import ParameterMemory
+from foreprop.engine.world import World
+from foreprop.observe.trace import TraceRecorder
+from foreprop.training.buffers import ModelBuffers
+from foreprop.training.memory import Memory
+
+
+class Engine(Protocol):
+    """One rank's part in the synchronisation of parameters, by number and step."""
+
+    @property
+    def parameters(self) -> Sequence[ParameterInfo]: ...
+    @property
+    def counters(self) -> Counters: ...
+    @property
+    def every_parameter(self) -> bool:
+        """Whether each step needs word of every parameter, also of one without gradients."""
+
+    @property
+    def is_rank_zero(self) -> bool: ...
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def queue_depth(self) -> int: ...
+
+    def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
+        """A parameter's gradient may be taken, or there is none in this step. Any thread."""
+
+    def is_complete(self, parameter: int) -> bool: ...
+    def wait(self, parameter: int, step: int) -> None:
+        """Block until the parameter's update is in; raises what went wrong meanwhile."""
+
+    def start_step(self) -> None:
+        """The next forward pass begins."""
+
+    def end_step(self, step: int) -> None:
+        """All parameters of a step have been pushed."""
+
+    def learn_priorities(self, order: Sequence[int]) -> None:
+        """The parameters in the order of their first use in the forward pass."""
+
+    def publish_blob(self, which: int, step: int, data: bytes) -> None:
+        """Rank 0: leave bytes for whoever asks."""
+
+    def fetch_blob(self, which: int, step: int) -> memoryview:
+        """Rank 0's bytes of this step; blocks until they are there."""
+
+    def raise_if_failed(self) -> None: ...
+    def close(self, *, failure: BaseException | None = None) -> None:
+        """Finish what is under way, or tell the others why not. Idempotent."""
+
+
+class Starting(Protocol):
+    """What a backend needs of a parameter at the start."""
+
+    def before_offering(self) -> None: ...
+    def receive_initial_value(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a session hands to its backend. Parameters are in the order of their numbers."""
+
+    world: World
+    config: Config
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[torch.nn.Parameter]
+    infos: Sequence[ParameterInfo]
+    frozen: Sequence[torch.nn.Parameter]
+    """The model's parameters that the optimizer does not have."""
+    buffers: ModelBuffers
+    memory: Sequence[ParameterMemory]
+    """Of the parameters; filled between the backend's construction and its start."""
+    make_trace: Callable[[str], TraceRecorder | None]
+    """For the session of that id."""
+
+
+class Backend(Protocol):
+    """One architecture's part of a session: connections, engine, the optimizer's state.
+
+    Its construction connects this rank to the others.
+    """
+
+    session_id: str
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def start(self, parameters: Sequence[Starting]) -> None:
+        """Make everybody's parameters, buffers and optimizer state rank 0's."""
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        """Where the parameter's bytes are for the engine."""
+
+    def numbers(self) -> Any:
+        """The optimizer's numbers (lr, ...) as they are now, to be compared."""
+
+    def announce(self, step: int) -> None:
+        """From ``step`` on they count as they are now."""
+
+    def pull_state(self, step: int) -> None:
+        """Before ``optimizer.state_dict()``, when the updates of ``step`` are in."""
+
+    def drop_state(self) -> None:
+        """After it."""
+
+    def replace_state(self, step: int) -> None:
+        """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the others that this rank does not take part."""
+
+    def close(self, *, failed: bool) -> None:
+        """After the engine's close."""
+
+    def forget_in_child(self) -> None:
+        """In a forked child: let go of what only the parent may keep alive."""
+
+    def describe(self) -> str:
+        """Who synchronises, and how, for the line that is printed at the start."""

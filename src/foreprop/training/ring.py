@@ -1,0 +1,216 @@
+"""The backend of all-reduce: gradients are summed by collectives, every rank updates by itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from foreprop.core.manifest import ParameterInfo, describe_mismatch
+from foreprop.engine.group import Group
+from foreprop.engine.ring import RingEngine
+from foreprop.errors import ConfigError, HandshakeError
+from foreprop.training.backend import Engine, Setup, Starting
+from foreprop.training.local_update import LocalUpdater, comparable, settings_of
+from foreprop.training.memory import Memory, MemoryFactory, Ready
+from foreprop.training.optimizer import check_groups
+from foreprop.version import __version__
+
+_NO_VALUES = memoryview(b"")
+
+
+class RingManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks of a session over collectives must agree on."""
+
+    foreprop: str
+    torch: str
+    byteorder: str
+    optimizer: str
+    settings: tuple[dict[str, Any], ...]
+    """Of each parameter group."""
+    chunk_elems: int
+    chunks_in_flight: int
+    parameters: tuple[ParameterInfo, ...]
+    blob_bytes: tuple[int, ...]
+    """Of all buffers, then of each parameter that the optimizer does not have."""
+
+
+class RingBackend:
+    """Collectives of torch.distributed in a planned order, updates on the workers."""
+
+    def __init__(self, setup: Setup) -> None:
+        _check_optimizer(setup.optimizer)
+        self._setup = setup
+        self._memory_factory = MemoryFactory()
+        self._updater = LocalUpdater(setup.optimizer, setup.parameters)
+        self._group = Group(setup.world, setup.config)
+        try:
+            self._meet()
+            self._engine = RingEngine(
+                setup.infos,
+                setup.memory,
+                self._updater,
+                self._group,
+                config=setup.config,
+                trace=setup.make_trace(self.session_id),
+            )
+        except BaseException as error:
+            self.refuse(error)
+            raise
+
+    def _meet(self) -> None:
+        shape = {
+            "world size": self._setup.world.size,
+            "architecture": "ring",
+        }
+        group = self._group
+        self.session_id = group.meeting.agree(secrets.token_hex(8), shape)
+        ours = self._manifest()
+        if group.rank == 0:
+            group.publish_bytes("manifest", msgspec.json.encode(ours))
+        else:
+            found = group.lookup_bytes("manifest", "rank 0's manifest")
+            theirs = msgspec.json.decode(found, type=RingManifest)
+            mine = f"rank {group.rank}"
+            difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
+            if difference:
+                raise HandshakeError(f"rank 0 and {mine} do not agree: {difference}")
+        group.open(self.session_id)
+
+    def _manifest(self) -> RingManifest:
+        setup = self._setup
+        return RingManifest(
+            foreprop=__version__,
+            torch=torch.__version__.partition("+")[0],
+            byteorder=sys.byteorder,
+            optimizer=type(setup.optimizer).__name__,
+            settings=tuple(json.loads(self._settings())),
+            chunk_elems=setup.config.chunk_elems,
+            chunks_in_flight=setup.config.chunks_in_flight,
+            parameters=tuple(setup.infos),
+            blob_bytes=(
+                setup.buffers.size_bytes,
+                *(parameter.numel() * parameter.element_size() for parameter in setup.frozen),
+            ),
+        )
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    # The start.
+    def start(self, parameters: Sequence[Starting]) -> None:
+        if self._group.size > 1:
+            for tensor in (*self._setup.parameters, *self._setup.frozen):
+                self._group.broadcast(tensor)
+            self._share_state()
+        for parameter in parameters:
+            parameter.receive_initial_value()
+        self._updater.take_state()
+
+    def _share_state(self) -> None:
+        """Rank 0's optimizer state becomes everybody's."""
+        state = self._setup.optimizer.state
+        numbers = {id(p): number for number, p in enumerate(self._setup.parameters)}
+        if self._group.rank == 0:
+            data = io.BytesIO()
+            torch.save({numbers[id(p)]: dict(own) for p, own in state.items()}, data)
+            self._group.publish_bytes("state", data.getvalue())
+            return
+        found = self._group.lookup_bytes("state", "rank 0's optimizer state")
+        state.clear()
+        theirs = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
+        for number, own in theirs.items():
+            parameter = self._setup.parameters[number]
+            state[parameter] = {
+                name: value.to(parameter.device)
+                if isinstance(value, torch.Tensor) and value.dim()
+                else value
+                for name, value in own.items()
+            }
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        return OutgoingMemory(self._memory_factory.memory_of(parameter))
+
+    # The optimizer's numbers and state.
+    def numbers(self) -> Any:
+        return comparable(settings_of(self._setup.optimizer))
+
+    def announce(self, step: int) -> None:
+        self._updater.announce(step)
+        self._engine.announce_settings(step, self._settings())
+
+    def _settings(self) -> str:
+        """The numbers as JSON, to be compared with other ranks'."""
+        return json.dumps(self.numbers(), default=repr)
+
+    def pull_state(self, step: int) -> None:
+        self._updater.show_state()
+
+    def drop_state(self) -> None:
+        """It stays where it is: on every rank."""
+
+    def replace_state(self, step: int) -> None:
+        """Every rank goes on from what it has loaded itself."""
+        self._updater.take_state()
+
+    # The end.
+    def refuse(self, error: BaseException) -> None:
+        self._group.tell_failure(error)
+
+    def close(self, *, failed: bool) -> None:
+        self._memory_factory.stop()
+        if not failed:
+            self._updater.show_state()
+
+    def forget_in_child(self) -> None:
+        """Nothing is held that a child could keep alive."""
+
+    def describe(self) -> str:
+        config, group = self._setup.config, self._group
+        return (
+            f"{group.size} workers, architecture=ring (all-reduce by gloo, updates on the workers);"
+            f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight};"
+            f" address {group.address}"
+        )
+
+
+class OutgoingMemory:
+    """A parameter whose gradient goes out, and whose values are updated in place."""
+
+    values = _NO_VALUES
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        self._memory.stage_gradient(gradient, ready)
+
+    def await_staged(self) -> None:
+        self._memory.await_staged()
+
+    def before_sending_values(self) -> None:
+        pass
+
+    def land(self) -> None:
+        pass
+
+
+_REFUSED = {
+    torch.optim.LBFGS: "evaluates the model several times in one step",
+    torch.optim.SparseAdam: "needs sparse gradients",
+}
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Any optimizer will do that treats each parameter by itself."""
+    for cls, why in _REFUSED.items():
+        if isinstance(optimizer, cls):
+            raise ConfigError(f"optimizer is {type(optimizer).__name__}, which {why}; use another")
+    check_groups(optimizer)

@@ -1,0 +1,211 @@
+"""The backend of parameter servers: they hold the optimizer's state and apply the updates."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Hyperparameters, Manifest
+from foreprop.core.wire import MAX_PAYLOAD_BYTES
+from foreprop.engine.launch import Connections
+from foreprop.engine.slicestore import decode_state, encode_state
+from foreprop.engine.worker import WorkerEngine
+from foreprop.errors import ConfigError
+from foreprop.training import buffers
+from foreprop.training.backend import Engine, Setup, Starting
+from foreprop.training.memory import Memory, MemoryFactory
+from foreprop.training.optimizer import check_elementwise, hyperparameters, optimizer_info
+from foreprop.version import __version__
+
+_FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
+_NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+"""In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
+
+
+class ServedBackend:
+    """Servers sum the gradients, apply the optimizer and send the parameters back."""
+
+    def __init__(self, setup: Setup) -> None:
+        check_elementwise(setup.optimizer)
+        self._setup = setup
+        self._optimizer = setup.optimizer
+        self._memory_factory = MemoryFactory()
+        self._loaded: dict[Any, Any] | None = None
+        self._loaded_after = -1
+        """Optimizer state that was loaded, and after which step: it counts until the next one."""
+        self.connections = Connections(setup.world, setup.config)
+        manifest = self._manifest()
+        _check_frames(manifest)
+        self.connections.open()
+        self.session_id = self.connections.session_id
+        self._engine = WorkerEngine(
+            msgspec.structs.replace(manifest, session=self.session_id),
+            setup.memory,
+            self.connections.streams,
+            rank=setup.world.rank,
+            config=setup.config,
+            trace=setup.make_trace(self.session_id),
+            servers=self.connections.server_names(),
+        )
+
+    def _manifest(self) -> Manifest:
+        setup = self._setup
+        return Manifest(
+            foreprop=__version__,
+            torch=torch.__version__.partition("+")[0],
+            byteorder=sys.byteorder,
+            session="",
+            world_size=setup.world.size,
+            knobs=setup.config.knobs(self.connections.servers),
+            optimizer=optimizer_info(setup.optimizer),
+            parameters=tuple(setup.infos),
+            blob_bytes=(
+                setup.buffers.size_bytes,
+                *(buffers.packed_bytes([parameter]) for parameter in setup.frozen),
+            ),
+        )
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    # The start.
+    def start(self, parameters: Sequence[Starting]) -> None:
+        rank_zero = self.engine.is_rank_zero
+        if not rank_zero:
+            self._engine.await_values()  # before the servers know us: values may come at once
+        self._engine.join(self.connections.meeting.check_refused)
+        self.connections.settled()
+        shared = [[frozen] for frozen in self._setup.frozen]
+        if rank_zero:
+            for parameter in parameters:
+                parameter.before_offering()
+            self._send_state(0)  # first: who has the values may ask for it
+            self._engine.offer_values()
+            if self._setup.world.size > 1:
+                for number, tensors in enumerate(shared, _FROZEN):
+                    self.engine.publish_blob(number, 0, buffers.pack(tensors))
+        else:
+            for parameter in parameters:
+                parameter.receive_initial_value()
+            for number, tensors in enumerate(shared, _FROZEN):
+                buffers.unpack_into(tensors, self.engine.fetch_blob(number, 0))
+        self._optimizer.state.clear()
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        return self._memory_factory.memory_of(parameter)
+
+    # The optimizer's numbers and state.
+    def numbers(self) -> tuple[Hyperparameters, ...]:
+        return hyperparameters(self._optimizer)
+
+    def announce(self, step: int) -> None:
+        self._engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
+
+    def pull_state(self, step: int) -> None:
+        """Fetch what single-process training would have."""
+        if self._loaded is not None and self._loaded_after == step:
+            self._optimizer.state.update(self._loaded)
+            return
+        pieces: dict[int, list[dict[str, Any]]] = {}
+        slices = self._engine.slices
+        answers = self._engine.fetch_states([piece.number for piece in slices], step)
+        for piece in slices:
+            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
+            pieces.setdefault(piece.parameter, []).append(state)
+        for index, states in pieces.items():
+            parameter = self._setup.parameters[index]
+            joined = _join_states(states, parameter)
+            if joined:
+                self._optimizer.state[parameter] = joined
+
+    def drop_state(self) -> None:
+        self._optimizer.state.clear()
+
+    def replace_state(self, step: int) -> None:
+        """From the next step on rank 0's counts.
+
+        Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
+        """
+        if self.engine.is_rank_zero:
+            self._send_state(step + 1)
+        self._loaded, self._loaded_after = dict(self._optimizer.state), step
+        self._optimizer.state.clear()
+
+    def _send_state(self, step: int) -> None:
+        state = self._optimizer.state
+        if not state and step == 0:
+            return
+        for piece in self._engine.slices:
+            parameter = self._setup.parameters[piece.parameter]
+            part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
+            self._engine.send_state(piece.number, step, encode_state(part))
+
+    # The end.
+    def refuse(self, error: BaseException) -> None:
+        self.connections.meeting.refuse(error)
+
+    def close(self, *, failed: bool) -> None:
+        self.connections.close(kill=failed)
+        self._memory_factory.stop()
+
+    def forget_in_child(self) -> None:
+        self.connections.forget_in_child()
+
+    def describe(self) -> str:
+        config, connections = self._setup.config, self.connections
+        kind = "dedicated" if config.dedicated_servers else "beside the workers"
+        return (
+            f"{self._setup.world.size} workers on {connections.nodes} node(s),"
+            f" {connections.servers} server(s) {kind}; granularity={config.granularity}"
+            f" order={config.order} reply={config.reply} placement={config.placement}"
+            f" slice_elems={config.slice_elems}; address {connections.address}"
+        )
+
+
+def _check_frames(manifest: Manifest) -> None:
+    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
+            f" than a frame of {MAX_PAYLOAD_BYTES}"
+        )
+    for piece in manifest.slices():
+        info = manifest.parameters[piece.parameter]
+        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
+        if size_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
+                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
+            )
+
+
+def _join_states(states: Sequence[dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
+    """One state of the parameter's shape from the states of its slices."""
+    joined: dict[str, Any] = {}
+    for key, first in states[0].items():
+        if isinstance(first, torch.Tensor) and first.dim():
+            flat = torch.cat([state[key] for state in states])
+            joined[key] = flat.reshape(parameter.shape).to(parameter.device)
+        else:
+            joined[key] = first
+    return joined
+
+
+def _cut_state(
+    state: dict[str, Any], parameter: torch.Tensor, start: int, stop: int
+) -> dict[str, Any]:
+    return {
+        key: value.detach().reshape(-1)[start:stop]
+        if isinstance(value, torch.Tensor) and _is_elementwise(key, value)
+        else value
+        for key, value in state.items()
+    }
+
+
+def _is_elementwise(key: str, value: torch.Tensor) -> bool:
+    """One number per element of the parameter; of one without dimensions, the name tells."""
+    return value.dim() > 0 or key not in _NUMBERS_OF_A_PARAMETER

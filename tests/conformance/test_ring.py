@@ -1,0 +1,251 @@
+"""What only all-reduce does; the rest of this folder runs with it too (see the Makefile)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop.engine.ring import RingEngine
+from foreprop.engine.world import World
+from foreprop.errors import (
+    ConfigError,
+    ForepropError,
+    HandshakeError,
+    StepTimeout,
+    TrainingLoopError,
+)
+from tests.cluster import run_cluster, worlds
+from tests.conformance.parity import (
+    Build,
+    batches_of,
+    build_seeded,
+    check_close,
+    check_same_bits,
+    make_batches,
+    merge,
+    run_foreprop,
+    run_plain,
+    small_model,
+    train_classifier,
+    with_sgd,
+)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """A user's own, which nobody could know."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = 0.5
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["norm"] = parameter.grad.norm()  # not element by element
+                parameter -= self.scale * group["lr"] * parameter.grad / (1 + state["norm"])
+
+
+def build_with(cls: Any, make: Any = small_model, **options: Any) -> Build:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make()
+        return model, cls(model.parameters(), **options)
+
+    return build
+
+
+def matrices() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+
+
+OPTIMIZERS = {
+    "own": build_with(OwnSGD, lr=0.1),
+    "Adafactor": build_with(torch.optim.Adafactor, lr=0.1),
+    "Muon": build_with(torch.optim.Muon, matrices, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_that_takes_each_parameter_by_itself(name: str) -> None:
+    build, by_rank = OPTIMIZERS[name], batches_of(2)
+    plain = run_plain(build, train_classifier, merge(by_rank))
+    ones, others = run_foreprop(build, train_classifier, by_rank, architecture="ring")
+    check_same_bits(ones.model, others.model)
+    check_close(ones.model, plain.model)
+    assert ones.optimizer["state"].keys() == plain.optimizer["state"].keys()
+
+
+@pytest.mark.parametrize("chunk_elems", [1, 7, 1000])
+def test_two_ranks_have_the_bits_of_a_server_whatever_the_chunks(chunk_elems: int) -> None:
+    by_rank = batches_of(2, count=6)
+    build = with_sgd(weight_decay=0.01)
+    served = run_foreprop(build, train_classifier, by_rank, architecture="p2p")
+    ring = run_foreprop(
+        build, train_classifier, by_rank, architecture="ring", chunk_elems=chunk_elems
+    )
+    for got in ring:
+        check_same_bits(got.model, served[0].model)
+
+
+@pytest.mark.parametrize("chunks_in_flight", [1, 4])
+def test_four_ranks_have_the_same_bits_and_train_like_the_whole_batch(
+    chunks_in_flight: int,
+) -> None:
+    by_rank = batches_of(4, count=6)
+    plain = run_plain(with_sgd(), train_classifier, merge(by_rank))
+    settings = {"chunk_elems": 9, "chunks_in_flight": chunks_in_flight}
+    ring = run_foreprop(with_sgd(), train_classifier, by_rank, architecture="ring", **settings)
+    for got in ring:
+        check_same_bits(got.model, ring[0].model)
+        check_close(got.model, plain.model)
+
+
+def test_all_ranks_learn_one_planned_order() -> None:
+    def work(world: World) -> Any:
+        model, optimizer = build_seeded(with_sgd())
+        with foreprop.parallelize(
+            model, optimizer, world=world, architecture="ring", chunk_elems=4
+        ) as session:
+            engine = session.engine
+            assert isinstance(engine, RingEngine)
+            train_classifier(model, optimizer, make_batches(3))
+            before = engine.order
+            train_classifier(model, optimizer, make_batches(7))
+            return before, engine.order, len(engine.chunks)
+
+    before, order, chunks = zip(*run_cluster(3, work), strict=True)
+    assert before == (None, None, None)
+    assert order[0] == order[1] == order[2]
+    assert sorted(order[0]) == list(range(chunks[0]))
+
+
+def test_a_rank_that_never_makes_its_step_is_named() -> None:
+    done: list[int] = []
+
+    def work(world: World) -> str:
+        model, optimizer = build_seeded(with_sgd())
+        try:
+            with foreprop.parallelize(
+                model, optimizer, world=world, architecture="ring", step_timeout_s=3
+            ):
+                train_classifier(model, optimizer, make_batches(1))
+                if world.rank == 1:
+                    while not done:
+                        time.sleep(0.05)
+                    raise KeyError("late")
+                train_classifier(model, optimizer, make_batches(2))
+        except StepTimeout as error:
+            done.append(1)
+            return str(error)
+        except (KeyError, ForepropError) as error:
+            return type(error).__name__
+        return "nothing"
+
+    told, _ = run_cluster(2, work)
+    assert "rank 0 waited 3.0 s (step_timeout_s) for parameter 0.weight, step 2" in told
+    assert "rank 1 has not said what it waits for" in told
+
+
+def test_a_change_by_hand_on_one_rank_only_is_an_error() -> None:
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        with foreprop.parallelize(
+            model, optimizer, world=world, architecture="ring", step_timeout_s=10
+        ) as session:
+            train_classifier(model, optimizer, make_batches(3))
+            session.flush()
+            if world.rank == 1:
+                with torch.no_grad():
+                    model[0].weight.mul_(2)
+            train_classifier(model, optimizer, make_batches(2))
+
+    with pytest.raises(TrainingLoopError, match=r"0\.weight was changed by hand .* on 1 of 2 rank"):
+        run_cluster(2, work)
+
+
+def test_ranks_with_other_models_are_told_both_sides() -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(5, 3 + world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with foreprop.parallelize(
+            model, optimizer, world=world, architecture="ring", join_timeout_s=10
+        ):
+            pass
+
+    with pytest.raises(HandshakeError, match=r"shape: rank 0 has \(3, 5\), rank 1 has \(4, 5\)"):
+        run_cluster(2, work)
+
+
+def test_ranks_with_other_architectures_are_told() -> None:
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        architecture = ["ring", "p2p"][world.rank]
+        with foreprop.parallelize(
+            model, optimizer, world=world, architecture=architecture, join_timeout_s=10
+        ):
+            pass
+
+    with pytest.raises(HandshakeError, match="architecture: rank 0 has ring, rank 1 has p2p"):
+        run_cluster(2, work)
+
+
+def test_an_error_in_one_ranks_loop_reaches_the_other() -> None:
+    def work(world: World) -> str:
+        model, optimizer = build_seeded(with_sgd())
+        try:
+            with foreprop.parallelize(
+                model, optimizer, world=world, architecture="ring", stall_report_s=1
+            ):
+                train_classifier(model, optimizer, make_batches(2))
+                if world.rank == 1:
+                    raise KeyError("mine")
+                train_classifier(model, optimizer, make_batches(2))
+        except (KeyError, ForepropError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    theirs, mine = run_cluster(2, work)
+    assert mine == "KeyError: 'mine'"
+    assert theirs == "PeerLost: rank 1 ended: KeyError: 'mine'"
+
+
+@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_refuses_what_it_cannot_apply(cls: Any) -> None:
+    model = small_model()
+    optimizer = cls(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=f"optimizer is {cls.__name__}, which .*; use another"):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], architecture="ring")
+
+
+def test_gradients_stay_the_ranks_own() -> None:
+    def work(world: World) -> torch.Tensor:
+        model, optimizer = build_seeded(with_sgd())
+        batches = make_batches(4, seed=world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, architecture="ring") as session:
+            train_classifier(model, optimizer, batches)
+            session.flush()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            x, y = make_batches(1, seed=7 + world.rank)[0]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            session.flush()
+            copy, _ = build_seeded(with_sgd())
+            for parameter, value in zip(copy.parameters(), before, strict=True):
+                parameter.data = value
+            F.cross_entropy(copy(x), y).backward()
+            for parameter, own in zip(model.parameters(), copy.parameters(), strict=True):
+                assert parameter.grad is not None
+                assert own.grad is not None
+                assert torch.equal(parameter.grad, own.grad)
+            return model[0].weight.detach().clone()
+
+    ones, others = run_cluster(2, work)
+    assert torch.equal(ones, others)

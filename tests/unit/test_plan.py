@@ -1,0 +1,139 @@
+"""Planning one order of collectives from the times that were observed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreprop.core.plan import (
+    Chunk,
+    Observation,
+    Observer,
+    backward_order,
+    cut_chunks,
+    lateness_s,
+    plan_order,
+)
+from foreprop.errors import ConfigError, InternalError
+
+
+def test_chunks_cover_every_parameter_once_and_in_order() -> None:
+    assert cut_chunks([5, 0, 4], 2) == (
+        Chunk(0, 0, 0, 2),
+        Chunk(1, 0, 2, 4),
+        Chunk(2, 0, 4, 5),
+        Chunk(3, 2, 0, 2),
+        Chunk(4, 2, 2, 4),
+    )
+
+
+def test_refuses_chunks_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="chunk_elems is 0; it must be at least 1"):
+        cut_chunks([1], 0)
+
+
+def test_backward_order_is_last_used_first() -> None:
+    chunks = cut_chunks([2, 1, 1], 1)
+    assert backward_order(chunks, [2, 0, 1]) == (2, 0, 1, 3)
+
+
+def observed(ready_s: list[float], chunk_s: list[float]) -> Observation:
+    return Observation(tuple(ready_s), tuple(0.0 for _ in ready_s), tuple(chunk_s))
+
+
+def test_a_fast_link_sends_in_the_order_of_readiness() -> None:
+    chunks = cut_chunks([1, 1, 1], 1)
+    assert plan_order(chunks, [0, 1, 2], observed([2.0, 1.0, 0.0], [0.1] * 3)) == (2, 1, 0)
+
+
+def test_a_slow_link_lets_the_most_urgent_overtake_what_still_waits() -> None:
+    chunks = cut_chunks([1, 1, 3], 1)
+    order = plan_order(chunks, [0, 1, 2], observed([2.0, 1.0, 0.0], [1.5] * 5))
+    assert order == (2, 1, 0, 3, 4)  # one of the last parameter, then what came meanwhile
+
+
+def test_an_idle_link_takes_the_first_that_comes() -> None:
+    chunks = cut_chunks([1, 1], 1)
+    assert plan_order(chunks, [0, 1], observed([5.0, 9.0], [1.0, 1.0])) == (0, 1)
+
+
+def test_equally_ready_parameters_go_by_urgency() -> None:
+    chunks = cut_chunks([1, 1, 1], 1)
+    assert plan_order(chunks, [1, 2, 0], observed([0.0] * 3, [1.0] * 3)) == (1, 2, 0)
+
+
+def test_refuses_an_observation_of_something_else() -> None:
+    with pytest.raises(InternalError, match="other parameters or chunks"):
+        plan_order(cut_chunks([1], 1), [0], observed([0.0], [1.0, 1.0]))
+
+
+def test_lateness_is_that_of_the_latest_parameter_for_its_use() -> None:
+    chunks = cut_chunks([1, 1], 1)
+    seen = Observation(ready_s=(2.0, 1.0), needed_s=(0.0, 3.0), chunk_s=(1.0, 1.5))
+    assert lateness_s((1, 0), chunks, seen) == 3.5  # 0 is reduced from 2.5 to 3.5, needed at 0
+    assert lateness_s((0, 1), chunks, seen) == 3.0  # 1 from 3.0 to 4.5, needed at 3.0
+
+
+times = st.floats(0, 10)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[tuple[Chunk, ...], list[int], Observation]:
+    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    chunks = cut_chunks(sizes, draw(st.integers(1, 3)))
+    count = len(sizes)
+    each = st.lists(times, min_size=count, max_size=count)
+    chunk_s = draw(st.lists(times, min_size=len(chunks), max_size=len(chunks)))
+    forward = draw(st.permutations(range(count)))
+    return chunks, forward, Observation(tuple(draw(each)), tuple(draw(each)), tuple(chunk_s))
+
+
+@given(situations())
+def test_a_plan_names_every_chunk_once_and_the_link_is_never_idle_with_something_ready(
+    situation: tuple[tuple[Chunk, ...], list[int], Observation],
+) -> None:
+    chunks, forward, seen = situation
+    order = plan_order(chunks, forward, seen)
+    assert sorted(order) == list(range(len(chunks)))
+    now_s = 0.0
+    left = set(order)
+    for number in order:
+        ready_s = seen.ready_s[chunks[number].parameter]
+        if ready_s > now_s:
+            assert all(seen.ready_s[chunks[other].parameter] >= ready_s for other in left)
+        now_s = max(now_s, ready_s) + seen.chunk_s[number]
+        left.remove(number)
+
+
+def test_observer_gives_medians_since_the_first_gradient_and_the_first_use() -> None:
+    observer = Observer(2, [100, 300])
+    for step, late_s in enumerate([0.0, 0.5, 0.1], 1):
+        start_s = 10.0 * step
+        observer.gradient_ready(1, step, start_s)
+        observer.gradient_ready(0, step, start_s + 1 + late_s)
+        observer.reduced(1, start_s + 2, more=True)
+        observer.reduced(0, start_s + 2.5, more=False)
+        observer.needed(0, step, start_s + 4)
+        observer.waited(3.0)
+        observer.needed(1, step, start_s + 8)
+    seen = observer.observation()
+    assert seen is not None
+    assert seen.ready_s == pytest.approx((1.1, 0.0))
+    assert seen.needed_s == pytest.approx((0.0, 1.0))
+    assert seen.chunk_s == pytest.approx((0.5, 1.5))  # 0.5 s for 100 bytes
+
+
+def test_observer_has_nothing_to_say_until_it_has_seen_everything() -> None:
+    observer = Observer(1, [8])
+    assert observer.observation() is None
+    observer.gradient_ready(0, 1, 0.0)
+    observer.needed(0, 1, 0.0)
+    observer.reduced(0, 1.0, more=True)
+    assert observer.observation() is None  # how long one takes is not known yet
+    observer.reduced(0, 3.0, more=True)
+    seen = observer.observation()
+    assert seen is not None
+    assert seen.chunk_s == (2.0,)
+    observer.forget_rate()
+    assert observer.observation() is None

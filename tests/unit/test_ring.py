@@ -1,0 +1,202 @@
+"""The ring's state machine: one order on all ranks, whatever happens when."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreprop.core.plan import cut_chunks
+from foreprop.core.ring import (
+    ChunkReduced,
+    Finishing,
+    OrderLearned,
+    ParameterComplete,
+    ParameterReady,
+    ParameterUpdated,
+    ReduceChunk,
+    RingFinished,
+    RingMachine,
+    UpdateParameter,
+)
+from foreprop.errors import InternalError, LocalProtocolError
+
+
+def machine(sizes: list[int], *, chunk_elems: int = 1, in_flight: int = 4) -> RingMachine:
+    chunks = cut_chunks(sizes, chunk_elems)
+    return RingMachine(chunks, parameters=len(sizes), in_flight=in_flight)
+
+
+def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
+    ring = machine([1, 1])
+    assert ring.handle(ParameterReady(0, 1)) == []
+    assert ring.queue_depth == 1
+    assert ring.next_chunk == (1, 1)
+    assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(1, 1), ReduceChunk(0, 1)]
+    assert ring.queue_depth == 0
+
+
+def test_keeps_so_many_in_flight() -> None:
+    ring = machine([3], in_flight=2)
+    assert ring.handle(ParameterReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
+    assert ring.handle(ChunkReduced(1)) == [ReduceChunk(2, 1)]
+    assert ring.handle(ChunkReduced(0)) == []
+    assert ring.handle(ChunkReduced(2)) == [UpdateParameter(0, 1)]
+
+
+def test_a_parameter_is_complete_when_it_is_updated() -> None:
+    ring = machine([1])
+    assert ring.is_complete(0)
+    ring.handle(ParameterReady(0, 1))
+    ring.handle(ChunkReduced(0))
+    assert not ring.is_complete(0)
+    assert ring.handle(ParameterUpdated(0)) == [ParameterComplete(0, 1)]
+    assert ring.is_complete(0)
+    assert ring.step_of(0) == 1
+
+
+def test_an_empty_parameter_is_complete_at_once() -> None:
+    ring = machine([0, 1])
+    assert ring.handle(ParameterReady(0, 1)) == [ParameterComplete(0, 1)]
+    assert ring.is_complete(0)
+    assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(0, 1)]
+
+
+def test_the_next_step_may_begin_while_parts_of_this_one_are_under_way() -> None:
+    ring = machine([1, 1])
+    ring.handle(ParameterReady(1, 1))
+    ring.handle(ParameterReady(0, 1))
+    ring.handle(ChunkReduced(1))
+    ring.handle(ParameterUpdated(1))
+    assert ring.handle(ParameterReady(1, 2)) == [ReduceChunk(1, 2)]
+    assert ring.next_chunk == (0, 2)
+
+
+def test_a_new_order_counts_from_its_step() -> None:
+    ring = machine([1, 1])
+    ring.handle(ParameterReady(1, 1))
+    ring.handle(OrderLearned((0, 1), 2))
+    assert ring.next_chunk == (0, 1)
+    ring.handle(ParameterReady(0, 1))
+    for parameter in (1, 0):
+        ring.handle(ChunkReduced(parameter))
+        ring.handle(ParameterUpdated(parameter))
+    assert ring.next_chunk == (0, 2)
+
+
+def test_a_new_order_for_the_coming_step_counts_at_once() -> None:
+    ring = machine([1, 1])
+    ring.handle(OrderLearned((0, 1), 1))
+    assert ring.next_chunk == (0, 1)
+
+
+def test_finishes_when_everything_begun_is_done() -> None:
+    ring = machine([1])
+    ring.handle(ParameterReady(0, 1))
+    assert ring.handle(Finishing()) == []
+    ring.handle(ChunkReduced(0))
+    assert ring.handle(ParameterUpdated(0)) == [ParameterComplete(0, 1), RingFinished()]
+    assert machine([]).handle(Finishing()) == [RingFinished()]
+
+
+def test_refuses_what_cannot_be() -> None:
+    ring = machine([1, 1])
+    with pytest.raises(InternalError, match="0 collectives in flight"):
+        machine([1], in_flight=0)
+    with pytest.raises(InternalError, match="does not know the event 'nonsense'"):
+        ring.handle("nonsense")
+    with pytest.raises(LocalProtocolError, match="chunk 0 was reduced, but is not under way"):
+        ring.handle(ChunkReduced(0))
+    with pytest.raises(LocalProtocolError, match="every chunk once"):
+        ring.handle(OrderLearned((0, 0), 1))
+    ring.handle(ParameterReady(1, 1))
+    with pytest.raises(LocalProtocolError, match="parameter 1 is ready for step 2"):
+        ring.handle(ParameterReady(1, 2))
+    with pytest.raises(LocalProtocolError, match="parameter 0 is ready for step 2"):
+        ring.handle(ParameterReady(0, 2))
+    with pytest.raises(LocalProtocolError, match="for step 1 comes when step 1 is under way"):
+        ring.handle(OrderLearned((0, 1), 1))
+
+
+class Rank:
+    """One rank under a random schedule: a training thread, and collectives that end some time."""
+
+    def __init__(
+        self, sizes: list[int], in_flight: int, steps: int, chooser: random.Random
+    ) -> None:
+        self.ring = machine(sizes, chunk_elems=2, in_flight=in_flight)
+        self.issued: list[tuple[int, int]] = []  # (step, chunk)
+        self.under_way: set[int] = set()
+        self.updates: list[int] = []
+        self._script = [
+            (step, parameter)
+            for step in range(1, steps + 1)
+            for parameter in chooser.sample(range(len(sizes)), len(sizes))
+        ]
+
+    def do(self, event: object) -> None:
+        for instruction in self.ring.handle(event):
+            if isinstance(instruction, ReduceChunk):
+                self.issued.append((instruction.step, instruction.chunk))
+                self.under_way.add(instruction.chunk)
+            elif isinstance(instruction, UpdateParameter):
+                self.updates.append(instruction.parameter)
+
+    def train(self) -> bool:
+        """The next gradient, unless its parameter is pending still, as in a forward pass."""
+        if not self._script or not self.ring.is_complete(self._script[0][1]):
+            return False
+        step, parameter = self._script.pop(0)
+        self.do(ParameterReady(parameter, step))
+        return True
+
+    @property
+    def done(self) -> bool:
+        return not self._script and not self.under_way and not self.updates
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    in_flight=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_ever(
+    sizes: list[int], in_flight: int, seed: int
+) -> None:
+    chooser = random.Random(seed)
+    steps = 4
+    ranks = [Rank(sizes, in_flight, steps, chooser) for _ in range(3)]
+    chunks = len(cut_chunks(sizes, 2))
+    order = tuple(chooser.sample(range(chunks), chunks))
+    for rank in ranks:
+        rank.do(OrderLearned(order, 3))
+    reduced = 0  # a collective ends when every rank has issued it; in the order of issue or not
+    ended: list[set[tuple[int, int]]] = [set() for _ in ranks]
+    while not all(rank.done for rank in ranks):
+        moves = []
+        for index, rank in enumerate(ranks):
+            moves += [("update", index, parameter) for parameter in rank.updates]
+            for step, chunk in set(rank.issued) - ended[index]:
+                if all((step, chunk) in other.issued for other in ranks):
+                    moves.append(("end", index, (step, chunk)))
+        trainers = list(ranks)
+        chooser.shuffle(trainers)
+        if chooser.random() < 0.5 and any(rank.train() for rank in trainers):
+            continue
+        if not moves:
+            assert any(rank.train() for rank in trainers), "all ranks wait"
+            continue
+        kind, index, what = chooser.choice(moves)
+        if kind == "update":
+            ranks[index].updates.remove(what)
+            ranks[index].do(ParameterUpdated(what))
+        else:
+            ended[index].add(what)
+            ranks[index].under_way.remove(what[1])
+            ranks[index].do(ChunkReduced(what[1]))
+            reduced += 1
+    assert ranks[0].issued == ranks[1].issued == ranks[2].issued
+    assert reduced == 3 * steps * chunks
+    assert [chunk for step, chunk in ranks[0].issued if step >= 3] == 2 * list(order)
