@@ -121,7 +121,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["demo", "--presets", "p3,p4"], "preset is 'p4'; it must be one of ['p3'"),
         (["demo", "--presets", ","], "preset is ''; it must be one of"),
         (["config", "--preset", "p4"], "preset is 'p4'; it must be one of"),
-        (["config", "slice_elem=1"], "no setting is called 'slice_elem'; there are granularity"),
+        (["config", "slice_elem=1"], "no setting is called 'slice_elem'; there are architecture"),
         (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
         (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
         (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),

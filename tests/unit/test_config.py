@@ -119,6 +119,21 @@ def test_unknown_names_are_refused() -> None:
         ({"join_timeout_s": float("inf")}, "join_timeout_s is inf; it must be a finite number"),
         ({"stall_report_s": -1.0}, "stall_report_s is -1.0; it must be at least 0.1"),
         ({"servers_per_node": 0}, "servers_per_node and dedicated_servers are both 0"),
+        (
+            {"architecture": "tree"},
+            "architecture is 'tree'; it must be one of ['p2p', 'ps', 'ring', None]",
+        ),
+        ({"architecture": "ps"}, "architecture is 'ps'; set dedicated_servers to their number"),
+        (
+            {"architecture": "ring", "dedicated_servers": 2},
+            "architecture is 'ring', which has no dedicated_servers; there are to be 2",
+        ),
+        (
+            {"architecture": "ring", "link_rate_bits_per_s": 1e6},
+            "link_rate_bits_per_s paces foreprop's own connections",
+        ),
+        ({"chunk_elems": 0}, "chunk_elems is 0; it must be at least 1"),
+        ({"chunks_in_flight": 0}, "chunks_in_flight is 0; it must be at least 1"),
     ],
 )
 def test_a_wrong_value_is_told_field_value_and_what_is_allowed(

@@ -48,7 +48,7 @@ and the sum of their settings' digests.
 _DIGEST_LIMIT = 2**18  # so that a float32 holds the sum of 64 of them
 _TOLD_S = 5.0
 _LEAVE_S = 1.0
-_FIRST_PLANS = (4, 8)
+_FIRST_PLANS = (3, 6)
 _PLAN_EVERY = 50
 _WORTHWHILE = 0.99
 """A new order is told if it lets the forward pass begin in less than this of the old one's time."""

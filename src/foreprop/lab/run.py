@@ -24,7 +24,7 @@ from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
 from foreprop.lab.setting import BUCKET_BYTES, DDP, DDP_TUNED, MXNET, LabSetting
-from foreprop.lab.systems import DdpSystem, PresetSystem, Steps, System, join_process_group
+from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group
 from foreprop.version import __version__
 
 Progress = Callable[[str], None]
@@ -270,7 +270,7 @@ def _build_system(
             root_address=network.address(0),
             port=_MXNET_PORT + MXNET.index(name),
         )
-    return PresetSystem(name, setting, paced=paced)
+    return ForepropSystem(name, setting, paced=paced)
 
 
 def _steps(system: System, count: int, *, sample: bool) -> tuple[Steps, list[Sample]]:

@@ -14,7 +14,8 @@ from foreprop.lab.profile import Layer, Profile
 DDP = "ddp"
 DDP_TUNED = "ddp-tuned"
 MXNET = ("mxnet-kvstore", "mxnet-p3")
-SYSTEMS = (*PRESETS, DDP, DDP_TUNED, *MXNET)
+RING = "ring"
+SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED, *MXNET)
 
 SLICE_ELEMS = 50_000
 BIG_ARRAY_ELEMS = 1_000_000

@@ -25,7 +25,7 @@ FIXED_RATE_NODES = 4
 
 _MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
 _MXNET_MODELS = ("resnet50", "vgg19")
-_TYPICAL = {"p3": 1.05, "slicing": 1.2, "kvstore": 1.4, DDP: 1.35, DDP_TUNED: 1.25}
+_TYPICAL = {"p3": 1.05, "ring": 1.05, "slicing": 1.2, "kvstore": 1.4, DDP: 1.35, DDP_TUNED: 1.25}
 _TYPICAL_OTHER = 1.4
 """A system's step / limit, roughly: only for the estimate of how long all takes."""
 _TUNING_STEPS = 18  # that ddp-tuned spends on finding its bucket size

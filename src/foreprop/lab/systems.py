@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.config import Config
 from foreprop.lab.accelerator import EmulatedModel
-from foreprop.lab.setting import BIG_ARRAY_ELEMS, LabSetting
+from foreprop.lab.setting import BIG_ARRAY_ELEMS, RING, LabSetting
 from foreprop.training.parallelize import parallelize
 
 _DEFAULT = Config()
@@ -62,14 +62,17 @@ def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-class PresetSystem:
-    """foreprop with one of its presets."""
+class ForepropSystem:
+    """foreprop with one of its presets, or with all-reduce."""
 
-    def __init__(self, preset: str, setting: LabSetting, *, paced: bool) -> None:
-        trace = None if setting.trace is None else str(setting.trace / preset)
+    def __init__(self, name: str, setting: LabSetting, *, paced: bool) -> None:
+        trace = None if setting.trace is None else str(setting.trace / name)
+        ring = name == RING
         config = Config.resolve(
-            preset,
+            None if ring else name,
+            architecture=RING if ring else "p2p",
             workers_per_node=1,
+            chunk_elems=setting.scaled(setting.slice_elems),
             slice_elems=setting.scaled(setting.slice_elems),
             big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
             unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
