@@ -27,7 +27,8 @@ setup: $(STAMP) ## make .venv and install foreprop into it, with the development
 
 test: $(STAMP) ## run the whole test suite
 	@# what must hold for every architecture, once more over collectives
-	$(if $(PYTEST_ARGS),,FOREPROP_ARCHITECTURE=ring $(BIN)/python -m pytest -q tests/conformance)
+	$(if $(PYTEST_ARGS),,FOREPROP_ARCHITECTURE=ring $(BIN)/python -m pytest -q \
+	    tests/conformance tests/faults/test_lost_peers.py)
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened

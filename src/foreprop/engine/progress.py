@@ -95,7 +95,9 @@ class Progress:
         """Block until the condition holds; reports a stall, raises failure or `StepTimeout`."""
         started = time.monotonic()
         report_at = started + self._config.stall_report_s
-        ask_at = started + min(self._config.stall_report_s, timeout_s) / 2
+        ask_at = float("inf")
+        if on_stall is not None:
+            ask_at = started + min(self._config.stall_report_s, timeout_s) / 2
         with self._changed:
             self._waiters += 1
             try:

@@ -111,7 +111,6 @@ class RingEngine:
         self._stopped = False
         self._closing = False
         self._finished = threading.Event()
-        self._queued_ns = [0] * len(parameters)
         self._threads = [
             threading.Thread(target=self._run, name=f"foreprop-ring-{i}", daemon=True)
             for i in range(config.chunks_in_flight + 1)  # one can always update
@@ -125,7 +124,7 @@ class RingEngine:
         del with_value  # every rank has its own
         self._flags[parameter] = flags
         if self._trace is not None:
-            now_ns = self._queued_ns[parameter] = self._trace.now_ns()
+            now_ns = self._trace.now_ns()
             name = self.parameters[parameter].name
             self._trace.span(Stage.GRADIENT_READY.value, name, now_ns, stop_ns=now_ns, step=step)
         with self._work:
