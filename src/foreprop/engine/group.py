@@ -133,12 +133,16 @@ class Group:
         parts = [self._lookup(f"{name}/{number}", what, look) for number in range(count)]
         return memoryview(b"".join(parts))
 
+    def forget(self, name: str) -> None:
+        """Remove a value that nobody will look up any more."""
+        self._world.store.delete_key(f"{self._key}/{name}")
+
     def forget_bytes(self, name: str) -> None:
         store, key = self._world.store, f"{self._key}/{name}"
         if store.check([key]):
             for number in range(int(store.get(key))):
-                store.delete_key(f"{key}/{number}")
-            store.delete_key(key)
+                self.forget(f"{name}/{number}")
+            self.forget(name)
 
     def meet(self, what: str, timeout_s: float, setting: str) -> None:
         """Return when every rank has come so far."""

@@ -48,7 +48,8 @@ and the sum of their settings' digests.
 _DIGEST_LIMIT = 2**18  # so that a float32 holds the sum of 64 of them
 _TOLD_S = 5.0
 _LEAVE_S = 1.0
-_FIRST_PLANS = (3, 6)
+_FIRST_OBSERVED = 2  # in the first step gradients are pushed all at once, at its end
+_FIRST_PLANS = (4, 8)
 _PLAN_EVERY = 50
 _WORTHWHILE = 0.99
 """A new order is told if it lets the forward pass begin in less than this of the old one's time."""
@@ -101,6 +102,7 @@ class RingEngine:
         self._forward_order: Sequence[int] = range(len(parameters))
         self.order: tuple[int, ...] | None = None
         """As planned; None until there is a plan."""
+        self._told_order = ""
         sizes_bytes = [
             (stop - start) * self._itemsize[parameter] for _, parameter, start, stop in self.chunks
         ]
@@ -127,8 +129,9 @@ class RingEngine:
             now_ns = self._trace.now_ns()
             name = self.parameters[parameter].name
             self._trace.span(Stage.GRADIENT_READY.value, name, now_ns, stop_ns=now_ns, step=step)
-        with self._work:
-            self._observer.gradient_ready(parameter, step, time.monotonic())
+        if step >= _FIRST_OBSERVED:
+            with self._work:
+                self._observer.gradient_ready(parameter, step, time.monotonic())
         self._dispatch(ParameterReady(parameter, step))
 
     def announce_settings(self, step: int, settings: str) -> None:
@@ -153,6 +156,8 @@ class RingEngine:
         if self._rank == 0:
             order = self._better_order()
             self._group.publish(key, json.dumps(order))
+            self._group.forget(self._told_order)  # all ranks have it: they are in this step
+            self._told_order = key
         else:
             what = f"rank 0's order of collectives after step {step}"
             order = json.loads(self._group.lookup(key, what, self.raise_if_failed))
@@ -179,8 +184,9 @@ class RingEngine:
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter is updated; raises what went wrong meanwhile."""
         self.raise_if_failed()
-        with self._work:
-            self._observer.needed(parameter, step, time.monotonic())
+        if step >= _FIRST_OBSERVED:
+            with self._work:
+                self._observer.needed(parameter, step, time.monotonic())
         if self._machine.is_complete(parameter):
             return
         started = time.monotonic()
