@@ -112,8 +112,8 @@ class Config:
         "a worker's pushes under way to all servers, unacknowledged, or (p3) unanswered",
         1,
     )
-    chunk_elems: int = _setting(50_000, "architecture=ring: elements per collective", 1)
-    chunks_in_flight: int = _setting(4, "architecture=ring: collectives under way at once", 1)
+    chunk_elems: int = _setting(400_000, "architecture=ring: elements per collective", 1)
+    chunks_in_flight: int = _setting(8, "architecture=ring: collectives under way at once", 1)
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
     )

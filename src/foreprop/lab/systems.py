@@ -72,7 +72,7 @@ class ForepropSystem:
             None if ring else name,
             architecture=RING if ring else "p2p",
             workers_per_node=1,
-            chunk_elems=setting.scaled(setting.slice_elems),
+            chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
             slice_elems=setting.scaled(setting.slice_elems),
             big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
             unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
