@@ -62,7 +62,7 @@ def test_counts_what_was_waited_by_parameter() -> None:
 
     def complete() -> None:
         done.append(1)
-        waiting.parameter_complete(1)
+        waiting.parameter_complete(1, 7)
 
     threading.Timer(0.05, complete).start()
     waiting.wait_for_parameter(1, 7, lambda: bool(done), lambda: "bias", lambda: None)

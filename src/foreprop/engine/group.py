@@ -35,7 +35,6 @@ class Group:
         self.meeting = Meeting(world, config)
         self.rank = world.rank
         self.size = world.size
-        self.session_id = ""
         self.address = local_address(world.host, config.interface)
         if world.size > world.local_size:
             check_reachable(self.address, world.host)
@@ -44,9 +43,8 @@ class Group:
         self._key = self.meeting.key
         self._group: Any = None
 
-    def open(self, session_id: str) -> None:
+    def open(self) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
-        self.session_id = session_id
         options = _Gloo._Options()
         options._threads = self._config.chunks_in_flight
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -34,7 +35,7 @@ class HyperparameterHistory:
             for rank in range(1, len(self._by_rank)):
                 theirs = self._latest(rank, step)
                 if theirs != agreed:
-                    raise TrainingLoopError(_describe_groups(step, rank, agreed, theirs))
+                    raise TrainingLoopError(describe_groups(step, rank, agreed, theirs))
             self._agreed = {s: g for s, g in self._agreed.items() if s >= step - 2}
             self._agreed[step] = agreed
         return agreed
@@ -46,9 +47,10 @@ class HyperparameterHistory:
         raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
 
 
-def _describe_groups(
-    step: int, rank: int, zero: tuple[Hyperparameters, ...], theirs: tuple[Hyperparameters, ...]
+def describe_groups(
+    step: int, rank: int, zero: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
 ) -> str:
+    """How a rank's settings differ from rank 0's; by parameter group."""
     for number, (a, b) in enumerate(zip(zero, theirs, strict=False)):
         for name in a:
             if a[name] != b.get(name):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from foreprop.config import Config
 from foreprop.errors import ForepropError, StepTimeout
+from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 
 NOTHING = -1
@@ -57,10 +58,22 @@ class Progress:
         with self._changed:
             self._changed.notify_all()
 
-    def parameter_complete(self, parameter: int) -> None:
+    def gradient_ready(self, parameter: int, step: int) -> None:
+        """For the trace."""
+        self._mark(Stage.GRADIENT_READY, parameter, step)
+
+    def parameter_complete(self, parameter: int, step: int) -> None:
         """Wake who may wait for it."""
         if self._waiters > 1 or parameter == self.awaited:
             self.notify()
+        self._mark(Stage.PARAMETER_READY, parameter, step)
+
+    def _mark(self, stage: Stage, parameter: int, step: int) -> None:
+        """A moment in the life of a parameter, for the trace."""
+        if self._trace is not None:
+            now_ns = self._trace.now_ns()
+            name = self._names[parameter]
+            self._trace.span(stage.value, name, now_ns, stop_ns=now_ns, step=step)
 
     def wait_for_parameter(
         self,

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,11 +34,12 @@ from foreprop.core.ring import (
 )
 from foreprop.core.wire import Flag
 from foreprop.engine.group import Group
+from foreprop.engine.hyperparameters import describe_groups
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.slicestore import DTYPES
 from foreprop.engine.worker import ParameterMemory
 from foreprop.errors import ForepropError, InternalError, TrainingLoopError
-from foreprop.observe.stages import RingStage, Stage
+from foreprop.observe.stages import RingStage
 from foreprop.observe.trace import TraceRecorder
 
 _MARKS = 3
@@ -61,6 +62,15 @@ class Updater(Protocol):
 
     def update(self, parameter: int, step: int, average: torch.Tensor) -> None:
         """``average``: the gradient's mean over the ranks, flat. Any thread."""
+
+
+class _Settings:
+    """The optimizer's settings (JSON) from a step on, and a digest that can be summed."""
+
+    def __init__(self, since: int, text: str) -> None:
+        self.since = since
+        self.text = text
+        self.digest = zlib.crc32(text.encode()) % _DIGEST_LIMIT
 
 
 class RingEngine:
@@ -95,7 +105,7 @@ class RingEngine:
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
         self._flags = [0] * len(parameters)
-        self._settings: list[tuple[int, str]] = [(0, "")]  # since which step
+        self._settings = [_Settings(0, "")]
         self._machine = RingMachine(
             self.chunks, parameters=len(parameters), in_flight=config.chunks_in_flight
         )
@@ -125,10 +135,7 @@ class RingEngine:
         """A parameter's gradient may be taken, or there is none in this step. Any thread."""
         del with_value  # every rank has its own
         self._flags[parameter] = flags
-        if self._trace is not None:
-            now_ns = self._trace.now_ns()
-            name = self.parameters[parameter].name
-            self._trace.span(Stage.GRADIENT_READY.value, name, now_ns, stop_ns=now_ns, step=step)
+        self._progress.gradient_ready(parameter, step)
         if step >= _FIRST_OBSERVED:
             with self._work:
                 self._observer.gradient_ready(parameter, step, time.monotonic())
@@ -136,10 +143,10 @@ class RingEngine:
 
     def announce_settings(self, step: int, settings: str) -> None:
         """From ``step`` on the optimizer has these settings, which must be every rank's."""
-        self._settings = [self._settings[-1], (step, settings)]
+        self._settings = [self._settings[-1], _Settings(step, settings)]
 
-    def _settings_at(self, step: int) -> str:
-        return next(text for since, text in reversed(self._settings) if since <= step)
+    def _settings_at(self, step: int) -> _Settings:
+        return next(settings for settings in reversed(self._settings) if settings.since <= step)
 
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
@@ -275,12 +282,7 @@ class RingEngine:
                     self._finished.set()
         for instruction in instructions:
             if isinstance(instruction, ParameterComplete):
-                self._progress.parameter_complete(instruction.parameter)
-                if self._trace is not None:
-                    now_ns = self._trace.now_ns()
-                    name = self.parameters[instruction.parameter].name
-                    ready = Stage.PARAMETER_READY.value
-                    self._trace.span(ready, name, now_ns, stop_ns=now_ns, step=instruction.step)
+                self._progress.parameter_complete(instruction.parameter, instruction.step)
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -337,7 +339,7 @@ class RingEngine:
         flags = self._flags[parameter]
         if flags & Flag.NO_GRADIENT:
             total[start:stop] = 0
-        elif stop > start:
+        else:
             itemsize = self._itemsize[parameter]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
             total[start:stop] = torch.frombuffer(part, dtype=dtype)
@@ -345,7 +347,7 @@ class RingEngine:
             marks = (
                 not flags & Flag.NO_GRADIENT,
                 bool(flags & Flag.VALUE_CHANGED),
-                _digest(self._settings_at(step)),
+                self._settings_at(step).digest,
             )
             total[stop:] = torch.tensor(marks, dtype=total.dtype)
             stop += _MARKS
@@ -379,7 +381,7 @@ class RingEngine:
                 f"{info.name} was changed by hand before step {step} on {changed} of"
                 f" {self._group.size} ranks; with architecture='ring' change it on every rank alike"
             )
-        if digests != self._group.size * _digest(self._settings_at(step)):
+        if digests != self._group.size * self._settings_at(step).digest:
             raise self._unlike_settings(step)
         if with_gradient:
             average = total[: info.elems]
@@ -390,24 +392,16 @@ class RingEngine:
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:
         """Every rank comes to this; they tell each other what they have."""
-        self._group.publish(f"settings/{self._rank}", self._settings_at(step))
-        told: list[str] = []
+        self._group.publish(f"settings/{self._rank}", self._settings_at(step).text)
+        told: list[Any] = []
         with contextlib.suppress(ForepropError):
             for rank in range(self._group.size):
-                told.append(
-                    self._group.lookup(f"settings/{rank}", "its settings", timeout_s=_TOLD_S)
-                )
-        difference = next(
-            (
-                f"{what} is {value} on rank 0 and {other} on rank {rank}"
-                for rank, text in enumerate(told)
-                for what, value, other in differing_settings(told[0], text)
-            ),
-            "they differ between ranks",
-        )
-        return TrainingLoopError(
-            f"the optimizer's settings of step {step}: {difference}; set them alike on every rank"
-        )
+                key = f"settings/{rank}"
+                told.append(json.loads(self._group.lookup(key, "its settings", timeout_s=_TOLD_S)))
+        for rank, groups in enumerate(told):
+            if groups != told[0]:
+                return TrainingLoopError(describe_groups(step, rank, told[0], groups))
+        return TrainingLoopError(f"step {step}: the optimizer's settings differ between ranks")
 
     # Waiting and failing.
     def _describe_wait(self, parameter: int, step: int) -> str:
@@ -451,18 +445,6 @@ class RingEngine:
         if awaited == NOTHING:
             return "nothing"
         return self._describe_wait(awaited, self._machine.step_of(awaited))
-
-
-def _digest(settings: str) -> int:
-    return zlib.crc32(settings.encode()) % _DIGEST_LIMIT
-
-
-def differing_settings(ones: str, others: str) -> Iterator[tuple[str, object, object]]:
-    """What differs between two ranks' settings: JSON lists of groups' settings by name."""
-    for number, (mine, theirs) in enumerate(zip(json.loads(ones), json.loads(others), strict=True)):
-        for name in dict.fromkeys((*mine, *theirs)):
-            if mine.get(name) != theirs.get(name):
-                yield f"{name} of parameter group {number}", mine.get(name), theirs.get(name)
 
 
 def _plans_after(step: int) -> bool:

@@ -182,10 +182,9 @@ class WorkerEngine:
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """Queue a parameter's gradient; the memory's ``gradient`` must be set. Any thread."""
+        self._progress.gradient_ready(parameter, step)
         if self._trace is not None:
-            now_ns = self._queued_ns[parameter] = self._trace.now_ns()
-            name = self.manifest.parameters[parameter].name
-            self._trace.span(Stage.GRADIENT_READY.value, name, now_ns, stop_ns=now_ns, step=step)
+            self._queued_ns[parameter] = self._trace.now_ns()
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
@@ -332,12 +331,7 @@ class WorkerEngine:
             if kind is SendFrame:
                 self._outbox.submit(instruction)  # type: ignore[arg-type]
             elif isinstance(instruction, CompleteParameter):
-                self._progress.parameter_complete(instruction.parameter)
-                if self._trace is not None:
-                    now_ns = self._trace.now_ns()
-                    name = self.manifest.parameters[instruction.parameter].name
-                    ready = Stage.PARAMETER_READY.value
-                    self._trace.span(ready, name, now_ns, stop_ns=now_ns, step=instruction.step)
+                self._progress.parameter_complete(instruction.parameter, instruction.step)
             elif kind is Finish:
                 self._finished.set()
 

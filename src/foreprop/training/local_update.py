@@ -24,13 +24,17 @@ _KEPT = 2  # of a step some updates are pending still when the next one is annou
 def settings_of(optimizer: torch.optim.Optimizer) -> Groups:
     """A copy that does not change when the user, or a scheduler, changes the optimizer."""
     return tuple(
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
+        _copied({name: value for name, value in group.items() if name != "params"})
         for group in optimizer.param_groups
     )
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors of its own."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
 
 
 def comparable(settings: Groups) -> list[dict[str, Any]]:
@@ -110,9 +114,5 @@ class LocalUpdater:
     def take_state(self) -> None:
         """Go on from the states that the user's optimizer has, and from none where it has none."""
         for number, parameter in enumerate(self._parameters):
-            state = self._optimizer.state.get(parameter, {})
-            own = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-            }
-            self._own[number].state[self._stand_in(number)] = own
+            state = _copied(self._optimizer.state.get(parameter, {}))
+            self._own[number].state[self._stand_in(number)] = state

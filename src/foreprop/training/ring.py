@@ -81,7 +81,7 @@ class RingBackend:
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
             if difference:
                 raise HandshakeError(f"rank 0 and {mine} do not agree: {difference}")
-        group.open(self.session_id)
+        group.open()
 
     def _manifest(self) -> RingManifest:
         setup = self._setup
