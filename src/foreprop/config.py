@@ -114,6 +114,9 @@ class Config:
     )
     chunk_elems: int = _setting(400_000, "architecture=ring: elements per collective", 1)
     chunks_in_flight: int = _setting(8, "architecture=ring: collectives under way at once", 1)
+    dense_parameters: str | None = _setting(
+        None, "names of embeddings that are not to be held row by row; patterns, with commas"
+    )
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
     )

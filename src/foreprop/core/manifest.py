@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from foreprop.core.rows import Shard, plan_shards
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
 from foreprop.errors import RemoteProtocolError
@@ -46,6 +47,8 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shape: tuple[int, ...]
     dtype: str
     group: int
+    rows: bool = False
+    """Held row-wise by the servers (an embedding's table), not in slices."""
 
     @property
     def elems(self) -> int:
@@ -81,8 +84,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             big_array_elems=self.knobs.big_array_elems,
             seed=self.knobs.placement_seed,
         )
-        sizes = [info.elems for info in self.parameters]
+        sizes = [0 if info.rows else info.elems for info in self.parameters]
         return plan_slices(sizes, [ITEMSIZE_BYTES[p.dtype] for p in self.parameters], partition)
+
+    def shards(self, slices: int) -> tuple[Shard, ...]:
+        """Of the row-wise parameters; ``slices`` is the number of slices."""
+        tables = [
+            (number, info.shape[0], info.shape[1])
+            for number, info in enumerate(self.parameters)
+            if info.rows
+        ]
+        return plan_shards(tables, servers=self.knobs.servers, first_number=slices)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -101,6 +113,8 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
     for info in manifest.parameters:
         if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
             raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
+        if info.rows and len(info.shape) != 2:
+            raise RemoteProtocolError(f"parameter {info.name!r} has no rows: {info.shape}")
         if not 0 <= info.group < len(manifest.optimizer.groups):
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
     knobs = manifest.knobs

@@ -47,6 +47,10 @@ class Kind(IntEnum):
     STATUS_REPLY = 17  # S
     FAILURE = 18  # both: the session has failed; why
     BYE = 19  # W: nothing more will come
+    ROWS_VALUE = 20  # W (rank 0): values of some of a shard's rows; `slice` is the shard's number
+    ROWS_PUSH = 21  # W: gradients of some of a shard's rows
+    ROWS_PULL = 22  # W: send me these rows as they are after `step`; `slice` is the request's
+    ROWS_REPLY = 23  # S: the rows of a request
 
 
 class Flag(IntEnum):
@@ -56,6 +60,7 @@ class Flag(IntEnum):
     NO_GRADIENT = 1  # PUSH: unused in this step on this rank
     VALUE_CHANGED = 2  # PUSH: the parameter was changed by hand since the last step
     UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
+    MORE = 8  # ROWS_VALUE, ROWS_PUSH: another part follows
 
 
 class Header(NamedTuple):

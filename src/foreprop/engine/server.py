@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,12 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import (
+    Hyperparameters,
     Manifest,
     decode_manifest,
     describe_mismatch,
 )
+from foreprop.core.rows import AnswerRows, FailRows
 from foreprop.core.server import (
     AnswerReady,
     FailSession,
@@ -54,6 +56,8 @@ from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure, decode_failure, failure_of
 from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups
 from foreprop.engine.outbox import Outbox
+from foreprop.engine.rowserver import ROW_KINDS, RowServer
+from foreprop.engine.rowstore import SPARSE_OPTIMIZERS, RowStore
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS, GradientBuffer, SliceStore
 from foreprop.engine.stall import StallReporter
 from foreprop.errors import (
@@ -103,12 +107,15 @@ class _Peer:
 class _Session:
     """What exists once the first manifest is known."""
 
-    def __init__(self, manifest: Manifest, index: int, store_class: type[SliceStore]) -> None:
+    def __init__(
+        self, manifest: Manifest, index: int, store_class: type[SliceStore], server: Server
+    ) -> None:
         slices = manifest.slices()
         names = [info.name for info in manifest.parameters]
         self.manifest = manifest
         self.slices = slices
         self.names = [names[piece.parameter] for piece in slices]
+        self.names += [names[shard.parameter] for shard in manifest.shards(len(slices))]
         self.machine = ServerMachine(
             slices,
             index=index,
@@ -118,6 +125,7 @@ class _Session:
             names=names,
         )
         self.store = store_class(manifest, slices, index)
+        self.rows = RowServer(manifest, index, server, server._lock)
         self.hyperparameters = HyperparameterHistory(manifest.world_size)
         self.blobs = BlobShelf(readers=manifest.world_size - 1)
 
@@ -340,8 +348,7 @@ class Server:
         else:
             last = f"its last push was {session.names[peer.last_push[0]]} of step {peer.last_step}"
         with self._lock:
-            for slice_, step in session.machine.incomplete():
-                text = session.machine.describe_wait(slice_, step)
+            for _, step, text in self._incomplete(session):
                 return f"{last}; stage {Stage.PUSH_RECEIVED.value}, step {step}: {text}"
         return f"{last} (stage {Stage.PUSH_RECEIVED.value}); nothing was waiting for it"
 
@@ -371,9 +378,10 @@ class Server:
             return peer.incoming.view
         if kind == Kind.BLOB:
             return _exactly(header, session.manifest.blob_bytes[_which_blob(header, session)])
+        if kind in ROW_KINDS:
+            return _bounded(header, session.rows.limit_bytes(header))
         if kind == Kind.STATE:
-            session.machine.owned(header.slice)
-            return _bounded(header, session.store.state_limit_bytes(header.slice))
+            return _bounded(header, _state_store(session, header).state_limit_bytes(header.slice))
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
         if size:
@@ -385,6 +393,10 @@ class Server:
         kind = header.kind
         if kind == Kind.PUSH:
             self._on_push(peer, header)
+        elif kind in ROW_KINDS:
+            self._started().rows.on_frame(peer.rank, header, payload)
+            if kind == Kind.ROWS_PUSH:
+                peer.last_push = (header.slice, header.step)
         elif kind == Kind.HELLO:
             self._on_hello(peer, header, decode_manifest(payload))
         elif kind == Kind.FAILURE:
@@ -441,16 +453,16 @@ class Server:
             self._on_blob_pull(session, peer, header)
         elif kind == Kind.STATE:
             with self._lock:
-                session.store.import_state(header.slice, payload)
+                _state_store(session, header).import_state(header.slice, payload)
         elif kind == Kind.STATE_PULL:
-            session.machine.owned(header.slice)
             with self._lock:
-                data = session.store.export_state(header.slice)
+                data = _state_store(session, header).export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)
         elif kind == Kind.BYE:
             peer.left = True
+            session.rows.rank_left(rank)
             self._dispatch(WorkerLeft(rank))
         else:
             raise RemoteProtocolError(f"rank {rank} sent {Kind(kind).name}")
@@ -458,7 +470,8 @@ class Server:
     def _tell_status(self, session: _Session, peer: _Peer, header: Header) -> None:
         """Past the queue, whose head may be just what everybody waits for."""
         with self._lock:
-            text = session.machine.describe_wait(header.slice, header.step)
+            part = session.rows if header.slice in session.rows.store else session.machine
+            text = part.describe_wait(header.slice, header.step)
         sending_to = self._outbox.sending_to()
         if sending_to:
             text += f"; it is sending to rank{'s' * (len(sending_to) > 1)} "
@@ -495,7 +508,7 @@ class Server:
             refused = self._compare_all(zero.manifest)
             complete = len(self._peers) == zero.manifest.world_size
             if not refused and complete:
-                self._session = _Session(zero.manifest, self._index, self._store_class)
+                self._session = _Session(zero.manifest, self._index, self._store_class, self)
         if refused:
             self._fail(Failure(kind="HandshakeError", message=refused))
         elif complete:
@@ -503,7 +516,10 @@ class Server:
                 self._answer(rank, Kind.WELCOME, header, b"")
 
     def _compare_all(self, zero: Manifest) -> str | None:
-        if zero.optimizer.name not in ELEMENTWISE_OPTIMIZERS:
+        known = (
+            SPARSE_OPTIMIZERS if info.rows else ELEMENTWISE_OPTIMIZERS for info in zero.parameters
+        )
+        if any(zero.optimizer.name not in allowed for allowed in known):
             return f"optimizer {zero.optimizer.name!r} is not one that servers apply"
         ours = (__version__, torch.__version__.partition("+")[0], sys.byteorder)
         theirs = (zero.foreprop, zero.torch, zero.byteorder)
@@ -593,14 +609,29 @@ class Server:
         return instructions[0] if instructions else None  # type: ignore[return-value]
 
     def _answer(self, rank: int, kind: Kind, about: Header, data: bytes) -> None:
+        self._queue_answer(rank, kind, about.step, CONTROL_PRIORITY, about.slice, data)
+
+    def _queue_answer(
+        self, rank: int, kind: Kind, step: int, priority: int, slice_: int, data: bytes
+    ) -> None:
         with self._lock:
             token = self._next_token
             self._next_token += 1
             self._messages[token] = data
-            session = self._started()
-            event = AnswerReady(rank, kind, about.step, CONTROL_PRIORITY, about.slice, token)
-            instructions = session.machine.handle(event)
+            event = AnswerReady(rank, kind, step, priority, slice_, token)
+            instructions = self._started().machine.handle(event)
         self._execute(instructions)
+
+    # For the rows, see `RowHost`.
+    def answer_rows(self, answer: AnswerRows, data: bytes) -> None:
+        rank, _, step, request, priority = answer
+        self._queue_answer(rank, Kind.ROWS_REPLY, step, priority, request, data)
+
+    def fail_rows(self, failure: FailRows) -> None:
+        self._fail_as_told(FailSession(*failure))
+
+    def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
+        return self._started().hyperparameters.at(step)
 
     # Sending.
     def _transmit(self, frame: SendFrame) -> None:
@@ -680,9 +711,13 @@ class Server:
         if session is None:
             return None
         with self._lock:
-            for slice_, step in session.machine.incomplete():
-                return slice_, step, session.machine.describe_wait(slice_, step)
-        return None
+            return next(self._incomplete(session), None)
+
+    @staticmethod
+    def _incomplete(session: _Session) -> Iterator[tuple[int, int, str]]:
+        for part in (session.machine, session.rows):
+            for number, step in part.incomplete():
+                yield number, step, part.describe_wait(number, step)
 
     @property
     def index(self) -> int:
@@ -723,6 +758,14 @@ def _bounded(header: Header, limit_bytes: int) -> memoryview:
         )
     # untouched memory: who only says that much will come takes none
     return np.empty(header.payload_bytes, np.uint8).data
+
+
+def _state_store(session: _Session, header: Header) -> SliceStore | RowStore:
+    """Which of a server's stores has the optimizer state that a frame is about."""
+    if header.slice in session.rows.store:
+        return session.rows.store
+    session.machine.owned(header.slice)
+    return session.store
 
 
 def _which_blob(header: Header, session: _Session) -> int:

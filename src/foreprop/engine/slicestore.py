@@ -128,7 +128,9 @@ class SliceStore:
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
-        self._optimizer_class = ELEMENTWISE_OPTIMIZERS[manifest.optimizer.name]
+        self._optimizer_class = ELEMENTWISE_OPTIMIZERS.get(
+            manifest.optimizer.name, torch.optim.Optimizer
+        )
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(
             self._optimizer_class.step
@@ -203,11 +205,11 @@ class SliceStore:
     def _optimizer(self, tensors: _SliceTensors, group: Hyperparameters) -> torch.optim.Optimizer:
         if tensors.optimizer is None:
             # foreach=False: what one tensor gets by default, without looking into it each time
-            arguments = {**_arguments(group), "foreach": False}
+            arguments = {**optimizer_arguments(group), "foreach": False}
             tensors.optimizer = self._optimizer_class([tensors.parameter], **arguments)
             tensors.groups = group
         elif tensors.groups is not group:
-            tensors.optimizer.param_groups[0].update(_arguments(group))
+            tensors.optimizer.param_groups[0].update(optimizer_arguments(group))
             tensors.groups = group
         if tensors.new_state is not None:
             tensors.optimizer.state[tensors.parameter] = tensors.new_state
@@ -253,7 +255,7 @@ def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
     return tensor
 
 
-def _arguments(group: Hyperparameters) -> dict[str, Any]:
+def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in group.items():
         key, _, dtype = name.partition(" ")

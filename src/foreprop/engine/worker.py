@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.window import PushWindow, may_hold_back
@@ -45,6 +47,8 @@ from foreprop.core.worker import (
 from foreprop.engine.failure import decode_failure, failure_of
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.progress import NOTHING, Progress
+from foreprop.engine.rowexchange import Pull, RowExchange
+from foreprop.engine.rowparts import RowPart
 from foreprop.engine.slicestore import state_limit_bytes
 from foreprop.errors import (
     ForepropError,
@@ -119,6 +123,12 @@ class WorkerEngine:
             reply=manifest.knobs.reply,
             window=self._push_window(),
         )
+        self.rows = RowExchange(
+            manifest,
+            send=self._send_message,
+            priority_of=self._machine.priority_of,
+            changed=self._progress.notify,
+        )
         self._lock = threading.Lock()
         self._closing = False
         self._finished = threading.Event()
@@ -187,6 +197,36 @@ class WorkerEngine:
             self._queued_ns[parameter] = self._trace.now_ns()
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
+    # Rows.
+    def push_rows(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> None:
+        """Send the gradient's rows, or word that there are none. Any thread."""
+        self._progress.gradient_ready(parameter, step)
+        sent_bytes = self.rows.push(parameter, step, gradient, flags=flags)
+        with self._lock:
+            self.counters.pushes += 1
+            self.counters.pushed_bytes += sent_bytes
+
+    def send_row_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
+        """Rank 0: the whole table's values, which count from ``step`` on."""
+        self.rows.send_values(parameter, step, table.cpu())
+
+    def pull_rows(self, parameter: int, step: int, numbers: torch.Tensor) -> Pull:
+        """Ask for rows as they are after ``step``; ``numbers`` ascend, int64."""
+        return self.rows.pull(parameter, step, numbers)
+
+    def wait_for_rows(self, pull: Pull) -> torch.Tensor:
+        """Block until the rows are here; raises what went wrong meanwhile."""
+        self._progress.raise_if_failed()
+        if pull.missing:
+            self._progress.wait_for_parameter(
+                pull.parameter,
+                pull.step,
+                lambda: not pull.missing,
+                lambda: self._describe_pull(pull),
+                lambda: self._ask_about_rows(pull),
+            )
+        return pull.rows
+
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
         """Tell every server the optimizer's numbers for this step and the following ones."""
         for server in range(len(self._streams)):
@@ -253,15 +293,15 @@ class WorkerEngine:
         return self._blobs.pop(which)
 
     def send_state(self, slice_: int, step: int, data: bytes) -> None:
-        """Rank 0: replace the optimizer state of a slice, from this step on."""
-        server = self.slices[slice_].server
+        """Rank 0: replace the optimizer state of a slice or shard, from this step on."""
+        server = self._server_of(slice_)
         self._send_message(server, Kind.STATE, step, CONTROL_PRIORITY, data, slice_=slice_)
 
     def fetch_states(self, slices: Sequence[int], step: int) -> dict[int, bytes]:
-        """The optimizer state of these slices, from their servers."""
+        """The optimizer state of these slices and shards, from their servers."""
         keys = [(int(Kind.STATE_REPLY), slice_) for slice_ in slices]
         for slice_ in slices:
-            server = self.slices[slice_].server
+            server = self._server_of(slice_)
             self._send_message(server, Kind.STATE_PULL, step, CONTROL_PRIORITY, b"", slice_=slice_)
         self._progress.wait_until(
             lambda: all(key in self._answers for key in keys),
@@ -269,6 +309,12 @@ class WorkerEngine:
             lambda: f"the optimizer state after step {step}",
         )
         return {key[1]: self._answers.pop(key) for key in keys}
+
+    def _server_of(self, number: int) -> int:
+        """Of a slice or shard."""
+        if number < len(self.slices):
+            return self.slices[number].server
+        return self.rows.shards[number - len(self.slices)].server
 
     # The end.
     def close(self, *, failure: BaseException | None = None) -> None:
@@ -345,13 +391,21 @@ class WorkerEngine:
         return None
 
     def _send_message(
-        self, server: int, kind: Kind, step: int, priority: int, data: bytes, *, slice_: int = 0
+        self,
+        server: int,
+        kind: Kind,
+        step: int,
+        priority: int,
+        data: bytes,
+        *,
+        slice_: int = 0,
+        flags: int = 0,
     ) -> None:
         with self._lock:
             token = self._next_token
             self._next_token += 1
             self._messages[token] = memoryview(data)
-        self._dispatch(MessageReady(server, kind, step, priority, slice_, token))
+        self._dispatch(MessageReady(server, kind, step, priority, slice_, token, flags))
 
     def _transmit(self, frame: SendFrame) -> None:
         server, kind, step, slice_, priority, flags, token = frame
@@ -463,6 +517,8 @@ class WorkerEngine:
         kind, size = header.kind, header.payload_bytes
         if header.rank != server:
             raise RemoteProtocolError(f"server {server} sent a frame of server {header.rank}")
+        if kind == Kind.ROWS_REPLY:
+            return self.rows.destination(server, header)
         if kind == Kind.REPLY:
             if header.flags & Flag.UNCHANGED:
                 return _EMPTY
@@ -481,6 +537,9 @@ class WorkerEngine:
         kind = header.kind
         if kind == Kind.STATE_REPLY and header.slice < len(self.slices):
             return state_limit_bytes(self.slices[header.slice].elems)
+        if kind == Kind.STATE_REPLY and header.slice < len(self.slices) + len(self.rows.shards):
+            shard = self.rows.shards[header.slice - len(self.slices)]
+            return state_limit_bytes(shard.rows * shard.row_elems)
         if kind == Kind.BLOB_REPLY and header.slice < len(self.manifest.blob_bytes):
             return self.manifest.blob_bytes[header.slice]
         if kind == Kind.STATUS_REPLY:
@@ -498,6 +557,11 @@ class WorkerEngine:
                 size = header.payload_bytes
                 self._span(Stage.REPLY_RECEIVED, started_ns, step, slice_, header.priority, size)
             self._dispatch(ReplyArrived(slice_, step, server))
+        elif kind == Kind.ROWS_REPLY:
+            with self._lock:
+                self.counters.replies += 1
+                self.counters.reply_bytes += header.payload_bytes
+            self.rows.arrived(header)
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, server, header.flags))
         elif kind == Kind.WELCOME:
@@ -549,15 +613,36 @@ class WorkerEngine:
         step = self._machine.step_of(parameter)
         for server in {piece.server for piece, _ in missing}:
             slice_ = next(piece.number for piece, _ in missing if piece.server == server)
-            self._answers.pop((Kind.STATUS_REPLY, slice_), None)
-            frame = encode_header(
-                Kind.STATUS_PULL, 0, self._rank, step, slice_, CONTROL_PRIORITY, 0
+            self._ask(server, slice_, step)
+
+    def _ask(self, server: int, number: int, step: int) -> None:
+        """What does this slice or shard wait for? The answer comes some time, or never."""
+        self._answers.pop((Kind.STATUS_REPLY, number), None)
+        frame = encode_header(Kind.STATUS_PULL, 0, self._rank, step, number, CONTROL_PRIORITY, 0)
+        # past the queue, whose head may be what everybody waits for; nobody waits for this
+        ask = threading.Thread(
+            target=self._tell, args=(server, frame), name="foreprop-ask", daemon=True
+        )
+        ask.start()
+
+    def _describe_pull(self, pull: Pull) -> str:
+        name = self.manifest.parameters[pull.parameter].name
+        parts = []
+        for server in sorted(set(pull.missing.values())):
+            shard = self.rows.shards_of(pull.parameter)[server]
+            status = self._answers.get((Kind.STATUS_REPLY, shard.number))
+            parts.append(
+                f"server {server} says: {status.decode(errors='replace')}"
+                if status is not None
+                else f"{self._servers[server]} has not answered"
             )
-            # past the queue, whose head may be what everybody waits for; nobody waits for this
-            ask = threading.Thread(
-                target=self._tell, args=(server, frame), name="foreprop-ask", daemon=True
-            )
-            ask.start()
+        count = len(pull.numbers)
+        return f"{count} rows of {name} as of step {pull.step}; " + "; ".join(parts)
+
+    def _ask_about_rows(self, pull: Pull) -> None:
+        for server in set(pull.missing.values()):
+            shard = self.rows.shards_of(pull.parameter)[server]
+            self._ask(server, shard.number, pull.step)
 
     def _tell(self, server: int, header: bytes, payload: memoryview = _EMPTY) -> None:
         if not self._sending[server].acquire(timeout=_GOODBYE_S):

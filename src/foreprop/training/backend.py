@@ -11,6 +11,8 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.engine.progress import Counters
+from foreprop.engine.rowexchange import Pull
+from foreprop.engine.rowparts import RowPart
 from foreprop.engine.worker import ParameterMemory
 from foreprop.engine.world import World
 from foreprop.observe.trace import TraceRecorder
@@ -63,6 +65,19 @@ class Engine(Protocol):
         """Finish what is under way, or tell the others why not. Idempotent."""
 
 
+class RowEngine(Protocol):
+    """Where rows come from and their gradients go, by the parameter's number."""
+
+    def push_rows(
+        self, parameter: int, step: int, gradient: RowPart | None, *, flags: int
+    ) -> None: ...
+    def send_row_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
+        """Rank 0: the table as it is now counts from ``step`` on."""
+
+    def pull_rows(self, parameter: int, step: int, numbers: torch.Tensor) -> Pull: ...
+    def wait_for_rows(self, pull: Pull) -> torch.Tensor: ...
+
+
 class Starting(Protocol):
     """What a backend needs of a parameter at the start."""
 
@@ -98,6 +113,10 @@ class Backend(Protocol):
 
     @property
     def engine(self) -> Engine: ...
+
+    @property
+    def rows(self) -> RowEngine:
+        """For the row-wise parameters."""
 
     def start(self, parameters: Sequence[Starting]) -> None:
         """Make everybody's parameters, buffers and optimizer state rank 0's."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from foreprop.core.manifest import ITEMSIZE_BYTES, Hyperparameters, OptimizerInfo
+from foreprop.engine.rowstore import SPARSE_OPTIMIZERS
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS
 from foreprop.errors import ConfigError
 
@@ -21,7 +22,7 @@ _REASONS = {
     "LBFGS": "it needs the whole gradient and evaluates the model several times in one step",
     "Muon": "it orthogonalises whole matrices",
     "Adafactor": "it keeps row and column statistics of whole matrices",
-    "SparseAdam": "it needs sparse gradients, which come with a later version of foreprop",
+    "SparseAdam": "it needs sparse gradients: parameters of embeddings with sparse=True",
 }
 
 
@@ -37,6 +38,32 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f" {reason}. The servers update each slice by itself. Use one of {allowed}."
         )
     check_groups(optimizer)
+
+
+def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]) -> None:
+    """Refuse what would move rows without a gradient, or what torch refuses itself.
+
+    ``group_of``: of the parameters with sparse gradients, by name.
+    """
+    if not group_of:
+        return
+    cls = type(optimizer)
+    which = f"for the sparse gradients of {', '.join(sorted(group_of))}"
+    if SPARSE_OPTIMIZERS.get(cls.__name__) is not cls:
+        raise ConfigError(
+            f"optimizer is {cls.__name__}, which cannot be used {which}: it moves rows that a step"
+            f" has not touched. Use one of {', '.join(SPARSE_OPTIMIZERS)}, give these parameters an"
+            " optimizer and a parallelize() of their own, or say sparse=False"
+        )
+    for number in sorted(set(group_of.values())):
+        group = optimizer.param_groups[number]
+        for name in ("momentum", "weight_decay"):
+            if group.get(name):
+                raise ConfigError(
+                    f"{name} of parameter group {number} is {group[name]}, which cannot be used"
+                    f" {which}: it moves rows that a step has not touched. Give them a parameter"
+                    f" group with {name}=0, or say sparse=False"
+                )
 
 
 def check_groups(optimizer: torch.optim.Optimizer) -> None:

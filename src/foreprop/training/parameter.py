@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,9 @@ class SessionState(Protocol):
 
     def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
         """Whether an operation's result makes this the parameter's first use; notes the order."""
+
+    def check_sparse(self, parameter: int) -> None:
+        """Raise `ConfigError` if the optimizer cannot take a sparse gradient of it."""
 
     def gradient_ready(self, parameter: SynchronisedParameter) -> None:
         """Autograd has just computed a gradient."""
@@ -163,10 +166,7 @@ class SynchronisedParameter:
 
     def _check_gradient(self, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
-            raise ConfigError(
-                f"the gradient of {self.name} is sparse; use sparse=False for this embedding"
-                " (sparse gradients come with a later version of foreprop)"
-            )
+            self._session.check_sparse(self.index)
 
     def _refuse_another_pass(self, kept: bool) -> None:
         if kept:
@@ -202,6 +202,8 @@ class SynchronisedParameter:
             self._gradient = gradient_bytes
             engine.push(self.index, step, flags=flags, with_value=with_value)
 
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
         self._held, self._guarded = gradient, gradient.numel() > 0
         self._unsent_bytes = gradient.numel() * gradient.element_size()
         self._memory.stage_gradient(gradient.detach(), enqueue)
@@ -320,7 +322,14 @@ class SynchronisedParameter:
             self._watched = False
             stop_waiting(self.parameter)
 
-    def before_use(self, func: Callable[..., Any], *, in_place: bool) -> bool:
+    def before_use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_place: bool,
+    ) -> bool:
         """Called by the waiting parameter: wait, and give the class back."""
         self.check_stepped()
         if self._watched:
@@ -367,6 +376,10 @@ class SynchronisedParameter:
         stop_waiting(self.parameter)
         self._memory.land()
         self._version = self.parameter._version
+
+    def settle_whole(self) -> None:
+        """Make every element show the last step's result."""
+        self.settle()
 
     def settle_if_stepped(self) -> None:
         """Like `settle`, but leaves alone what still belongs to the coming step."""

@@ -15,8 +15,8 @@ import torch
 from foreprop.core.manifest import ParameterInfo, describe_mismatch
 from foreprop.engine.group import Group
 from foreprop.engine.ring import RingEngine
-from foreprop.errors import ConfigError, HandshakeError
-from foreprop.training.backend import Engine, Setup, Starting
+from foreprop.errors import ConfigError, HandshakeError, InternalError
+from foreprop.training.backend import Engine, RowEngine, Setup, Starting
 from foreprop.training.local_update import LocalUpdater, comparable, settings_of
 from foreprop.training.memory import Memory, MemoryFactory, Ready
 from foreprop.training.optimizer import check_groups
@@ -103,6 +103,10 @@ class RingBackend:
     @property
     def engine(self) -> Engine:
         return self._engine
+
+    @property
+    def rows(self) -> RowEngine:
+        raise InternalError("collectives have no rows")
 
     # The start.
     def start(self, parameters: Sequence[Starting]) -> None:

@@ -10,15 +10,21 @@ import msgspec
 import torch
 
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Hyperparameters, Manifest
+from foreprop.core.rows import Shard
 from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.engine.launch import Connections
-from foreprop.engine.slicestore import decode_state, encode_state
+from foreprop.engine.slicestore import decode_state, encode_state, state_limit_bytes
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
 from foreprop.training import buffers
-from foreprop.training.backend import Engine, Setup, Starting
+from foreprop.training.backend import Engine, RowEngine, Setup, Starting
 from foreprop.training.memory import Memory, MemoryFactory
-from foreprop.training.optimizer import check_elementwise, hyperparameters, optimizer_info
+from foreprop.training.optimizer import (
+    check_elementwise,
+    check_groups,
+    hyperparameters,
+    optimizer_info,
+)
 from foreprop.version import __version__
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
@@ -30,7 +36,9 @@ class ServedBackend:
     """Servers sum the gradients, apply the optimizer and send the parameters back."""
 
     def __init__(self, setup: Setup) -> None:
-        check_elementwise(setup.optimizer)
+        if not all(info.rows for info in setup.infos):
+            check_elementwise(setup.optimizer)
+        check_groups(setup.optimizer)
         self._setup = setup
         self._optimizer = setup.optimizer
         self._memory_factory = MemoryFactory()
@@ -73,6 +81,10 @@ class ServedBackend:
     def engine(self) -> Engine:
         return self._engine
 
+    @property
+    def rows(self) -> RowEngine:
+        return self._engine
+
     # The start.
     def start(self, parameters: Sequence[Starting]) -> None:
         rank_zero = self.engine.is_rank_zero
@@ -86,6 +98,10 @@ class ServedBackend:
                 parameter.before_offering()
             self._send_state(0)  # first: who has the values may ask for it
             self._engine.offer_values()
+            for number, info in enumerate(self._setup.infos):
+                if info.rows:
+                    table = self._setup.parameters[number].detach()
+                    self._engine.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
                 for number, tensors in enumerate(shared, _FROZEN):
                     self.engine.publish_blob(number, 0, buffers.pack(tensors))
@@ -112,8 +128,8 @@ class ServedBackend:
             self._optimizer.state.update(self._loaded)
             return
         pieces: dict[int, list[dict[str, Any]]] = {}
-        slices = self._engine.slices
-        answers = self._engine.fetch_states([piece.number for piece in slices], step)
+        slices, shards = self._engine.slices, self._engine.rows.shards
+        answers = self._engine.fetch_states(range(len(slices) + len(shards)), step)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces.setdefault(piece.parameter, []).append(state)
@@ -122,6 +138,21 @@ class ServedBackend:
             joined = _join_states(states, parameter)
             if joined:
                 self._optimizer.state[parameter] = joined
+        for shard in shards:
+            data = memoryview(answers[shard.number])
+            self._join_rows(shard, decode_state(data, elems=shard.rows * shard.row_elems))
+
+    def _join_rows(self, shard: Shard, state: dict[str, Any]) -> None:
+        """Put a shard's state where its rows are in the parameter's."""
+        parameter = self._setup.parameters[shard.parameter]
+        own = self._optimizer.state[parameter] if state else {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                if key not in own:
+                    own[key] = torch.empty(parameter.shape, dtype=value.dtype)
+                own[key][shard.server :: self.connections.servers] = value.view(-1, shard.row_elems)
+            else:
+                own[key] = value
 
     def drop_state(self) -> None:
         self._optimizer.state.clear()
@@ -144,6 +175,15 @@ class ServedBackend:
             parameter = self._setup.parameters[piece.parameter]
             part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
             self._engine.send_state(piece.number, step, encode_state(part))
+        for shard in self._engine.rows.shards:
+            parameter = self._setup.parameters[shard.parameter]
+            own = {
+                key: value[shard.server :: self.connections.servers]
+                if isinstance(value, torch.Tensor) and value.dim()
+                else value
+                for key, value in state.get(parameter, {}).items()
+            }
+            self._engine.send_state(shard.number, step, encode_state(own))
 
     # The end.
     def refuse(self, error: BaseException) -> None:
@@ -173,7 +213,16 @@ def _check_frames(manifest: Manifest) -> None:
             f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
             f" than a frame of {MAX_PAYLOAD_BYTES}"
         )
-    for piece in manifest.slices():
+    slices = manifest.slices()
+    for shard in manifest.shards(len(slices)):
+        limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
+        if limit_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
+                f" each server, whose optimizer state may take {limit_bytes} bytes; a frame holds"
+                f" {MAX_PAYLOAD_BYTES}: use more servers (servers_per_node, dedicated_servers)"
+            )
+    for piece in slices:
         info = manifest.parameters[piece.parameter]
         size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
         if size_bytes > MAX_PAYLOAD_BYTES:

@@ -24,10 +24,12 @@ from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
 from foreprop.training.backend import Backend, Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
+from foreprop.training.lookahead import lookahead
 from foreprop.training.memory import Memory
-from foreprop.training.optimizer import named_parameters
+from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.ring import RingBackend
+from foreprop.training.rows import RowParameter, row_wise_names, sparse_groups
 from foreprop.training.served import ServedBackend
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -49,7 +51,9 @@ class Session:
         self._optimizer = optimizer
         self._closed = False
         named = list(named_parameters(model, optimizer))
-        infos = [_parameter_info(*entry) for entry in named]
+        check_row_wise(optimizer, sparse_groups(model, named))
+        row_wise = row_wise_names(model, named, config)
+        infos = [_parameter_info(*entry, rows=entry[0] in row_wise) for entry in named]
         _check_unmanaged(named)
         managed = {id(parameter) for _, parameter, _ in named} | _managed.keys()
         self._buffers = buffers.ModelBuffers(model)
@@ -78,9 +82,10 @@ class Session:
         self.engine: Engine = self._backend.engine
         try:
             self._parameters += [
-                SynchronisedParameter(index, name, parameter, self)
+                self._synchronised(index, name, parameter)
                 for index, (name, parameter, _) in enumerate(named)
             ]
+            self._tables = [p for p in self._parameters if isinstance(p, RowParameter)]
             self._start()
         except BaseException as error:
             self._backend.refuse(error)
@@ -88,6 +93,13 @@ class Session:
             raise
 
     # The start.
+    def _synchronised(
+        self, index: int, name: str, parameter: torch.nn.Parameter
+    ) -> SynchronisedParameter:
+        if self.engine.parameters[index].rows:
+            return RowParameter(index, name, parameter, self, self._backend.rows)
+        return SynchronisedParameter(index, name, parameter, self)
+
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
         if self.config.trace is not None:
             path = trace_path(Path(self.config.trace), f"worker-{self.rank}", session_id)
@@ -106,6 +118,9 @@ class Session:
         self._adopt_optimizer()
         self._adopt_model()
         self._restore += [*give_advice(), compiled.watch_entries(self)]
+        if self._tables:
+            lookahead.users += 1
+            self._restore.append(lookahead.leave)
         _open_sessions.add(self)
         _close_at_exit()
 
@@ -182,6 +197,12 @@ class Session:
 
     def flush(self) -> None:
         """Wait until every parameter shows the result of the last `optimizer.step()`."""
+        self._settle_all()
+        for parameter in self._parameters:
+            parameter.settle_whole()
+
+    def _settle_all(self) -> None:
+        """Wait for what the servers send by themselves."""
         self.engine.raise_if_failed()
         self.engine.start_step()
         for parameter in self._parameters:
@@ -284,6 +305,10 @@ class Session:
         if self._compute_trace is not None:
             self._compute_trace.gradient_ready(parameter.name)
 
+    def check_sparse(self, parameter: int) -> None:
+        info = self.engine.parameters[parameter]
+        check_row_wise(self._optimizer, {info.name: info.group})
+
     def _step(self) -> None:
         self.engine.raise_if_failed()
         self._check_optimizer_unchanged()
@@ -295,6 +320,8 @@ class Session:
             for parameter in self._parameters:
                 parameter.finish_step(step)
         self.completed = step
+        for parameter in self._tables:
+            parameter.prefetch()
         if self.rank == 0 and self.world_size > 1:
             self._publish_buffers(step)
         self.engine.end_step(step)
@@ -374,11 +401,11 @@ class Session:
 
     # Optimizer state passes through the user's optimizer for checkpoints.
     def _pull_state(self) -> None:
-        self.flush()
+        self._settle_all()
         self._backend.pull_state(self.completed)
 
     def _replace_state(self) -> None:
-        self.flush()  # the updates so far go by the old state
+        self._settle_all()  # the updates so far go by the old state
         self._backend.replace_state(self.completed)
 
     # The end.
@@ -405,7 +432,9 @@ class Session:
         self._backend.forget_in_child()
 
 
-def _parameter_info(name: str, parameter: torch.nn.Parameter, group: int) -> ParameterInfo:
+def _parameter_info(
+    name: str, parameter: torch.nn.Parameter, group: int, *, rows: bool
+) -> ParameterInfo:
     dtype = str(parameter.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
         raise ConfigError(
@@ -416,7 +445,8 @@ def _parameter_info(name: str, parameter: torch.nn.Parameter, group: int) -> Par
             f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
             " before parallelize()"
         )
-    return ParameterInfo(name=name, shape=tuple(parameter.shape), dtype=dtype, group=group)
+    shape = tuple(parameter.shape)
+    return ParameterInfo(name=name, shape=shape, dtype=dtype, group=group, rows=rows)
 
 
 def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> None:

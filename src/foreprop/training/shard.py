@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from foreprop.engine.world import World, current_world
 from foreprop.errors import ConfigError
+from foreprop.training.lookahead import lookahead
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         self._sampler.set_epoch(self.epoch)
         self.epoch += 1
-        return iter(self._loader)
+        return lookahead.follow(iter(self._loader))
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -20,11 +20,18 @@ from foreprop.errors import TrainingLoopError
 class Pending(Protocol):
     """What the class asks of whoever made the parameter wait."""
 
-    def before_use(self, func: Callable[..., Any], *, in_place: bool) -> bool:
-        """Wait, give the class back; True if `after_use` wants to see the result."""
+    def before_use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_place: bool,
+    ) -> bool:
+        """Wait, give the class back; True if `after_use` is to be called."""
 
     def after_use(self, result: Any) -> None:
-        """An operation with the parameter has returned ``result``."""
+        """An operation with the parameter has returned ``result``; None if it has failed."""
 
 
 _COMPILING = (
@@ -113,11 +120,14 @@ class _Waiting:
         watching = [
             pending
             for tensor, pending in waited
-            if pending.before_use(func, in_place=id(tensor) in targets)
+            if pending.before_use(func, args, kwargs, in_place=id(tensor) in targets)
         ]
-        result = func(*args, **kwargs)
-        for pending in watching:
-            pending.after_use(result)
+        result = None
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            for pending in watching:
+                pending.after_use(result)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -132,11 +142,12 @@ class _Waiting:
 def _outside_torch(tensor: Any, use: Callable[[], Any]) -> Any:
     """A use that torch would not tell us about, because it starts from the object's class."""
     pending = _pending[id(tensor)]
-    watching = pending.before_use(use, in_place=False)
-    result = use()
-    if watching:
-        pending.after_use(None)
-    return result
+    watching = pending.before_use(use, (), {}, in_place=False)
+    try:
+        return use()
+    finally:
+        if watching:
+            pending.after_use(None)
 
 
 def _waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:

@@ -1,0 +1,300 @@
+"""Row-wise parameters: who holds which rows, and a server's part as a state machine.
+
+Theory of operation (Parallax, sections 2.2 and 5). Of an embedding's table a step touches few
+rows. So every server holds a shard of the rows; a worker pulls the rows of its batch before it
+looks them up, and pushes row numbers with those rows' gradients. When every worker has pushed, the
+server adds the gradients up in rank order and updates the touched rows. Nothing is sent back by
+itself: the next batch needs other rows. A pull names the step after which it wants the rows, so it
+may come early, and waits on the server until that step's update is done.
+
+Row r lies on server r mod S, as its row r div S: word numbers often go by frequency, and so every
+server gets its share of the frequent ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from foreprop.core.wire import Flag
+from foreprop.errors import InternalError, RemoteProtocolError
+
+
+class Shard(NamedTuple):
+    """One server's rows of one parameter. Shards are numbered after the slices."""
+
+    number: int
+    parameter: int
+    server: int
+    rows: int
+    row_elems: int
+
+
+def plan_shards(
+    shapes: Sequence[tuple[int, int, int]], *, servers: int, first_number: int
+) -> tuple[Shard, ...]:
+    """A shard on every server for each (parameter, rows, elements per row), in order."""
+    numbered = ((shape, server) for shape in shapes for server in range(servers))
+    return tuple(
+        Shard(number, parameter, server, rows_of(server, rows, servers), row_elems)
+        for number, ((parameter, rows, row_elems), server) in enumerate(numbered, first_number)
+    )
+
+
+def rows_of(server: int, rows: int, servers: int) -> int:
+    """How many of a table's rows a server holds."""
+    return (rows - server + servers - 1) // servers
+
+
+# Events.
+class RowsPushed(NamedTuple):
+    """The last part of one worker's gradient has come."""
+
+    rank: int
+    shard: int
+    step: int
+    flags: int
+
+
+class RowsValued(NamedTuple):
+    """Rank 0 has sent the last part of the shard's values."""
+
+    rank: int
+    shard: int
+    step: int
+
+
+class RowsPulled(NamedTuple):
+    rank: int
+    shard: int
+    step: int
+    """The rows as they are after this step."""
+    request: int
+    """A number that the worker knows it by."""
+    priority: int
+
+
+class RowsUpdated(NamedTuple):
+    """The update of this shard that was under way is done."""
+
+    shard: int
+
+
+class RankLeft(NamedTuple):
+    rank: int
+
+
+# Instructions.
+class UpdateRows(NamedTuple):
+    shard: int
+    step: int
+    ranks: tuple[int, ...]
+    """The ranks that had a gradient, ascending."""
+
+
+class InstallRows(NamedTuple):
+    """Take the received values (start of the session)."""
+
+    shard: int
+
+
+class AnswerRows(NamedTuple):
+    """Copy the wanted rows now: the next update may come before they are sent."""
+
+    rank: int
+    shard: int
+    step: int
+    request: int
+    priority: int
+
+
+class FailRows(NamedTuple):
+    reason: str
+    rank: int
+    """Who is to blame, or -1."""
+    step: int
+
+
+RowsInstruction = UpdateRows | InstallRows | AnswerRows | FailRows
+
+
+class _ShardState:
+    __slots__ = ("collected", "done_step", "pulls", "updating", "valued_step")
+
+    def __init__(self) -> None:
+        self.done_step = -1
+        self.updating = 0  # the step of the update under way, or 0
+        self.collected: dict[int, dict[int, int]] = {}  # by step and rank: the push's flags
+        self.pulls: list[RowsPulled] = []  # that wait for their step
+        self.valued_step = -1
+
+
+class RowsMachine:
+    """Decides when a server updates a shard and when it answers pulls. Not thread-safe.
+
+    ``names`` are the parameters' names, for messages; ``index`` is the server's own.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], *, index: int, workers: int, names: Sequence[str]
+    ) -> None:
+        self._index = index
+        self._workers = workers
+        self._names = {shard.number: names[shard.parameter] for shard in shards}
+        self._states = {shard.number: _ShardState() for shard in shards if shard.server == index}
+        self._left: set[int] = set()
+        self._handlers: dict[type, Callable[[Any], list[RowsInstruction]]] = {
+            RowsPushed: self._on_pushed,
+            RowsValued: self._on_valued,
+            RowsPulled: self._on_pulled,
+            RowsUpdated: self._on_updated,
+            RankLeft: self._on_left,
+        }
+
+    def handle(self, event: Any) -> list[RowsInstruction]:
+        """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise InternalError(f"a server of rows does not know the event {event!r}")
+        return handler(event)
+
+    # Read-only views.
+    def incomplete(self) -> list[tuple[int, int]]:
+        """Shards that some but not all workers have pushed: (shard, step)."""
+        return [(n, min(s.collected)) for n, s in self._states.items() if s.collected]
+
+    def describe_wait(self, shard: int, step: int) -> str:
+        """What a shard waits for at this step, in words."""
+        state, name = self._state(shard), self._names[shard]
+        if state.done_step >= step:
+            return f"the rows of {name} are updated"
+        if state.updating == step:
+            return f"the rows of {name} are being updated"
+        missing = self._missing(state, step)
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return f"the rows of {name} wait for the push of {ranks}"
+
+    # Handlers.
+    def _on_pushed(self, event: RowsPushed) -> list[RowsInstruction]:
+        rank, shard, step, flags = event
+        state = self._state(shard)
+        self._check_rank(rank, shard)
+        if step <= max(state.done_step, 0) or step == state.updating:
+            raise RemoteProtocolError(
+                f"rank {rank} pushed rows of {self._names[shard]} for step {step}, which is past:"
+                f" step {state.done_step} is done"
+            )
+        pushed = state.collected.get(step, {})
+        if rank in pushed:
+            raise RemoteProtocolError(
+                f"rank {rank} pushed rows of {self._names[shard]} twice in step {step}"
+            )
+        state.collected.setdefault(step, pushed)[rank] = flags
+        return self._next(shard, state)
+
+    def _on_valued(self, event: RowsValued) -> list[RowsInstruction]:
+        rank, shard, step = event
+        state = self._state(shard)
+        if rank != 0:
+            raise RemoteProtocolError(f"rank {rank} sent parameter values; only rank 0 may")
+        if step <= max(state.done_step, state.valued_step) or 0 in state.collected.get(step, {}):
+            raise RemoteProtocolError(
+                f"values for the rows of {self._names[shard]} came for step {step}: twice or late"
+            )
+        state.valued_step = step
+        if step > 0:
+            return []
+        state.done_step = 0
+        return [InstallRows(shard), *self._answers(state)]
+
+    def _on_pulled(self, event: RowsPulled) -> list[RowsInstruction]:
+        state = self._state(event.shard)
+        self._check_rank(event.rank, event.shard)
+        if event.step < state.done_step:
+            raise RemoteProtocolError(
+                f"rank {event.rank} pulled rows of {self._names[event.shard]} as of step"
+                f" {event.step}; step {state.done_step} is done"
+            )
+        if event.step == state.done_step:
+            return [AnswerRows(*_answer(event))]
+        state.pulls.append(event)
+        return []
+
+    def _on_updated(self, event: RowsUpdated) -> list[RowsInstruction]:
+        state = self._state(event.shard)
+        if not state.updating:
+            raise InternalError("an update of rows finished that nobody started")
+        state.done_step, state.updating = state.updating, 0
+        return [*self._answers(state), *self._next(event.shard, state)]
+
+    def _on_left(self, event: RankLeft) -> list[RowsInstruction]:
+        self._left.add(event.rank)
+        for shard, state in self._states.items():
+            if state.collected and (failure := self._never(shard, state, min(state.collected))):
+                return [failure]
+        return []
+
+    # Shared pieces.
+    def _state(self, shard: int) -> _ShardState:
+        state = self._states.get(shard)
+        if state is None:
+            raise RemoteProtocolError(f"shard {shard} does not belong to server {self._index}")
+        return state
+
+    def _check_rank(self, rank: int, shard: int) -> None:
+        if not 0 <= rank < self._workers:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
+        if rank in self._left:
+            raise RemoteProtocolError(
+                f"rank {rank} used rows of {self._names[shard]} after its goodbye"
+            )
+
+    def _missing(self, state: _ShardState, step: int) -> list[int]:
+        pushed = state.collected.get(step, {})
+        return [rank for rank in range(self._workers) if rank not in pushed]
+
+    def _next(self, shard: int, state: _ShardState) -> list[RowsInstruction]:
+        """Start the oldest step's update if every worker has pushed it, one at a time."""
+        if state.updating or not state.collected:
+            return []
+        step = min(state.collected)
+        pushed = state.collected[step]
+        if len(pushed) < self._workers:
+            failure = self._never(shard, state, step)
+            return [failure] if failure else []
+        changed = sorted(rank for rank, flags in pushed.items() if flags & Flag.VALUE_CHANGED)
+        if 0 < len(changed) < self._workers:
+            rest = sorted(pushed.keys() - set(changed))
+            reason = (
+                f"parameter {self._names[shard]} was changed by hand before step {step} on ranks"
+                f" {changed} but not on ranks {rest}: change it on every rank alike"
+            )
+            return [FailRows(reason, -1, step)]
+        del state.collected[step]
+        state.updating = step
+        ranks = sorted(rank for rank, flags in pushed.items() if not flags & Flag.NO_GRADIENT)
+        return [UpdateRows(shard, step, tuple(ranks))]
+
+    def _never(self, shard: int, state: _ShardState, step: int) -> FailRows | None:
+        """Whether somebody will never push what the others have pushed."""
+        for rank in self._missing(state, step):
+            ahead = [later for later, pushed in state.collected.items() if rank in pushed]
+            if rank not in self._left and not ahead:
+                continue
+            where = "has left the session" if rank in self._left else f"is at step {min(ahead)}"
+            reason = (
+                f"rank {rank} {where}, but ranks {sorted(state.collected[step])} are at step {step}"
+                f" and need its gradient of {self._names[shard]}: all ranks must make the same"
+                " number of steps"
+            )
+            return FailRows(reason, rank, step - 1)
+        return None
+
+    def _answers(self, state: _ShardState) -> list[RowsInstruction]:
+        due = [pull for pull in state.pulls if pull.step <= state.done_step]
+        state.pulls = [pull for pull in state.pulls if pull.step > state.done_step]
+        return [AnswerRows(*_answer(pull)) for pull in due]
+
+
+def _answer(pull: RowsPulled) -> tuple[int, int, int, int, int]:
+    return pull.rank, pull.shard, pull.step, pull.request, pull.priority

@@ -1,0 +1,136 @@
+"""A server's shell around `RowsMachine` and `RowStore`: what its receiving threads do with rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.rows import (
+    AnswerRows,
+    FailRows,
+    InstallRows,
+    RankLeft,
+    RowsMachine,
+    RowsPulled,
+    RowsPushed,
+    RowsUpdated,
+    RowsValued,
+    UpdateRows,
+)
+from foreprop.core.wire import Flag, Header, Kind
+from foreprop.engine.rowparts import decode_pull, pulled_shard
+from foreprop.engine.rowstore import RowStore
+from foreprop.errors import RemoteProtocolError
+
+ROW_KINDS = frozenset({Kind.ROWS_VALUE, Kind.ROWS_PUSH, Kind.ROWS_PULL})
+
+
+class RowHost(Protocol):
+    """What rows need of their server."""
+
+    def answer_rows(self, answer: AnswerRows, data: bytes) -> None:
+        """Queue a frame with the rows."""
+
+    def fail_rows(self, failure: FailRows) -> None: ...
+    def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
+        """The optimizer's, as all ranks agree. Called with the server's lock held."""
+
+
+class RowServer:
+    """The shards of one server. ``lock`` is the server's."""
+
+    def __init__(
+        self, manifest: Manifest, index: int, host: RowHost, lock: threading.RLock
+    ) -> None:
+        shards = manifest.shards(len(manifest.slices()))
+        names = [info.name for info in manifest.parameters]
+        self.names = {shard.number: names[shard.parameter] for shard in shards}
+        self._machine = RowsMachine(shards, index=index, workers=manifest.world_size, names=names)
+        self.store = RowStore(manifest, shards, index)
+        self._wanted: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        """By rank and request: shard and row numbers of the pulls that are not answered yet."""
+        self._host = host
+        self._lock = lock
+
+    def limit_bytes(self, header: Header) -> int:
+        """The longest payload that this frame may have; raises `RemoteProtocolError`."""
+        if header.kind == Kind.ROWS_PULL:  # the shard is in the payload
+            return max(map(self.store.part_limit_bytes, self.store.numbers()), default=0)
+        self._check_owned(header.slice)
+        return self.store.part_limit_bytes(header.slice)
+
+    def _check_owned(self, shard: int) -> None:
+        if shard not in self.store:
+            raise RemoteProtocolError(f"shard {shard} does not belong to this server")
+
+    def on_frame(self, rank: int, header: Header, payload: memoryview) -> None:
+        """A frame of one of `ROW_KINDS`."""
+        number, step = header.slice, header.step
+        with self._lock:
+            instructions: Sequence[Any] = ()
+            if header.kind == Kind.ROWS_PULL:
+                instructions = self._on_pull(rank, header, payload)
+            elif header.kind == Kind.ROWS_PUSH:
+                if len(payload):
+                    self.store.put_gradient(number, rank, step, payload)
+                if not header.flags & Flag.MORE:
+                    event = RowsPushed(rank, number, step, header.flags)
+                    instructions = self._machine.handle(event)
+            else:
+                self.store.put_value(number, payload)
+                if not header.flags & Flag.MORE:
+                    instructions = self._machine.handle(RowsValued(rank, number, step))
+            updates = self._decide(instructions)
+        self._update(updates)
+
+    def _on_pull(self, rank: int, header: Header, payload: memoryview) -> Sequence[Any]:
+        number = pulled_shard(payload)
+        self._check_owned(number)
+        numbers = decode_pull(payload, self.store.shard(number))
+        self._wanted[rank, header.slice] = (number, numbers)
+        pull = RowsPulled(rank, number, header.step, header.slice, header.priority)
+        return self._machine.handle(pull)
+
+    def rank_left(self, rank: int) -> None:
+        with self._lock:
+            self._decide(self._machine.handle(RankLeft(rank)))
+
+    def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows]:
+        """Do what must be done under the lock; returns the updates, which need not be."""
+        updates = []
+        for instruction in instructions:
+            if isinstance(instruction, UpdateRows):
+                updates.append(instruction)
+            elif isinstance(instruction, AnswerRows):
+                shard, numbers = self._wanted.pop((instruction.rank, instruction.request))
+                self._host.answer_rows(instruction, self.store.rows(shard, numbers))
+            elif isinstance(instruction, InstallRows):
+                self.store.install_values(instruction.shard)
+            else:
+                self._host.fail_rows(instruction)
+        return updates
+
+    def _update(self, updates: list[UpdateRows]) -> None:
+        while updates:
+            shard, step, ranks = updates.pop()
+            with self._lock:
+                groups = self._host.settings_at(step) if ranks else ()
+                gradients = self.store.take_gradients(shard, step, ranks)
+            self.store.update(shard, gradients, groups)
+            with self._lock:
+                updates += self._decide(self._machine.handle(RowsUpdated(shard)))
+
+    # Optimizer state and reports.
+    def export_state(self, shard: int) -> bytes:
+        self._check_owned(shard)
+        return self.store.export_state(shard)
+
+    def describe_wait(self, shard: int, step: int) -> str:
+        return self._machine.describe_wait(shard, step)
+
+    def incomplete(self) -> list[tuple[int, int]]:
+        return self._machine.incomplete()

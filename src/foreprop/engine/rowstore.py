@@ -1,0 +1,184 @@
+"""A server's rows: its shards' tables, the gradients in flight, the optimizer's state.
+
+The update is a real ``torch.optim`` optimizer's, given a sparse gradient: torch's own semantics of
+SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.rows import Shard
+from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
+from foreprop.engine.slicestore import (
+    DTYPES,
+    bytes_of,
+    decode_state,
+    encode_state,
+    optimizer_arguments,
+    state_limit_bytes,
+)
+
+SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+}
+"""Each leaves rows without a gradient as they are; see `training.optimizer.check_row_wise`."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class _ShardTensors:
+    __slots__ = ("gradients", "groups", "optimizer", "parameter", "shard", "staged", "state")
+
+    def __init__(self, shard: Shard, dtype: torch.dtype) -> None:
+        self.shard = shard
+        self.parameter = torch.nn.Parameter(torch.zeros(shard.rows, shard.row_elems, dtype=dtype))
+        self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
+        self.staged: list[RowPart] = []  # values for the next update
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.groups: Hyperparameters | None = None
+        self.state: dict[str, Any] | None = None  # received, to be used from the next update on
+
+
+class RowStore:
+    """The tensors of one server's shards.
+
+    Methods are called with the server's lock held, but for `update`: one thread per shard.
+    """
+
+    def __init__(self, manifest: Manifest, shards: Sequence[Shard], index: int) -> None:
+        self._world_size = manifest.world_size
+        self._optimizer_class = SPARSE_OPTIMIZERS.get(
+            manifest.optimizer.name, torch.optim.Optimizer
+        )
+        self._group_of = [info.group for info in manifest.parameters]
+        self._shards = {
+            shard.number: _ShardTensors(shard, DTYPES[manifest.parameters[shard.parameter].dtype])
+            for shard in shards
+            if shard.server == index
+        }
+
+    def __contains__(self, shard: int) -> bool:
+        return shard in self._shards
+
+    def numbers(self) -> Iterable[int]:
+        return self._shards
+
+    def shard(self, number: int) -> Shard:
+        return self._shards[number].shard
+
+    def part_limit_bytes(self, number: int) -> int:
+        tensors = self._shards[number]
+        return part_limit_bytes(tensors.shard, tensors.parameter.dtype.itemsize)
+
+    def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> None:
+        """Keep a part of a worker's gradient; raises `RemoteProtocolError` if it does not fit."""
+        tensors = self._shards[number]
+        part = decode_part(data, tensors.shard, tensors.parameter.dtype)
+        tensors.gradients.setdefault((step, rank), []).append(part)
+
+    def put_value(self, number: int, data: memoryview) -> None:
+        tensors = self._shards[number]
+        tensors.staged.append(decode_part(data, tensors.shard, tensors.parameter.dtype))
+
+    def install_values(self, number: int) -> None:
+        """Take the values that rank 0 sent. Gradients must be disabled."""
+        tensors = self._shards[number]
+        for part in tensors.staged:
+            tensors.parameter[part.numbers] = part.rows
+        tensors.staged.clear()
+
+    def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[list[RowPart]]:
+        """Each rank's parts of this step, which the store forgets."""
+        gradients = self._shards[number].gradients
+        taken = [gradients.pop((step, rank), []) for rank in ranks]
+        for key in [key for key in gradients if key[0] == step]:  # of ranks without a gradient
+            del gradients[key]
+        return taken
+
+    def update(
+        self, number: int, gradients: Sequence[list[RowPart]], groups: Sequence[Hyperparameters]
+    ) -> None:
+        """Average the gradients over the world, adding in rank order, and apply them.
+
+        The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
+        """
+        self.install_values(number)
+        tensors = self._shards[number]
+        parts = [part for of_rank in gradients for part in of_rank]
+        if not parts:
+            return  # nobody had a gradient; one without rows is another matter: a step is counted
+        optimizer = self._optimizer(tensors, groups[self._group_of[tensors.shard.parameter]])
+        tensors.parameter.grad = self._average(parts, tensors.parameter)
+        optimizer.step()
+        tensors.parameter.grad = None
+
+    def _average(self, parts: Sequence[RowPart], table: torch.Tensor) -> torch.Tensor:
+        touched, places = torch.unique(
+            torch.cat([part.numbers for part in parts]), return_inverse=True
+        )
+        wide = table.dtype in _HALVES and self._world_size > 1
+        dtype = torch.float32 if wide else table.dtype
+        total = torch.zeros(len(touched), table.shape[1], dtype=dtype)
+        start = 0
+        for part in parts:
+            stop = start + len(part.numbers)
+            # a part has each row once, so that this adds in one order only
+            total.index_add_(0, places[start:stop], part.rows.to(dtype))
+            start = stop
+        if self._world_size > 1:
+            total /= self._world_size
+        return torch.sparse_coo_tensor(
+            touched[None],
+            total.to(table.dtype),
+            table.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def rows(self, number: int, numbers: torch.Tensor) -> bytes:
+        """A copy of these rows' bytes."""
+        return bytes(bytes_of(self._shards[number].parameter.detach().index_select(0, numbers)))
+
+    def _optimizer(self, tensors: _ShardTensors, group: Hyperparameters) -> torch.optim.Optimizer:
+        if tensors.optimizer is None:
+            arguments = optimizer_arguments(group)
+            tensors.optimizer = self._optimizer_class([tensors.parameter], **arguments)
+            tensors.groups = group
+        elif tensors.groups is not group:
+            tensors.optimizer.param_groups[0].update(optimizer_arguments(group))
+            tensors.groups = group
+        if tensors.state is not None:
+            tensors.optimizer.state[tensors.parameter] = tensors.state
+            tensors.state = None
+        return tensors.optimizer
+
+    # Optimizer state, for checkpoints.
+    def export_state(self, number: int) -> bytes:
+        """As `slicestore.encode_state` writes it."""
+        tensors = self._shards[number]
+        state: Mapping[str, Any] = {}
+        if tensors.state is not None:
+            state = tensors.state
+        elif tensors.optimizer is not None:
+            state = tensors.optimizer.state.get(tensors.parameter, {})
+        return encode_state(state)
+
+    def import_state(self, number: int, data: memoryview) -> None:
+        """Replace the shard's optimizer state; raises `RemoteProtocolError` if it does not fit."""
+        tensors = self._shards[number]
+        shape = tensors.parameter.shape
+        state = decode_state(data, elems=tensors.parameter.numel())
+        tensors.state = {
+            key: value.view(shape) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in state.items()
+        } or None
+        if tensors.state is None:
+            tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    def state_limit_bytes(self, number: int) -> int:
+        return state_limit_bytes(self._shards[number].parameter.numel())

@@ -1,0 +1,82 @@
+"""The next batch's look-ups: which of a batch's tensors name an embedding's rows.
+
+`shard`'s loaders are read one batch ahead. In the first steps each look-up is compared with the
+tensors of the batch at hand; those that held its row numbers will tell the next batch's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+Path = tuple[Any, ...]
+"""How to get from a batch to one of its tensors: indices and keys."""
+
+
+class Lookahead:
+    """The batch at hand and the one after it, of the loader that was used last."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        """Open sessions that want to know; without any, nothing is read ahead."""
+        self.current: Any = None
+        self.upcoming: Any = None
+
+    def leave(self) -> None:
+        self.users -= 1
+
+    def follow(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, each once its successor is known."""
+        if not self.users:
+            yield from batches
+            return
+        following = next(batches, None)
+        while following is not None:
+            current, following = following, next(batches, None)
+            self.current, self.upcoming = current, following
+            yield current
+        self.current = self.upcoming = None
+
+
+lookahead = Lookahead()
+"""The process's."""
+
+
+class RowSources:
+    """Where in a batch one embedding's row numbers are."""
+
+    def __init__(self) -> None:
+        self._paths: dict[Path, None] = {}
+
+    def learn(self, numbers: torch.Tensor, batch: Any) -> None:
+        """A look-up wanted these rows (ascending); the smallest tensor with all of them counts."""
+        found = [
+            (tensor.numel(), path)
+            for path, tensor in _integer_tensors(batch)
+            if bool(torch.isin(numbers, tensor).all())
+        ]
+        if found:
+            self._paths[min(found, key=lambda entry: entry[0])[1]] = None
+
+    def numbers_in(self, batch: Any, rows: int) -> torch.Tensor:
+        """The rows that the batch will look up, as far as known: ascending, below ``rows``."""
+        tensors = [tensor for path, tensor in _integer_tensors(batch) if path in self._paths]
+        if not tensors:
+            return torch.empty(0, dtype=torch.int64)
+        numbers = torch.unique(torch.cat([t.reshape(-1).to("cpu", torch.int64) for t in tensors]))
+        known: torch.Tensor = numbers[(numbers >= 0) & (numbers < rows)]
+        return known
+
+
+def _integer_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.dtype in (torch.int64, torch.int32):
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _integer_tensors(item, (*path, key))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _integer_tensors(item, (*path, index))

@@ -1,0 +1,213 @@
+"""A row-wise parameter: an embedding's table, of which each step needs the rows of its batch.
+
+The servers hold the table. A look-up (``F.embedding``, ``F.embedding_bag``) first fetches the rows
+that it wants and that have not been fetched since the last step; any other use fetches all. So the
+user sees an ordinary parameter, of which no stale row can be read.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.nn import functional as F
+
+from foreprop.config import Config
+from foreprop.engine.rowexchange import Pull, gradient_rows
+from foreprop.errors import ConfigError
+from foreprop.training.backend import RowEngine
+from foreprop.training.lookahead import RowSources, lookahead
+from foreprop.training.parameter import SessionState, SynchronisedParameter
+from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
+
+_LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
+_LEARNING_STEPS = 2
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+class RowParameter(SynchronisedParameter):
+    """The life of a table: rows come at their look-up, gradients of rows go after backward."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        parameter: torch.nn.Parameter,
+        session: SessionState,
+        engine: RowEngine,
+    ) -> None:
+        super().__init__(index, name, parameter, session)
+        self._rows = engine
+        self._fresh = torch.full((len(parameter),), -1, dtype=torch.int64)
+        """By row: after which step it was fetched."""
+        self._whole_step = -1  # after which step all rows were fetched
+        self._pulls: list[Pull] = []  # of rows that the next step is expected to need
+        self._sources = RowSources()
+        self._detached = False
+
+    # Gradients.
+    def _check_gradient(self, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.sparse_coo:
+            raise ConfigError(
+                f"the gradient of {self.name} is dense, and it is held row by row: something else"
+                f" than a look-up uses it. Name it in dense_parameters, or give the embedding"
+                " sparse=False"
+            )
+
+    def _push(self, gradient: torch.Tensor | None, step: int) -> None:
+        flags, with_value = self._note_changed_value()
+        increment_version(self.parameter)  # whoever saved the old value must not use it
+        self._version = self.parameter._version
+        if with_value:
+            self._rows.send_row_values(self.index, step, self.parameter.detach())
+        self._pushed_step = step
+        self._watched = False
+        self._pulls.clear()
+        make_wait(self.parameter, self)
+        part = None if gradient is None else gradient_rows(gradient.detach().cpu())
+        self._rows.push_rows(self.index, step, part, flags=flags)
+
+    # The start.
+    def before_offering(self) -> None:
+        """Rank 0 has them all."""
+        self._whole_step = 0
+
+    def receive_initial_value(self) -> None:
+        """Rows come when they are used."""
+
+    # Use.
+    def before_use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_place: bool,
+    ) -> bool:
+        self.check_stepped()
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _LOOK_UPS:
+                self._look_up(args[0] if args else kwargs["input"], kwargs)
+            else:
+                self.settle_whole()
+            stop_waiting(self.parameter)
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._exposed = True
+        return True
+
+    def after_use(self, result: Any) -> None:
+        if self._watched and self._session.is_first_use(self, result):
+            self._watched = False
+        stale = self._watched or self._whole_step != self._pushed_step
+        if stale and not self._detached and not is_waiting(self.parameter):
+            make_wait(self.parameter, self)
+
+    def detach(self) -> None:
+        self._detached = True
+        super().detach()
+
+    def _look_up(self, wanted: torch.Tensor, options: Mapping[str, Any]) -> None:
+        if options.get("max_norm") is not None:
+            raise ConfigError(
+                f"max_norm is {options['max_norm']} in a look-up of {self.name}, which would change"
+                " rows on this rank alone; leave it out, or name the parameter in dense_parameters"
+            )
+        numbers = torch.unique(wanted.detach().to("cpu", torch.int64))
+        if not len(numbers) or numbers[0] < 0 or numbers[-1] >= len(self._fresh):
+            return  # torch says what is wrong with them
+        if self._session.completed < _LEARNING_STEPS and lookahead.current is not None:
+            self._sources.learn(numbers, lookahead.current)
+        if self._whole_step == self._pushed_step:
+            return
+        if self._missing(numbers) is not None:
+            self._land_pulls()
+        missing = self._missing(numbers)
+        if missing is not None:
+            self._land(self._rows.pull_rows(self.index, self._pushed_step, missing))
+
+    def _missing(self, numbers: torch.Tensor) -> torch.Tensor | None:
+        """Those of the rows that have not been fetched since the last step."""
+        missing = numbers[self._fresh[numbers] != self._pushed_step]
+        return missing if len(missing) else None
+
+    def _land_pulls(self) -> None:
+        while self._pulls:
+            self._land(self._pulls.pop())
+
+    def _land(self, pull: Pull) -> None:
+        """Wait for rows, and put them into the table."""
+        rows = self._rows.wait_for_rows(pull)
+        table = self.parameter.data  # whose changes are not the user's: they leave no version
+        table[pull.numbers.to(table.device)] = rows.to(table.device)
+        self._fresh[pull.numbers] = pull.step
+
+    def prefetch(self) -> None:
+        """A step has been made: ask for the rows of the next batch, as far as it is known."""
+        numbers = self._sources.numbers_in(lookahead.upcoming, len(self._fresh))
+        if len(numbers):
+            self._pulls.append(self._rows.pull_rows(self.index, self._pushed_step, numbers))
+
+    def settle(self) -> None:
+        """A row waits at its look-up."""
+
+    def settle_whole(self) -> None:
+        """Fetch every row that has not been fetched since the last step."""
+        if self._whole_step == self._pushed_step:
+            return
+        self._land_pulls()
+        missing = self._missing(torch.arange(len(self._fresh)))
+        if missing is not None:
+            self._land(self._rows.pull_rows(self.index, self._pushed_step, missing))
+        self._whole_step = self._pushed_step
+
+    def settle_if_stepped(self) -> None:
+        """For compiled code, which must see an ordinary parameter."""
+        if self._pushed_step <= self._session.completed:
+            self.settle_whole()
+            if not self._watched:
+                stop_waiting(self.parameter)
+
+
+Named = Sequence[tuple[str, torch.nn.Parameter, int]]
+"""Parameters with their names and groups, see `training.optimizer.named_parameters`."""
+
+
+def sparse_groups(model: torch.nn.Module, named: Named) -> dict[str, int]:
+    """The groups of the parameters that will have sparse gradients, by name."""
+    return {name: group for name, group, _ in _sparse_embeddings(model, named)}
+
+
+def row_wise_names(model: torch.nn.Module, named: Named, config: Config) -> frozenset[str]:
+    """The parameters that servers hold row by row: tables of embeddings with sparse gradients.
+
+    Raises `ConfigError` for what cannot be held so.
+    """
+    if config.architecture == "ring":
+        return frozenset()
+    chosen = set()
+    for name, _, module in _sparse_embeddings(model, named):
+        if _matches(name, config.dense_parameters):
+            continue
+        if module.max_norm is not None:
+            raise ConfigError(
+                f"the embedding of {name} has max_norm={module.max_norm}, which changes rows on one"
+                f" rank alone; leave it out, or name {name} in dense_parameters"
+            )
+        chosen.add(name)
+    return frozenset(chosen)
+
+
+def _sparse_embeddings(model: torch.nn.Module, named: Named) -> Iterator[tuple[str, int, Any]]:
+    """The name and group of their weight, and the module."""
+    found = {id(parameter): (name, group) for name, parameter, group in named}
+    for module in model.modules():
+        if isinstance(module, _EMBEDDINGS) and module.sparse and id(module.weight) in found:
+            yield *found[id(module.weight)], module
+
+
+def _matches(name: str, patterns: str | None) -> bool:
+    split = (pattern.strip() for pattern in (patterns or "").split(","))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in split if pattern)
