@@ -220,9 +220,12 @@ class _Run:
 
 
 def _busy_s() -> float:
-    """CPU time that the whole machine has spent working."""
+    """CPU time that the whole machine has spent on work that would not have made way for the lab's.
+
+    What runs at a lower priority (``nice``) has not kept it waiting.
+    """
     times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+    return float(sum(times) - times.idle - times.nice - getattr(times, "iowait", 0.0))
 
 
 def _versions() -> dict[str, str]:
