@@ -20,7 +20,7 @@ from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Placement
 from foreprop.errors import ConfigError
 
-Architecture = Literal["p2p", "ps", "ring"]
+Architecture = Literal["p2p", "ps", "ring", "hybrid"]
 
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
@@ -77,7 +77,8 @@ class Config:
     architecture: Architecture | None = _setting(
         None,
         "p2p: servers beside the workers; ps: dedicated_servers; ring: all-reduce, the workers"
-        " update; by default ps if there are dedicated_servers, else p2p",
+        " update; hybrid: ring, but servers for sparse gradients; by default ps if there are"
+        " dedicated_servers, else p2p",
     )
     granularity: Granularity = _setting(
         "slice", "what is sent as one: slices of slice_elems, or whole arrays"
@@ -143,10 +144,10 @@ class Config:
                 f"architecture is {self.architecture!r}, which has no dedicated_servers; there are"
                 f" to be {self.dedicated_servers}"
             )
-        if self.architecture == "ring" and self.link_rate_bits_per_s is not None:
+        if self.architecture in ("ring", "hybrid") and self.link_rate_bits_per_s is not None:
             raise ConfigError(
-                "link_rate_bits_per_s paces foreprop's own connections; architecture='ring' uses"
-                " torch.distributed's"
+                "link_rate_bits_per_s paces foreprop's own connections; architecture="
+                f"{self.architecture!r} uses torch.distributed's"
             )
 
     @classmethod

@@ -235,8 +235,8 @@ def build_server(task: ServerTask, config: Config) -> Server:
 class Connections:
     """A worker's connections to all servers of a session, and the servers it has started."""
 
-    def __init__(self, world: World, config: Config) -> None:
-        self.meeting = Meeting(world, config)
+    def __init__(self, world: World, config: Config, part: str = "") -> None:
+        self.meeting = Meeting(world, config, part)
         self.streams: list[Stream] = []
         self.handles: list[ServerHandle] = []
         self._world = world

@@ -15,10 +15,15 @@ from foreprop.errors import HandshakeError
 
 
 class Meeting:
-    """One session's part of the store: who takes part, what is told, and what went wrong."""
+    """One session's part of the store: who takes part, what is told, and what went wrong.
 
-    def __init__(self, world: World, config: Config) -> None:
-        self.key = f"session/{world.next_session()}"
+    A named ``part`` belongs to the session that was begun last.
+    """
+
+    def __init__(self, world: World, config: Config, part: str = "") -> None:
+        self.key = f"session/{world.sessions - 1}/{part}"
+        if not part:
+            self.key = f"session/{world.next_session()}"
         self._world = world
         self._config = config
         self._refused_key = f"{self.key}/refused"

@@ -41,6 +41,8 @@ class Progress:
     ) -> None:
         self.counters = Counters()
         self.error: ForepropError | None = None
+        self.beside: list[Progress] = []
+        """Of engines in the same session, whose failure is this one's too."""
         self.awaited = NOTHING
         """The parameter that a thread waits for."""
         self._names = names
@@ -51,8 +53,9 @@ class Progress:
         self._waiters = 0
 
     def raise_if_failed(self) -> None:
-        if self.error is not None:
-            raise self.error
+        for progress in (self, *self.beside):
+            if progress.error is not None:
+                raise progress.error
 
     def notify(self) -> None:
         with self._changed:

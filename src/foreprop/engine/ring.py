@@ -99,8 +99,8 @@ class RingEngine:
         self._config = config
         self._trace = trace
         names = [info.name for info in parameters]
-        self._progress = Progress(names, rank=group.rank, config=config, trace=trace)
-        self.counters = self._progress.counters
+        self.progress = Progress(names, rank=group.rank, config=config, trace=trace)
+        self.counters = self.progress.counters
         self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
@@ -135,7 +135,7 @@ class RingEngine:
         """A parameter's gradient may be taken, or there is none in this step. Any thread."""
         del with_value  # every rank has its own
         self._flags[parameter] = flags
-        self._progress.gradient_ready(parameter, step)
+        self.progress.gradient_ready(parameter, step)
         if step >= _FIRST_OBSERVED:
             with self._work:
                 self._observer.gradient_ready(parameter, step, time.monotonic())
@@ -197,7 +197,7 @@ class RingEngine:
         if self._machine.is_complete(parameter):
             return
         started = time.monotonic()
-        self._progress.wait_for_parameter(
+        self.progress.wait_for_parameter(
             parameter,
             step,
             lambda: self._machine.is_complete(parameter),
@@ -208,7 +208,7 @@ class RingEngine:
             self._observer.waited(time.monotonic() - started)
 
     def raise_if_failed(self) -> None:
-        self._progress.raise_if_failed()
+        self.progress.raise_if_failed()
 
     @property
     def is_rank_zero(self) -> bool:
@@ -216,7 +216,7 @@ class RingEngine:
 
     @property
     def failed(self) -> bool:
-        return self._progress.error is not None
+        return self.progress.error is not None
 
     @property
     def queue_depth(self) -> int:
@@ -239,7 +239,7 @@ class RingEngine:
         """Finish what is under way on all ranks, or tell the others why not. Idempotent."""
         if self._closing:
             return
-        error = failure or self._progress.error
+        error = failure or self.progress.error
         if error is None:
             self._dispatch(Finishing())
             self._finished.wait(self._config.step_timeout_s)
@@ -255,8 +255,8 @@ class RingEngine:
 
     def _part(self) -> ForepropError | None:
         """Leave together: another rank's last collective may still need this one."""
-        if self._progress.error is not None:
-            return self._progress.error
+        if self.progress.error is not None:
+            return self.progress.error
         try:
             self._group.part(self.raise_if_failed)
         except ForepropError as error:
@@ -282,7 +282,7 @@ class RingEngine:
                     self._finished.set()
         for instruction in instructions:
             if isinstance(instruction, ParameterComplete):
-                self._progress.parameter_complete(instruction.parameter, instruction.step)
+                self.progress.parameter_complete(instruction.parameter, instruction.step)
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -427,11 +427,11 @@ class RingEngine:
     def _fail(self, error: ForepropError) -> None:
         if self._closing:
             return
-        if self._progress.error is None:
-            self._progress.error = error
+        if self.progress.error is None:
+            self.progress.error = error
         self._stop()
         self._finished.set()
-        self._progress.notify()
+        self.progress.notify()
         with contextlib.suppress(ForepropError):
             self._group.tell_failure(error)
 
@@ -441,7 +441,7 @@ class RingEngine:
         self._fail(wrapped)
 
     def _describe_awaited(self) -> str:
-        awaited = self._progress.awaited
+        awaited = self.progress.awaited
         if awaited == NOTHING:
             return "nothing"
         return self._describe_wait(awaited, self._machine.step_of(awaited))

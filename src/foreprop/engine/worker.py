@@ -107,8 +107,8 @@ class WorkerEngine:
         self.slices = manifest.slices()
         self.parameters = manifest.parameters
         names = [info.name for info in manifest.parameters]
-        self._progress = Progress(names, rank=rank, config=config, trace=trace)
-        self.counters = self._progress.counters
+        self.progress = Progress(names, rank=rank, config=config, trace=trace)
+        self.counters = self.progress.counters
         self._memory = memory
         self._streams = streams
         self._rank = rank
@@ -127,7 +127,7 @@ class WorkerEngine:
             manifest,
             send=self._send_message,
             priority_of=self._machine.priority_of,
-            changed=self._progress.notify,
+            changed=self.progress.notify,
         )
         self._lock = threading.Lock()
         self._closing = False
@@ -171,7 +171,7 @@ class WorkerEngine:
             look()
             return self._welcomes == len(self._streams)
 
-        self._progress.wait_until(
+        self.progress.wait_until(
             welcomed,
             self._config.join_timeout_s,
             lambda: (
@@ -192,7 +192,7 @@ class WorkerEngine:
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """Queue a parameter's gradient; the memory's ``gradient`` must be set. Any thread."""
-        self._progress.gradient_ready(parameter, step)
+        self.progress.gradient_ready(parameter, step)
         if self._trace is not None:
             self._queued_ns[parameter] = self._trace.now_ns()
         self._dispatch(GradientReady(parameter, step, flags, with_value))
@@ -200,7 +200,7 @@ class WorkerEngine:
     # Rows.
     def push_rows(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> None:
         """Send the gradient's rows, or word that there are none. Any thread."""
-        self._progress.gradient_ready(parameter, step)
+        self.progress.gradient_ready(parameter, step)
         sent_bytes = self.rows.push(parameter, step, gradient, flags=flags)
         with self._lock:
             self.counters.pushes += 1
@@ -216,9 +216,9 @@ class WorkerEngine:
 
     def wait_for_rows(self, pull: Pull) -> torch.Tensor:
         """Block until the rows are here; raises what went wrong meanwhile."""
-        self._progress.raise_if_failed()
+        self.progress.raise_if_failed()
         if pull.missing:
-            self._progress.wait_for_parameter(
+            self.progress.wait_for_parameter(
                 pull.parameter,
                 pull.step,
                 lambda: not pull.missing,
@@ -248,11 +248,11 @@ class WorkerEngine:
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
-        self._progress.raise_if_failed()
+        self.progress.raise_if_failed()
         if self._machine.is_complete(parameter):
             return
         self.start_step()
-        self._progress.wait_for_parameter(
+        self.progress.wait_for_parameter(
             parameter,
             step,
             lambda: self._machine.is_complete(parameter),
@@ -261,7 +261,7 @@ class WorkerEngine:
         )
 
     def raise_if_failed(self) -> None:
-        self._progress.raise_if_failed()
+        self.progress.raise_if_failed()
 
     @property
     def is_rank_zero(self) -> bool:
@@ -269,7 +269,7 @@ class WorkerEngine:
 
     @property
     def failed(self) -> bool:
-        return self._progress.error is not None
+        return self.progress.error is not None
 
     @property
     def queue_depth(self) -> int:
@@ -285,7 +285,7 @@ class WorkerEngine:
         self._blobs.pop(which, None)
         self._send_message(0, Kind.BLOB_PULL, step, CONTROL_PRIORITY, b"", slice_=which)
         what = "frozen parameters" if which else "buffers"
-        self._progress.wait_until(
+        self.progress.wait_until(
             lambda: which in self._blobs,
             self._config.step_timeout_s,
             lambda: f"rank 0's {what} of step {step}",
@@ -303,7 +303,7 @@ class WorkerEngine:
         for slice_ in slices:
             server = self._server_of(slice_)
             self._send_message(server, Kind.STATE_PULL, step, CONTROL_PRIORITY, b"", slice_=slice_)
-        self._progress.wait_until(
+        self.progress.wait_until(
             lambda: all(key in self._answers for key in keys),
             self._config.step_timeout_s,
             lambda: f"the optimizer state after step {step}",
@@ -322,7 +322,7 @@ class WorkerEngine:
         if self._closing:
             return
         self._closing = True
-        error = failure or self._progress.error
+        error = failure or self.progress.error
         if error is None:
             self._dispatch(Closing())
             self._finished.wait(self._config.step_timeout_s)
@@ -366,7 +366,7 @@ class WorkerEngine:
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
-        self._progress.raise_if_failed()
+        self.progress.raise_if_failed()
         with self._lock:
             instructions = self._machine.handle(event)
             depth = self._machine.queue_depth
@@ -377,7 +377,7 @@ class WorkerEngine:
             if kind is SendFrame:
                 self._outbox.submit(instruction)  # type: ignore[arg-type]
             elif isinstance(instruction, CompleteParameter):
-                self._progress.parameter_complete(instruction.parameter, instruction.step)
+                self.progress.parameter_complete(instruction.parameter, instruction.step)
             elif kind is Finish:
                 self._finished.set()
 
@@ -496,7 +496,7 @@ class WorkerEngine:
         """A server has gone; if it went with its worker, the other servers name that."""
         if self._closing or self._failed.wait(_CAUSE_S):
             return
-        awaited = self._progress.awaited
+        awaited = self.progress.awaited
         if awaited == NOTHING:
             incomplete = (p for p in range(len(self._memory)) if not self.is_complete(p))
             awaited = next(incomplete, NOTHING)
@@ -566,15 +566,15 @@ class WorkerEngine:
             self._dispatch(NotifyArrived(slice_, step, server, header.flags))
         elif kind == Kind.WELCOME:
             self._welcomes += 1
-            self._progress.notify()
+            self.progress.notify()
         elif kind == Kind.FAILURE:
             self._fail(decode_failure(payload).as_error())
         elif kind == Kind.BLOB_REPLY:
             self._blobs[slice_] = payload
-            self._progress.notify()
+            self.progress.notify()
         elif kind in (Kind.STATE_REPLY, Kind.STATUS_REPLY):
             self._answers[(kind, slice_)] = bytes(payload)
-            self._progress.notify()
+            self.progress.notify()
         else:
             raise RemoteProtocolError(f"server {server} sent {Kind(kind).name}")
 
@@ -656,11 +656,11 @@ class WorkerEngine:
 
     def _fail(self, error: ForepropError) -> None:
         """Keep the first error, and give up all connections: nothing more is coming."""
-        if self._progress.error is None and not self._closing:
-            self._progress.error = error
+        if self.progress.error is None and not self._closing:
+            self.progress.error = error
         self._failed.set()
         self._finished.set()
-        self._progress.notify()
+        self.progress.notify()
 
     def _broke(self, error: BaseException) -> None:
         if isinstance(error, ForepropError):

@@ -10,7 +10,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
-from foreprop.engine.progress import Counters
+from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
 from foreprop.engine.worker import ParameterMemory
@@ -25,6 +25,8 @@ class Engine(Protocol):
 
     @property
     def parameters(self) -> Sequence[ParameterInfo]: ...
+    @property
+    def progress(self) -> Progress: ...
     @property
     def counters(self) -> Counters: ...
     @property
@@ -101,6 +103,8 @@ class Setup:
     """Of the parameters; filled between the backend's construction and its start."""
     make_trace: Callable[[str], TraceRecorder | None]
     """For the session of that id."""
+    part: str = ""
+    """Of a session that has several backends: what this one is called."""
 
 
 class Backend(Protocol):

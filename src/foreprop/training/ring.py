@@ -124,7 +124,8 @@ class RingBackend:
         numbers = {id(p): number for number, p in enumerate(self._setup.parameters)}
         if self._group.rank == 0:
             data = io.BytesIO()
-            torch.save({numbers[id(p)]: dict(own) for p, own in state.items()}, data)
+            own_states = {numbers[id(p)]: dict(s) for p, s in state.items() if id(p) in numbers}
+            torch.save(own_states, data)
             self._group.publish_bytes("state", data.getvalue())
             return
         found = self._group.lookup_bytes("state", "rank 0's optimizer state")

@@ -45,7 +45,7 @@ class ServedBackend:
         self._loaded: dict[Any, Any] | None = None
         self._loaded_after = -1
         """Optimizer state that was loaded, and after which step: it counts until the next one."""
-        self.connections = Connections(setup.world, setup.config)
+        self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
         _check_frames(manifest)
         self.connections.open()

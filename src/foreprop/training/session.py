@@ -22,15 +22,14 @@ from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
-from foreprop.training.backend import Backend, Engine, Setup
+from foreprop.training.backend import Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
+from foreprop.training.hybrid import connect
 from foreprop.training.lookahead import lookahead
 from foreprop.training.memory import Memory
 from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
-from foreprop.training.ring import RingBackend
 from foreprop.training.rows import RowParameter, row_wise_names, sparse_groups
-from foreprop.training.served import ServedBackend
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -77,8 +76,7 @@ class Session:
             memory=self._parameters,
             make_trace=self._make_trace,
         )
-        backend = RingBackend if config.architecture == "ring" else ServedBackend
-        self._backend: Backend = backend(setup)
+        self._backend = connect(setup)
         self.engine: Engine = self._backend.engine
         try:
             self._parameters += [
