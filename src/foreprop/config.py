@@ -20,7 +20,7 @@ from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Placement
 from foreprop.errors import ConfigError
 
-Architecture = Literal["p2p", "ps", "ring", "hybrid"]
+Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
@@ -77,8 +77,8 @@ class Config:
     architecture: Architecture | None = _setting(
         None,
         "p2p: servers beside the workers; ps: dedicated_servers; ring: all-reduce, the workers"
-        " update; hybrid: ring, but servers for sparse gradients; by default ps if there are"
-        " dedicated_servers, else p2p",
+        " update; hybrid: ring, but servers for sparse gradients; auto: hybrid, by measured"
+        " sparsity; by default ps if there are dedicated_servers, else p2p",
     )
     granularity: Granularity = _setting(
         "slice", "what is sent as one: slices of slice_elems, or whole arrays"
@@ -115,8 +115,11 @@ class Config:
     )
     chunk_elems: int = _setting(400_000, "architecture=ring: elements per collective", 1)
     chunks_in_flight: int = _setting(8, "architecture=ring: collectives under way at once", 1)
+    sparse_parameters: str | None = _setting(
+        None, "names of embeddings to be held row by row; patterns (*, ?), with commas"
+    )
     dense_parameters: str | None = _setting(
-        None, "names of embeddings that are not to be held row by row; patterns, with commas"
+        None, "names of embeddings not to be held row by row; patterns, with commas"
     )
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
@@ -144,7 +147,8 @@ class Config:
                 f"architecture is {self.architecture!r}, which has no dedicated_servers; there are"
                 f" to be {self.dedicated_servers}"
             )
-        if self.architecture in ("ring", "hybrid") and self.link_rate_bits_per_s is not None:
+        collective = self.architecture in ("ring", "hybrid", "auto")
+        if collective and self.link_rate_bits_per_s is not None:
             raise ConfigError(
                 "link_rate_bits_per_s paces foreprop's own connections; architecture="
                 f"{self.architecture!r} uses torch.distributed's"

@@ -452,17 +452,7 @@ def _wide() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300), nn.Linear(300, 3))
 
 
-# Sparse gradients, closed sessions.
-def test_a_sparse_gradient() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        pytest.raises(ConfigError, match="sparse=False"),
-        foreprop.parallelize(model, optimizer, world=worlds(1)[0]),
-    ):
-        model(torch.tensor([1])).sum().backward()
-
-
+# Closed sessions.
 def test_nothing_is_left_after_an_error_in_the_users_loop() -> None:
     before = Snapshot.take()
     model, optimizer = build_seeded(with_sgd(small_model))

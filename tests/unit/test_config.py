@@ -121,7 +121,8 @@ def test_unknown_names_are_refused() -> None:
         ({"servers_per_node": 0}, "servers_per_node and dedicated_servers are both 0"),
         (
             {"architecture": "tree"},
-            "architecture is 'tree'; it must be one of ['p2p', 'ps', 'ring', None]",
+            "architecture is 'tree'; it must be one of ['p2p', 'ps', 'ring', 'hybrid', 'auto',"
+            " None]",
         ),
         ({"architecture": "ps"}, "architecture is 'ps'; set dedicated_servers to their number"),
         (

@@ -15,6 +15,9 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
+
+import torch
 
 from foreprop.config import Config
 from foreprop.engine.launch import ServerTask, build_server, unlink_links
@@ -31,6 +34,8 @@ def main() -> int:
     config = Config(**task.config)  # type: ignore[arg-type]
     threading.Thread(target=_end_with_parent, args=(lifeline_fd, task), daemon=True).start()
     threading.Thread(target=_load_what_updates_need, daemon=True).start()
+    invariants: Any = torch.sparse.check_sparse_tensor_invariants
+    invariants.disable()  # or Adagrad warns; ours are sound
     gc.freeze()  # what has been imported stays: no collection need look at it again
     server = build_server(task, config)
     return 1 if server.run(socket.socket(fileno=listener_fd)) else 0

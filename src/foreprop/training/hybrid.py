@@ -27,10 +27,9 @@ from foreprop.training.served import ServedBackend
 def connect(setup: Setup) -> Backend:
     """The backend for the architecture that is asked for and the parameters that there are."""
     rows = [info.rows for info in setup.infos]
-    if setup.config.architecture == "hybrid" and any(rows) and not all(rows):
-        return HybridBackend(setup)
-    collective = setup.config.architecture in ("ring", "hybrid") and not all(rows)
-    return RingBackend(setup) if collective else ServedBackend(setup)
+    if setup.config.architecture not in ("ring", "hybrid", "auto") or all(rows):
+        return ServedBackend(setup)
+    return HybridBackend(setup) if any(rows) else RingBackend(setup)
 
 
 class HybridBackend:

@@ -6,7 +6,7 @@ tensors of the batch at hand; those that held its row numbers will tell the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,12 @@ class Lookahead:
         self.current: Any = None
         self.upcoming: Any = None
 
-    def leave(self) -> None:
+    def join(self) -> Callable[[], None]:
+        """From now on somebody wants to know; returns what ends that."""
+        self.users += 1
+        return self._leave
+
+    def _leave(self) -> None:
         self.users -= 1
 
     def follow(self, batches: Iterator[Any]) -> Iterator[Any]:

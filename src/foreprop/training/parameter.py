@@ -70,6 +70,8 @@ class SynchronisedParameter:
         self.name = name
         self.parameter = parameter
         self.expected_passes = 0  # backward passes per step; 0: not known yet
+        self.counts_rows = False
+        self.touched_rows = 0  # of the last gradient's, if they are counted
         self.expected_discards = 0  # passes before them whose gradients are discarded (a GAN's)
         self._session = session
         self._memory: Memory = session.memory_of(parameter)
@@ -251,6 +253,8 @@ class SynchronisedParameter:
                 self._seen_version = gradient._version
             self._session.begin_pushing()
             self._push(gradient, step)
+        if self.counts_rows:
+            self.touched_rows = _count_rows(gradient)
         if self._passes and not self._applied:
             self._learn(step)
         self._applied, self._passes, self._discards = True, 0, 0
@@ -394,6 +398,15 @@ class SynchronisedParameter:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def _count_rows(gradient: torch.Tensor | None) -> int:
+    """How many rows of a gradient are not zero."""
+    if gradient is None:
+        return 0
+    if gradient.layout == torch.sparse_coo:
+        return len(gradient.coalesce().values())
+    return int(gradient.reshape(len(gradient), -1).any(1).sum())
 
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -7,15 +7,13 @@ user sees an ordinary parameter, of which no stale row can be read.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from foreprop.config import Config
 from foreprop.engine.rowexchange import Pull, gradient_rows
 from foreprop.errors import ConfigError
 from foreprop.training.backend import RowEngine
@@ -25,7 +23,6 @@ from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
 _LEARNING_STEPS = 2
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class RowParameter(SynchronisedParameter):
@@ -58,6 +55,10 @@ class RowParameter(SynchronisedParameter):
             )
 
     def _push(self, gradient: torch.Tensor | None, step: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
+            self._push_rows(gradient, step)
+
+    def _push_rows(self, gradient: torch.Tensor | None, step: int) -> None:
         flags, with_value = self._note_changed_value()
         increment_version(self.parameter)  # whoever saved the old value must not use it
         self._version = self.parameter._version
@@ -169,45 +170,3 @@ class RowParameter(SynchronisedParameter):
             self.settle_whole()
             if not self._watched:
                 stop_waiting(self.parameter)
-
-
-Named = Sequence[tuple[str, torch.nn.Parameter, int]]
-"""Parameters with their names and groups, see `training.optimizer.named_parameters`."""
-
-
-def sparse_groups(model: torch.nn.Module, named: Named) -> dict[str, int]:
-    """The groups of the parameters that will have sparse gradients, by name."""
-    return {name: group for name, group, _ in _sparse_embeddings(model, named)}
-
-
-def row_wise_names(model: torch.nn.Module, named: Named, config: Config) -> frozenset[str]:
-    """The parameters that servers hold row by row: tables of embeddings with sparse gradients.
-
-    Raises `ConfigError` for what cannot be held so.
-    """
-    if config.architecture == "ring":
-        return frozenset()
-    chosen = set()
-    for name, _, module in _sparse_embeddings(model, named):
-        if _matches(name, config.dense_parameters):
-            continue
-        if module.max_norm is not None:
-            raise ConfigError(
-                f"the embedding of {name} has max_norm={module.max_norm}, which changes rows on one"
-                f" rank alone; leave it out, or name {name} in dense_parameters"
-            )
-        chosen.add(name)
-    return frozenset(chosen)
-
-
-def _sparse_embeddings(model: torch.nn.Module, named: Named) -> Iterator[tuple[str, int, Any]]:
-    """The name and group of their weight, and the module."""
-    found = {id(parameter): (name, group) for name, parameter, group in named}
-    for module in model.modules():
-        if isinstance(module, _EMBEDDINGS) and module.sparse and id(module.weight) in found:
-            yield *found[id(module.weight)], module
-
-
-def _matches(name: str, patterns: str | None) -> bool:
-    split = (pattern.strip() for pattern in (patterns or "").split(","))
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in split if pattern)

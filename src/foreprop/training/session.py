@@ -9,11 +9,12 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from foreprop.config import Config
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, ParameterInfo
@@ -22,14 +23,22 @@ from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
+from foreprop.training.auto import (
+    MEASURED_STEPS,
+    SparsityCount,
+    agree_on_shares,
+    choose,
+    describe,
+)
 from foreprop.training.backend import Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
+from foreprop.training.embeddings import Embeddings
 from foreprop.training.hybrid import connect
 from foreprop.training.lookahead import lookahead
 from foreprop.training.memory import Memory
 from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
-from foreprop.training.rows import RowParameter, row_wise_names, sparse_groups
+from foreprop.training.rows import RowParameter
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -43,54 +52,80 @@ class Session:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config
     ) -> None:
         self.config = config
-        self.completed = 0
+        self.completed = 0  # steps since the backend was connected
         self.fixed_passes = config.backward_passes
         self._world = world
         self._model = model
         self._optimizer = optimizer
         self._closed = False
-        named = list(named_parameters(model, optimizer))
-        check_row_wise(optimizer, sparse_groups(model, named))
-        row_wise = row_wise_names(model, named, config)
-        infos = [_parameter_info(*entry, rows=entry[0] in row_wise) for entry in named]
-        _check_unmanaged(named)
-        managed = {id(parameter) for _, parameter, _ in named} | _managed.keys()
+        self._named = list(named_parameters(model, optimizer))
+        self._embeddings = Embeddings(model, self._named, optimizer, config)
+        self._managed_ids = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
+        _check_unmanaged(self._named)
         self._buffers = buffers.ModelBuffers(model)
+        self._compute_trace: ComputeTrace | None = None
+        self._restore: list[Callable[[], None]] = [self._embeddings.restore]
+        self._trace: TraceRecorder | None = None
+        self._completed_before = 0
+        self._count: SparsityCount | None = None
+        self._forward_hook: RemovableHandle | None = None
+        self._connected = False
+        try:
+            self._connect(self._embeddings.row_wise)
+            if self.rank != 0:
+                self._fetch_buffers()
+            self._adopt()
+        except BaseException as error:
+            self._release(failure=error)
+            raise
+        self._count = self._count_sparsity()
+
+    # The start.
+    def _connect(self, row_wise: Collection[str]) -> None:
+        """Synchronise the parameters of these names row by row, the others in slices or chunks."""
+        self.completed = 0
         self._buffers_step = 0
         self._announced: Any = None
         self._announced_step = 0
         self._use_order: list[int] = []
         self._in_first_forward = False
-        self._compute_trace: ComputeTrace | None = None
-        self._restore: list[Callable[[], None]] = []
-        self._trace: TraceRecorder | None = None
         self._parameters: list[SynchronisedParameter] = []
-        setup = Setup(
-            world=world,
-            config=config,
-            optimizer=optimizer,
-            parameters=[parameter for _, parameter, _ in named],
-            infos=infos,
-            frozen=[p for p in model.parameters() if id(p) not in managed],
+        self._tables: list[RowParameter] = []
+        self._backend = connect(self._setup(row_wise))
+        self.engine: Engine = self._backend.engine
+        self._connected = True
+        try:
+            self._parameters += [
+                self._synchronised(index, name, parameter)
+                for index, (name, parameter, _) in enumerate(self._named)
+            ]
+            self._tables += [p for p in self._parameters if isinstance(p, RowParameter)]
+            self._backend.start(self._parameters)
+            if self.rank == 0 and self.world_size > 1:
+                self._publish_buffers(0)
+        except BaseException as error:
+            self._backend.refuse(error)
+            raise
+        for parameter in self._parameters:
+            parameter.watch()
+            _managed[id(parameter.parameter)] = parameter.name
+        model: Any = self._model
+        self._forward_hook = model.register_forward_pre_hook(buffers.FirstForward(self))
+
+    def _setup(self, row_wise: Collection[str]) -> Setup:
+        model_parameters = self._model.parameters()
+        return Setup(
+            world=self._world,
+            config=self.config,
+            optimizer=self._optimizer,
+            parameters=[parameter for _, parameter, _ in self._named],
+            infos=[_parameter_info(*entry, rows=entry[0] in row_wise) for entry in self._named],
+            frozen=[p for p in model_parameters if id(p) not in self._managed_ids],
             buffers=self._buffers,
             memory=self._parameters,
             make_trace=self._make_trace,
         )
-        self._backend = connect(setup)
-        self.engine: Engine = self._backend.engine
-        try:
-            self._parameters += [
-                self._synchronised(index, name, parameter)
-                for index, (name, parameter, _) in enumerate(named)
-            ]
-            self._tables = [p for p in self._parameters if isinstance(p, RowParameter)]
-            self._start()
-        except BaseException as error:
-            self._backend.refuse(error)
-            self._release(failure=error)
-            raise
 
-    # The start.
     def _synchronised(
         self, index: int, name: str, parameter: torch.nn.Parameter
     ) -> SynchronisedParameter:
@@ -99,26 +134,17 @@ class Session:
         return SynchronisedParameter(index, name, parameter, self)
 
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
-        if self.config.trace is not None:
+        if self.config.trace is not None and self._trace is None:
             path = trace_path(Path(self.config.trace), f"worker-{self.rank}", session_id)
             self._trace = TraceRecorder(path, f"worker {self.rank}", self.rank)
         return self._trace
 
-    def _start(self) -> None:
-        self._backend.start(self._parameters)
-        if self.rank != 0:
-            self._fetch_buffers()
-        elif self.world_size > 1:
-            self._publish_buffers(0)
-        for parameter in self._parameters:
-            parameter.watch()
-            _managed[id(parameter.parameter)] = parameter.name
+    def _adopt(self) -> None:
         self._adopt_optimizer()
         self._adopt_model()
         self._restore += [*give_advice(), compiled.watch_entries(self)]
-        if self._tables:
-            lookahead.users += 1
-            self._restore.append(lookahead.leave)
+        if self._embeddings.row_wise or self._embeddings.candidates:
+            self._restore.append(lookahead.join())
         _open_sessions.add(self)
         _close_at_exit()
 
@@ -169,8 +195,6 @@ class Session:
 
     def _adopt_model(self) -> None:
         model: Any = self._model
-        self._forward_hook = model.register_forward_pre_hook(buffers.FirstForward(self))
-        self._restore.append(self._forward_hook.remove)
         if self._trace is not None:
             self._compute_trace = ComputeTrace(model, self._trace, lambda: self.completed + 1)
             self._restore.append(self._compute_trace.remove)
@@ -212,7 +236,7 @@ class Session:
         counters = self.engine.counters
         names = [info.name for info in self.engine.parameters]
         return {
-            "steps": self.completed,
+            "steps": self._completed_before + self.completed,
             "pushes": counters.pushes,
             "pushed_bytes": counters.pushed_bytes,
             "replies": counters.replies,
@@ -253,7 +277,8 @@ class Session:
             self._release(failure=error)
 
     def __repr__(self) -> str:
-        return f"<foreprop.Session rank {self.rank} of {self.world_size}, step {self.completed}>"
+        step = self._completed_before + self.completed
+        return f"<foreprop.Session rank {self.rank} of {self.world_size}, step {step}>"
 
     def describe(self) -> str:
         """One line: who takes part, how, and over which interface."""
@@ -323,6 +348,42 @@ class Session:
         if self.rank == 0 and self.world_size > 1:
             self._publish_buffers(step)
         self.engine.end_step(step)
+        if self._count is not None:
+            self._count.end_step()
+            if step == MEASURED_STEPS:
+                self._choose(self._count)
+
+    # architecture="auto".
+    def _count_sparsity(self) -> SparsityCount | None:
+        candidates = [p for p in self._parameters if p.name in self._embeddings.candidates]
+        return SparsityCount(candidates) if candidates and self.world_size > 1 else None
+
+    def _choose(self, count: SparsityCount) -> None:
+        """All ranks alike, after the same step: connect anew if something is to change."""
+        self._count = None
+        key = f"sparsity/{self._backend.session_id}"
+        look = self.engine.raise_if_failed
+        shares = agree_on_shares(count.shares(), self._world, self.config, key, look)
+        choices = choose(self.engine.parameters, shares, self.world_size)
+        if self.rank == 0:
+            print(f"foreprop: {describe(choices, self.world_size)}", file=sys.stderr, flush=True)
+        row_wise = {info.name for info in self.engine.parameters if info.rows}
+        wanted = row_wise - shares.keys() | {c.info.name for c in choices if c.row_wise}
+        if wanted != row_wise:
+            self._reconnect(wanted)
+
+    def _reconnect(self, row_wise: Collection[str]) -> None:
+        """End the present backend and go on with another one where it was."""
+        self._pull_state()
+        state = dict(self._optimizer.state)
+        self.flush()
+        self._disconnect(None)
+        self._let_go()
+        self._optimizer.state.clear()
+        self._optimizer.state.update(state)
+        self._completed_before += self.completed
+        self._embeddings.make_sparse(row_wise)
+        self._connect(row_wise)
 
     def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
@@ -347,7 +408,7 @@ class Session:
         key = f"priorities/{self._backend.session_id}"
         for parameter in self._parameters:
             parameter.unwatch()
-        self._forward_hook.remove()
+        self._forget_forward_hook()
         if self.rank == 0:
             used = set(self._use_order)
             rest = [i for i in range(len(self._parameters)) if i not in used]
@@ -365,6 +426,11 @@ class Session:
             )
             order = json.loads(found)
         self.engine.learn_priorities(order)
+
+    def _forget_forward_hook(self) -> None:
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
 
     def _discard_gradients(self, set_to_none: bool) -> None:
         for parameter in self._parameters:
@@ -412,19 +478,30 @@ class Session:
             return
         self._closed = True
         _open_sessions.discard(self)
-        failed = failure is not None or self.engine.failed
         try:
-            self.engine.close(failure=failure)
+            if self._connected:
+                self._disconnect(failure)
         finally:
-            self._backend.close(failed=failed)
-            for parameter in self._parameters:
-                parameter.detach()
-                _managed.pop(id(parameter.parameter), None)
+            self._let_go()
             for undo in reversed(self._restore):
                 undo()
             self._restore.clear()
             if self._trace is not None:
                 self._trace.write()
+
+    def _disconnect(self, failure: BaseException | None) -> None:
+        failed = failure is not None or self.engine.failed
+        self._connected = False
+        try:
+            self.engine.close(failure=failure)
+        finally:
+            self._backend.close(failed=failed)
+
+    def _let_go(self) -> None:
+        self._forget_forward_hook()
+        for parameter in self._parameters:
+            parameter.detach()
+            _managed.pop(id(parameter.parameter), None)
 
     def _forget_in_child(self) -> None:
         self._backend.forget_in_child()

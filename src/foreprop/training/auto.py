@@ -1,0 +1,104 @@
+"""``architecture="auto"``: after some steps each embedding goes the way that moves fewer bytes.
+
+In the first steps every rank counts the rows that each embedding's gradient touches. Then all ranks
+average their counts, and Parallax's rule (`core.parallax`) decides, alike on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.parallax import prefers_servers, traffic
+from foreprop.engine.world import World
+from foreprop.training.parameter import SynchronisedParameter
+
+MEASURED_STEPS = 3
+_HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was measured of one embedding, and what follows."""
+
+    info: ParameterInfo
+    alpha: float
+    """The share of its rows that a worker touches in a step, on average."""
+    row_wise: bool
+
+
+class SparsityCount:
+    """One rank's count of touched rows, step by step."""
+
+    def __init__(self, parameters: Iterable[SynchronisedParameter]) -> None:
+        self._parameters = list(parameters)
+        self._shares: dict[str, list[float]] = {p.name: [] for p in self._parameters}
+        for parameter in self._parameters:
+            parameter.counts_rows = True
+
+    def end_step(self) -> None:
+        for parameter in self._parameters:
+            rows = max(1, len(parameter.parameter))
+            self._shares[parameter.name].append(parameter.touched_rows / rows)
+
+    def shares(self) -> dict[str, float]:
+        """Of each parameter's rows, the mean share that a step touched."""
+        return {name: statistics.fmean(shares) for name, shares in self._shares.items()}
+
+
+def agree_on_shares(
+    mine: Mapping[str, float], world: World, config: Config, key: str, look: Callable[[], None]
+) -> dict[str, float]:
+    """The mean over all ranks, the same on each."""
+    world.publish(f"{key}/{world.rank}", json.dumps(mine))
+    found = []
+    for rank in range(world.size):
+        text = world.lookup(
+            f"{key}/{rank}",
+            timeout_s=config.step_timeout_s,
+            setting="step_timeout_s",
+            what=f"rank {rank}'s shares of touched rows",
+            look=look,
+            report_s=config.stall_report_s,
+        )
+        found.append(json.loads(text))
+    return {name: statistics.fmean(shares[name] for shares in found) for name in mine}
+
+
+def choose(
+    infos: Sequence[ParameterInfo], shares: Mapping[str, float], workers: int
+) -> list[Choice]:
+    """For every parameter that has been measured."""
+    return [
+        Choice(info, shares[info.name], prefers_servers(shares[info.name], workers))
+        for info in infos
+        if info.name in shares
+    ]
+
+
+def describe(choices: Sequence[Choice], workers: int) -> str:
+    """A table: parameter, size, alpha, choice, predicted bytes per worker and step."""
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for choice in choices:
+        size_bytes = choice.info.elems * ITEMSIZE_BYTES[choice.info.dtype]
+        moved = traffic(size_bytes, choice.alpha, workers)
+        way = "servers, by rows" if choice.row_wise else "all-reduce"
+        cells = (choice.info.name, _readable(size_bytes), f"{choice.alpha:.4f}", way)
+        rows.append((*cells, *map(_readable, moved)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head = f"embeddings, with bytes per worker (of {workers}) and step:\n"
+    return head + "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _readable(size_bytes: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.3g} {unit}"
+    return f"{size_bytes:.3g} B"

@@ -1,0 +1,120 @@
+"""A model's embeddings: which of their tables servers may hold row by row."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from foreprop.config import Config
+from foreprop.errors import ConfigError
+from foreprop.training.optimizer import check_row_wise
+
+Named = Sequence[tuple[str, torch.nn.Parameter, int]]
+"""Parameters with their names and groups, see `training.optimizer.named_parameters`."""
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+class Embeddings:
+    """The embeddings of a model among the optimizer's parameters.
+
+    Raises `ConfigError` if the settings, or ``sparse=True``, ask for what cannot be.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Named,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+    ) -> None:
+        self._optimizer = optimizer
+        self._modules: dict[str, list[Any]] = {}
+        found = {id(parameter): (name, group) for name, parameter, group in named}
+        self._group_of: dict[str, int] = {}
+        for module in model.modules():
+            if isinstance(module, _EMBEDDINGS) and id(module.weight) in found:
+                name, group = found[id(module.weight)]
+                self._modules.setdefault(name, []).append(module)
+                self._group_of[name] = group
+        self._made_sparse: list[Any] = []
+        sparse = self._with_sparse_gradients()
+        self._check_optimizer(sparse)
+        self.row_wise = self._asked_for(sparse, config)
+        """The names of the tables that servers hold row by row from the start."""
+        self.candidates = self._may_be_either(config)
+        """The names of those that ``architecture="auto"`` decides about."""
+        self.make_sparse(self.row_wise)
+
+    def make_sparse(self, names: Collection[str]) -> None:
+        """Have these tables' gradients be sparse, until `restore`."""
+        for name in names:
+            for module in self._modules[name]:
+                if not module.sparse:
+                    module.sparse = True
+                    module.weight.grad = None  # a dense one would make the next one dense
+                    self._made_sparse.append(module)
+
+    def restore(self) -> None:
+        while self._made_sparse:
+            self._made_sparse.pop().sparse = False
+
+    def _with_sparse_gradients(self) -> set[str]:
+        return {name for name, found in self._modules.items() if any(m.sparse for m in found)}
+
+    def _check_optimizer(self, names: Collection[str]) -> None:
+        check_row_wise(self._optimizer, {name: self._group_of[name] for name in names})
+
+    def _asked_for(self, sparse: set[str], config: Config) -> set[str]:
+        wanted = {name for name in self._modules if _matches(name, config.sparse_parameters)}
+        for name in wanted:
+            self._check_row_wise(name)
+        if config.architecture == "ring":
+            if config.sparse_parameters:
+                raise ConfigError(
+                    f"sparse_parameters is {config.sparse_parameters!r}, but architecture='ring'"
+                    " has no servers to hold rows; use 'hybrid'"
+                )
+            return set()
+        for name in sparse - wanted:
+            if not _matches(name, config.dense_parameters):
+                self._check_row_wise(name)
+                wanted.add(name)
+        return wanted
+
+    def _check_row_wise(self, name: str) -> None:
+        self._check_optimizer([name])
+        for module in self._modules[name]:
+            for option in ("max_norm", "scale_grad_by_freq"):
+                value = getattr(module, option)
+                if value is not None and value is not False:
+                    raise ConfigError(
+                        f"the embedding of {name} has {option}={value}, which cannot be done by"
+                        f" rows; leave it out, or name {name} in dense_parameters"
+                    )
+
+    def _may_be_either(self, config: Config) -> set[str]:
+        if config.architecture != "auto":
+            return set()
+        return {
+            name
+            for name in self._modules
+            if not _matches(name, config.dense_parameters)
+            and not _matches(name, config.sparse_parameters)
+            and self._can_be_row_wise(name)
+        }
+
+    def _can_be_row_wise(self, name: str) -> bool:
+        try:
+            self._check_row_wise(name)
+        except ConfigError:
+            return False
+        return True
+
+
+def _matches(name: str, patterns: str | None) -> bool:
+    split = (pattern.strip() for pattern in (patterns or "").split(","))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in split if pattern)

@@ -1,0 +1,290 @@
+"""Row-wise parameters: the shards, the server's decisions, and how rows travel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foreprop.core.rows import (
+    AnswerRows,
+    FailRows,
+    InstallRows,
+    RankLeft,
+    RowsMachine,
+    RowsPulled,
+    RowsPushed,
+    RowsUpdated,
+    RowsValued,
+    Shard,
+    UpdateRows,
+    plan_shards,
+    rows_of,
+)
+from foreprop.core.wire import Flag
+from foreprop.engine.rowparts import (
+    RowPart,
+    decode_part,
+    decode_pull,
+    encode_part,
+    encode_pull,
+    part_limit_bytes,
+    pulled_shard,
+)
+from foreprop.errors import InternalError, RemoteProtocolError
+
+SHARDS = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5)
+A, B = 5, 7  # server 0's shards, of the parameters "a" and "c"
+
+
+def make(workers: int = 2) -> RowsMachine:
+    machine = RowsMachine(SHARDS, index=0, workers=workers, names=["a", "b", "c"])
+    for shard in (A, B):
+        assert machine.handle(RowsValued(0, shard, 0)) == [InstallRows(shard)]
+    return machine
+
+
+def pull(rank: int, shard: int = A, step: int = 0, request: int = 0) -> RowsPulled:
+    return RowsPulled(rank, shard, step, request, 3)
+
+
+def answer(rank: int, shard: int = A, step: int = 0, request: int = 0) -> AnswerRows:
+    return AnswerRows(rank, shard, step, request, 3)
+
+
+def push(rank: int, shard: int = A, step: int = 1, flags: int = 0) -> RowsPushed:
+    return RowsPushed(rank, shard, step, flags)
+
+
+def handle_all(machine: RowsMachine, events: Iterable[object]) -> list[Any]:
+    return [instruction for event in events for instruction in machine.handle(event)]
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_each_row_has_one_place(rows: int, servers: int) -> None:
+    places = [(row % servers, row // servers) for row in range(rows)]
+    for server in range(servers):
+        own = [place for at, place in places if at == server]
+        assert own == list(range(rows_of(server, rows, servers)))
+
+
+def test_shards_are_numbered_after_the_slices() -> None:
+    assert (
+        Shard(5, 0, 0, 5, 4),
+        Shard(6, 0, 1, 5, 4),
+        Shard(7, 2, 0, 2, 1),
+        Shard(8, 2, 1, 1, 1),
+    ) == SHARDS
+
+
+# Decisions.
+def test_pulls_wait_for_their_step() -> None:
+    machine = make()
+    assert machine.handle(pull(1)) == [answer(1)]
+    assert machine.handle(pull(0, step=1)) == []
+    assert machine.handle(push(1)) == []
+    assert machine.handle(push(0, flags=Flag.NO_GRADIENT)) == [UpdateRows(A, 1, (1,))]
+    assert machine.handle(pull(1, step=1, request=9)) == []
+    assert machine.handle(RowsUpdated(A)) == [answer(0, step=1), answer(1, step=1, request=9)]
+    assert machine.handle(pull(1, step=1, request=4)) == [answer(1, step=1, request=4)]
+
+
+def test_pulls_before_the_values() -> None:
+    machine = RowsMachine(SHARDS, index=0, workers=2, names=["a", "b", "c"])
+    assert machine.handle(pull(1)) == []
+    assert machine.handle(RowsValued(0, A, 0)) == [InstallRows(A), answer(1)]
+
+
+def test_one_update_of_a_shard_at_a_time() -> None:
+    """Workers that look nothing up may run ahead: the next step is complete before the update."""
+    machine = make()
+    events = [push(0), push(1), push(0, step=2), push(1, step=2), push(0, B), push(1, B)]
+    assert handle_all(machine, events) == [UpdateRows(A, 1, (0, 1)), UpdateRows(B, 1, (0, 1))]
+    assert machine.handle(RowsUpdated(A)) == [UpdateRows(A, 2, (0, 1))]
+    assert machine.handle(RowsUpdated(A)) == []
+
+
+def test_steps_may_be_left_out() -> None:
+    """A frozen table is not pushed."""
+    machine = make(workers=1)
+    assert machine.handle(push(0, step=4)) == [UpdateRows(A, 4, (0,))]
+
+
+def test_changed_by_hand_on_some_ranks() -> None:
+    machine = make()
+    machine.handle(push(0))
+    (failure,) = machine.handle(push(1, flags=Flag.VALUE_CHANGED))
+    assert isinstance(failure, FailRows)
+    assert failure.reason.startswith("parameter a was changed by hand before step 1 on ranks [1]")
+    machine = make()
+    events = [RowsValued(0, A, 1), *(push(rank, flags=Flag.VALUE_CHANGED) for rank in (0, 1))]
+    assert handle_all(machine, events) == [UpdateRows(A, 1, (0, 1))]
+
+
+def test_a_rank_that_left_is_not_waited_for() -> None:
+    machine = make()
+    machine.handle(push(0))
+    (failure,) = machine.handle(RankLeft(1))
+    assert (failure.rank, failure.step) == (1, 0)
+    assert "rank 1 has left" in failure.reason
+    assert "gradient of a" in failure.reason
+    machine = make()
+    assert machine.handle(RankLeft(1)) == []
+    (failure,) = machine.handle(push(0))
+    assert "rank 1 has left" in failure.reason
+
+
+def test_a_rank_that_left_a_step_out_is_not_waited_for() -> None:
+    machine = make()
+    machine.handle(push(1, step=2))
+    (failure,) = machine.handle(push(0, step=1))
+    assert "rank 1 is at step 2, but ranks [0] are at step 1" in failure.reason
+
+
+@pytest.mark.parametrize(
+    ("events", "match"),
+    [
+        ([push(0, shard=6)], "shard 6 does not belong to server 0"),
+        ([push(2)], "rank 2 of a world of 2"),
+        ([push(0), push(0)], "twice in step 1"),
+        ([push(0, step=0)], "past"),
+        ([push(0), push(1), push(0)], "past"),
+        ([push(0), push(1), RowsUpdated(A), pull(0)], "as of step 0; step 1 is done"),
+        ([pull(3)], "rank 3 of a world of 2"),
+        ([RowsValued(1, A, 1)], "only rank 0 may"),
+        ([RowsValued(0, A, 0)], "twice or late"),
+        ([push(0), RowsValued(0, A, 1)], "twice or late"),
+        ([RowsValued(0, A, 1), RowsValued(0, A, 1)], "twice or late"),
+        ([RankLeft(0), push(0)], "after its goodbye"),
+    ],
+)
+def test_rules(events: list[Any], match: str) -> None:
+    machine = make()
+    handle_all(machine, events[:-1])
+    before = machine.incomplete()
+    with pytest.raises(RemoteProtocolError, match=match):
+        machine.handle(events[-1])
+    assert machine.incomplete() == before
+
+
+def test_unknown_events_and_updates() -> None:
+    with pytest.raises(InternalError, match="does not know"):
+        make().handle("event")
+    with pytest.raises(InternalError, match="nobody started"):
+        make().handle(RowsUpdated(A))
+
+
+def test_what_a_shard_waits_for() -> None:
+    machine = make(workers=3)
+    machine.handle(push(1))
+    assert machine.incomplete() == [(A, 1)]
+    assert machine.describe_wait(A, 1) == "the rows of a wait for the push of ranks 0, 2"
+    handle_all(machine, [push(0), push(2)])
+    assert machine.describe_wait(A, 1) == "the rows of a are being updated"
+    machine.handle(RowsUpdated(A))
+    assert machine.describe_wait(A, 1) == "the rows of a are updated"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_schedules(seed: int) -> None:
+    """Whatever the order of arrival, each pull is answered once, with its step's rows."""
+    chance = random.Random(seed)
+    workers, steps = chance.randint(1, 4), chance.randint(1, 5)
+    machine = RowsMachine(SHARDS, index=0, workers=workers, names=["a", "b", "c"])
+    queues = [_events_of(rank, steps, chance) for rank in range(workers)]
+    done, updating, answered, asked = {A: -1, B: -1}, set[int](), [], []
+    while any(queues) or updating:
+        ready = [queue for queue in queues if queue]
+        if updating and (not ready or chance.random() < 0.4):
+            shard = chance.choice(sorted(updating))
+            updating.remove(shard)
+            done[shard] += 1
+            event: Any = RowsUpdated(shard)
+        else:
+            event = chance.choice(ready).pop(0)
+            asked += [event] if isinstance(event, RowsPulled) else []
+        for instruction in machine.handle(event):
+            if isinstance(instruction, UpdateRows):
+                assert instruction.shard not in updating
+                assert instruction.step == done[instruction.shard] + 1
+                updating.add(instruction.shard)
+            elif isinstance(instruction, InstallRows):
+                done[instruction.shard] = 0
+            else:
+                assert instruction.step == done[instruction.shard]
+                answered.append(tuple(instruction))
+    assert done == {A: steps, B: steps}
+    assert sorted(answered) == sorted(tuple(event) for event in asked)
+
+
+def _events_of(rank: int, steps: int, chance: random.Random) -> list[Any]:
+    """One worker's, in the order in which its connection carries them."""
+    events: list[Any] = [RowsValued(0, shard, 0) for shard in (A, B)] if rank == 0 else []
+    for step in range(steps + 1):
+        turn: list[Any] = []
+        for shard in (A, B):
+            pulls = [
+                pull(rank, shard, step, chance.randrange(100)) for _ in range(chance.randrange(3))
+            ]
+            turn += [*pulls, *([push(rank, shard, step + 1)] if step < steps else [])]
+        events += turn
+    return events
+
+
+# How rows travel.
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[RowPart, Shard]:
+    shard = Shard(3, 0, 0, draw(st.integers(1, 20)), draw(st.integers(1, 5)))
+    numbers = sorted(draw(st.sets(st.integers(0, shard.rows - 1))))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    rows = torch.arange(len(numbers) * shard.row_elems).view(len(numbers), shard.row_elems)
+    return RowPart(torch.tensor(numbers, dtype=torch.int64), rows.to(dtype)), shard
+
+
+@given(parts())
+def test_parts_arrive_as_they_left(case: tuple[RowPart, Shard]) -> None:
+    part, shard = case
+    data = encode_part(part)
+    assert len(data) <= part_limit_bytes(shard, part.rows.dtype.itemsize)
+    got = decode_part(memoryview(bytearray(data)), shard, part.rows.dtype)
+    assert torch.equal(got.numbers, part.numbers)
+    assert torch.equal(got.rows, part.rows)
+    question = memoryview(bytearray(encode_pull(shard.number, part.numbers)))
+    assert pulled_shard(question) == shard.number
+    assert torch.equal(decode_pull(question, shard), part.numbers)
+    assert len(question) <= part_limit_bytes(shard, 1)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_part_or_an_error(data: bytes) -> None:
+    shard = Shard(3, 0, 0, 6, 2)
+    try:
+        part = decode_part(memoryview(bytearray(data)), shard, torch.float32)
+    except RemoteProtocolError:
+        return
+    assert encode_part(part)[: len(data)] == data or part.numbers.numel() % 2  # padding is free
+
+
+@pytest.mark.parametrize("numbers", [[2, 1], [1, 1], [-1, 2], [3, 6]])
+def test_row_numbers_must_be_there_and_ascend(numbers: list[int]) -> None:
+    shard = Shard(3, 0, 0, 6, 2)
+    part = RowPart(torch.tensor(numbers), torch.zeros(2, 2))
+    with pytest.raises(RemoteProtocolError, match="ascend"):
+        decode_part(memoryview(bytearray(encode_part(part))), shard, torch.float32)
+    assert not all(a < b for a, b in pairwise([-1, *numbers, 6])) or numbers[0] < 0
+
+
+def test_the_length_must_fit() -> None:
+    shard = Shard(3, 0, 0, 6, 2)
+    data = bytearray(encode_part(RowPart(torch.tensor([0, 4]), torch.zeros(2, 2))))
+    for wrong in (data[:-1], data + b"\0", data[:12], b"", data[:8]):
+        with pytest.raises(RemoteProtocolError):
+            decode_part(memoryview(bytearray(wrong)), shard, torch.float32)
+    with pytest.raises(RemoteProtocolError, match="too many after a pull"):
+        decode_pull(memoryview(bytearray(encode_pull(3, torch.tensor([1])) + b"12345678")), shard)
