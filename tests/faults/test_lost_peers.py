@@ -58,6 +58,22 @@ def test_a_killed_worker_is_named_by_all_others(
         run.check_nothing_left()
 
 
+@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_killed_worker_of_a_model_with_a_table(
+    zygote: Zygote, tmp_path: Path, phase: Phase, architecture: str
+) -> None:
+    """Some wait for its rows and others for its part of an all-reduce."""
+    injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).kill()
+    told = scenario(injector, size="words", settings={"architecture": architecture})
+    with workers(zygote, tmp_path, 3, told) as run:
+        run.wait(30)
+        (fault,) = injector.fired()
+        assert run.codes()[1] == -signal.SIGKILL
+        check_told(run, fault["at_s"], [0, 2], r"rank 1 is gone|server 1 \(beside rank 1\) is gone")
+        run.check_nothing_left()
+
+
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_worker_that_takes_its_server_with_it_is_named(
     zygote: Zygote, tmp_path: Path, size: str

@@ -63,15 +63,25 @@ def write_result(rank: int, result: dict[str, Any]) -> None:
     (Path(os.environ["RESULTS"]) / f"rank-{rank}.json").write_text(json.dumps(result))
 
 
-def train(scenario: Scenario, rank: int) -> str:
-    torch.manual_seed(0)
-    size_in, hidden, size_out = SIZES[scenario.size]
+def make_training(size: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    if size == "words":  # a table with sparse gradients
+        table = nn.Embedding(1000, 16, sparse=True)
+        model = nn.Sequential(table, nn.Flatten(), nn.Linear(64, 4))
+        inputs = torch.randint(1000, (512, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return model, optimizer, TensorDataset(inputs, torch.randn(512, 4))
+    size_in, hidden, size_out = SIZES[size]
     model = nn.Sequential(nn.Linear(size_in, hidden), nn.ReLU(), nn.Linear(hidden, size_out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, optimizer, TensorDataset(torch.randn(512, size_in), torch.randn(512, size_out))
+
+
+def train(scenario: Scenario, rank: int) -> str:
+    torch.manual_seed(0)
+    model, optimizer, data = make_training(scenario.size)
     time.sleep(scenario.late_s.get(str(rank), 0.0))
     session = foreprop.parallelize(model, optimizer, **scenario.settings)
     faults = Faults(scenario.faults, rank, model, session)
-    data = TensorDataset(torch.randn(512, size_in), torch.randn(512, size_out))
     loader = foreprop.shard(
         DataLoader(
             data,

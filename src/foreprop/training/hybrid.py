@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from foreprop.core.manifest import ParameterInfo
+from foreprop.engine.launch import Connections
 from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
@@ -70,6 +71,10 @@ class HybridBackend:
     @property
     def engine(self) -> Engine:
         return self._engine
+
+    @property
+    def connections(self) -> Connections:
+        return self._sparse.connections
 
     @property
     def rows(self) -> RowEngine:
