@@ -6,11 +6,12 @@ Precedence: an explicit argument beats the command line beats the environment be
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 import os
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -305,6 +306,33 @@ def child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ours and not name.startswith(("FOREPROP_", "TORCHELASTIC_"))
     } | {"OMP_NUM_THREADS": "1"}
+
+
+def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
+    """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
+
+    An ``interface`` that is an address is this machine's alone, and stays here. Raises
+    `ConfigError`.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith("FOREPROP_")}
+    if _is_address(found.get("FOREPROP_INTERFACE", "")):
+        del found["FOREPROP_INTERFACE"]
+    for text in names:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise ConfigError(f"env is {text!r}; it must be NAME or NAME=VALUE")
+        if not equals and name not in os.environ:
+            raise ConfigError(f"env is {text!r}, which is not set here; set it or say {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def cache_directory() -> Path:

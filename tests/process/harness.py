@@ -35,7 +35,8 @@ def environment(mark: str, more: Mapping[str, str]) -> dict[str, str]:
     """For a process of a test: marked, and with nothing of this process's own settings."""
     own = ("FOREPROP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    fixed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])  # this checkout, whatever is installed
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {**kept, **fixed, "RUN_MARK": mark, **more}
 
 

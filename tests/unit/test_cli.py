@@ -77,7 +77,7 @@ def test_help_names_the_unit_of_every_option_that_has_one(path: tuple[str, ...])
 
 
 def test_the_expected_commands_are_there() -> None:
-    expected = {"demo", "server", "bench", "config", "trace"}
+    expected = {"demo", "run", "server", "bench", "config", "trace"}
     assert expected <= {path[0] for path in COMMANDS if path}
 
 

@@ -1,0 +1,284 @@
+"""``foreprop run``: several hosts, what they print, and that all of it ends together.
+
+The hosts are this machine, reached directly (127.0.0.1 and 127.0.0.2) or by `fake_ssh`
+(198.51.100.1 and 198.51.100.2, which nobody has).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from foreprop.config import environment_for_hosts
+from foreprop.launcher.plan import Plan, hosts_here
+from foreprop.launcher.records import START, Ready, decode
+from foreprop.launcher.resources import parse_resources
+from foreprop.launcher.run import Launcher, Outcome
+from tests.process.harness import ROOT, Run, Zygote, running
+from tests.process.test_torchrun import wait_for
+from tests.process.train_script import Scenario
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+
+SCRIPT = ROOT / "tests" / "process" / "run_script.py"
+FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
+LOCAL = "127.0.0.1\n127.0.0.2\n"
+REMOTE = "198.51.100.1\n198.51.100.2\n"
+
+
+@dataclass
+class Launch:
+    """One run by a `Launcher` of this process."""
+
+    folder: Path
+    out: list[str] = field(default_factory=list)
+    err: list[str] = field(default_factory=list)
+
+    def plan(self, hosts: str, *script: str, **settings: Any) -> Plan:
+        parsed = parse_resources(hosts, source="hosts", workers_per_node=1)
+        changes: dict[str, Any] = {
+            "hosts": parsed,
+            "here": hosts_here(parsed),
+            "script": (str(SCRIPT), *script),
+            "directory": str(self.folder),
+            "python": sys.executable,
+            "ssh": (sys.executable, str(FAKE_SSH)),
+            "environment": environment_for_hosts(),
+            "master_address": "127.0.0.1",
+            "grace_s": 5.0,
+        }
+        return Plan(**changes | settings)
+
+    def run(self, hosts: str, *script: str, **settings: Any) -> Outcome:
+        out, err = io.BytesIO(), io.BytesIO()
+        outcome = Launcher(self.plan(hosts, *script, **settings), out, err).run()
+        self.out = out.getvalue().decode().splitlines()
+        self.err = err.getvalue().decode().splitlines()
+        return outcome
+
+    def logins(self) -> list[str]:
+        """What the injected runner was asked for."""
+        log = self.folder / "logins"
+        return sorted(log.read_text().split()) if log.exists() else []
+
+    def tell_ssh(self, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+        told = {"log": str(self.folder / "logins"), **more}
+        monkeypatch.setenv("FAKE_SSH", json.dumps(told))
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    launch = Launch(tmp_path)
+    launch.tell_ssh(monkeypatch)
+    return launch
+
+
+# What they print.
+def test_every_line_has_its_rank(launch: Launch) -> None:
+    """From hosts with unequal numbers of workers and GPU ids; the streams stay apart."""
+    outcome = launch.run("127.0.0.1:3,5\n198.51.100.2\n", "all:lines=300", "all:long=70000")
+    assert outcome == Outcome(0)
+    assert launch.logins() == ["198.51.100.2"]
+    where = f"of 3 in {launch.folder}, GPUs"
+    for rank, gpus in enumerate(("3,5", "3,5", "None")):
+        prefix = f"[{rank}] "
+        assert [line.removeprefix(prefix) for line in launch.out if line.startswith(prefix)] == [
+            f"rank {rank} {where} {gpus}",
+            *(f"line {number} {'.' * 200}" for number in range(300)),
+            "x" * 65_536,
+            "x" * (70_000 - 65_536),
+            "done without a line end",
+        ]
+        errors = [line for line in launch.err if line.startswith(prefix)]
+        assert errors == [f"{prefix}error {number}" for number in range(300)]
+    assert len(launch.out) == 3 * 304
+
+
+# How it ends.
+@pytest.mark.parametrize("hosts", [LOCAL, REMOTE], ids=["local", "remote"])
+def test_one_failure_ends_all_and_its_code_is_passed_on(launch: Launch, hosts: str) -> None:
+    mark = str(launch.folder / "mark")
+    first, second = hosts.split()
+    actions = ("0:touch=" + mark, "0:sleep=600", "1:wait=" + mark, "1:exit=7")
+    started_s = time.monotonic()
+    outcome = launch.run(hosts, *actions)
+    assert outcome == Outcome(7, f"rank 1 on {second} ended with exit code 7")
+    assert time.monotonic() - started_s < 60
+    assert launch.logins() == ([first, second] if hosts == REMOTE else [])
+
+
+def test_the_first_failure_is_named_not_what_follows(launch: Launch) -> None:
+    """Rank 1 fails because rank 0 did, while torchrun still waits for its stubborn neighbour."""
+    mark = str(launch.folder / "mark")
+    outcome = launch.run(
+        "127.0.0.1 workers=2\n127.0.0.2\n",
+        *("1:stubborn=600", "0:kill=9", "2:sleep=1", "2:exit=3"),
+        f"all:touch={mark}",
+        grace_s=2.0,
+    )
+    assert outcome == Outcome(137, "rank 0 on 127.0.0.1 was killed by SIGKILL")
+
+
+def test_the_child_of_a_worker_is_ended_too(launch: Launch) -> None:
+    """The plugin that looks for processes left behind would find it."""
+    assert launch.run("127.0.0.1", "0:child=600", grace_s=1.0) == Outcome(0)
+
+
+def test_a_host_without_the_directory(launch: Launch) -> None:
+    outcome = launch.run(REMOTE, directory="/none/such")
+    assert outcome.code == 1
+    assert re.match(
+        r"(198\.51\.100\.\d): there is no directory /none/such on \1; workers start in the"
+        r" directory that `foreprop run` is called in: make it there, or give --directory",
+        str(outcome.failure),
+    )
+    assert launch.out == []
+
+
+def test_a_host_without_python(launch: Launch) -> None:
+    outcome = launch.run(REMOTE, python="python-that-nobody-has")
+    assert outcome.code == 1
+    assert str(outcome.failure).endswith("has no python-that-nobody-has; give --python")
+
+
+def test_a_host_that_cannot_be_reached(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reason is printed, the message says what to try, and no worker has started."""
+    launch.tell_ssh(monkeypatch, unreachable=["198.51.100.2"])
+    outcome = launch.run(REMOTE)
+    assert outcome.code == 1
+    ssh = f"{sys.executable} {FAKE_SSH}"
+    assert outcome.failure == f"198.51.100.2 cannot be reached; try `{ssh} 198.51.100.2 true`"
+    assert launch.err == [
+        "[198.51.100.2] ssh: connect to host 198.51.100.2 port 22: No route to host"
+    ]
+    assert launch.out == []
+
+
+def test_a_script_that_is_not_there(launch: Launch) -> None:
+    outcome = launch.run(LOCAL, script=("none.py",))
+    assert outcome.code == 2
+    assert re.fullmatch(
+        r"rank [01] on 127\.0\.0\.[12] ended with exit code 2", outcome.failure or ""
+    )
+    assert any("can't open file" in line and line[:3] in ("[0]", "[1]") for line in launch.err)
+
+
+# By its own command.
+def start(
+    zygote: Zygote, run: Run, hosts: str, *script: str | Path, **variables: str
+) -> psutil.Process:
+    file = run.folder / "hosts"
+    file.write_text(hosts)
+    fake_ssh = json.dumps({"log": str(run.folder / "logins")})
+    environment = run.environment(Scenario(), FAKE_SSH=fake_ssh, **variables)
+    return run.foreprop(
+        zygote,
+        environment,
+        *("run", "--resources", str(file), "--master-addr", "127.0.0.1"),
+        *("--ssh", f"{sys.executable} {FAKE_SSH}", "--grace", "2"),
+        *map(str, script),
+    )
+
+
+def test_it_trains(zygote: Zygote, tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        start(
+            zygote, run, "127.0.0.1\n198.51.100.2\n", ROOT / "tests" / "process" / "train_script.py"
+        )
+        run.wait(80)
+        assert run.codes() == [0], run.output()
+        assert len({result["sha256"] for result in run.results().values()}) == 1
+        assert sorted(run.results()) == [0, 1]
+        assert "[0] foreprop: 2 workers on 2 node(s), 2 server(s)" in run.output()
+        run.check_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_all(zygote: Zygote, tmp_path: Path, number: signal.Signals) -> None:
+    with running(tmp_path) as run:
+        launcher = start(zygote, run, "127.0.0.1\n198.51.100.2\n", SCRIPT, "all:sleep=600")
+        wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
+        os.killpg(launcher.pid, number)
+        run.wait(30)
+        assert run.codes() == [128 + number], run.output()
+        assert f"foreprop run: ended by {number.name}" in run.output()
+        assert "Traceback" not in run.output()
+        run.check_nothing_left()
+
+
+def test_a_killed_launcher_leaves_nothing(zygote: Zygote, tmp_path: Path) -> None:
+    """Not even a worker that wants to stay, nor a child of one."""
+    with running(tmp_path) as run:
+        actions = ("0:child=600", "1:child=600", "1:stubborn=600", "0:sleep=600")
+        launcher = start(zygote, run, "127.0.0.1\n198.51.100.2\n", SCRIPT, *actions)
+        wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
+        wait_for(lambda: sum(p.name() == "sleep" for p in run.ours()) == 2, run)
+        launcher.send_signal(signal.SIGKILL)
+        run.wait(10)
+        assert run.codes() == [-signal.SIGKILL]
+        run.check_nothing_left(within_s=20)
+
+
+def test_a_second_ctrl_c_waits_for_no_one(zygote: Zygote, tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        file = run.folder / "ready"
+        actions = ("0:touch=" + str(file), "0:stubborn=600")
+        launcher = start(zygote, run, "127.0.0.1\n", "--grace", "600", SCRIPT, *actions)
+        wait_for(file.exists, run)
+        launcher.send_signal(signal.SIGINT)
+        wait_for(lambda: "shutting down workers" in run.output(), run)
+        launcher.send_signal(signal.SIGINT)
+        run.wait(20)
+        assert run.codes() == [130]
+        run.check_nothing_left()
+
+
+@pytest.mark.parametrize("program", ["host", "agent"])
+def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, program: str) -> None:
+    with running(tmp_path) as run:
+        start(zygote, run, LOCAL, SCRIPT, "all:sleep=600")
+        wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
+        one_of(run.ours(), f"foreprop.launcher.{program}").kill()
+        run.wait(30)
+        assert run.codes() == [1], run.output()
+        how = r"torchrun on 127\.0\.0\.[12] (was killed by SIGKILL|ended with exit code 137)"
+        assert re.search(rf"foreprop run: {how} before its workers", run.output())
+        run.check_nothing_left()
+
+
+def test_a_silent_launcher_counts_as_gone(launch: Launch) -> None:
+    """A host whose connection is frozen hears nothing, not even an end of its input."""
+    plan = launch.plan("127.0.0.1", "all:sleep=600")
+    program = "import foreprop.launcher.host as h; h.SILENCE_S = 1.0; raise SystemExit(h.main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as host:
+        assert host.stdin is not None
+        assert host.stdout is not None
+        host.stdin.write(msgspec.json.encode(plan.task(0)) + b"\n")
+        host.stdin.flush()
+        ready = decode(host.stdout.readline().rstrip(b"\n"))
+        assert isinstance(ready, Ready)
+        host.stdin.write(START + b" %d\n" % ready.port)
+        host.stdin.flush()
+        assert host.wait(30) != 0
+
+
+def one_of(processes: Sequence[psutil.Process], module: str) -> psutil.Process:
+    return next(process for process in processes if module in process.cmdline())
