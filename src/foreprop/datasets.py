@@ -160,12 +160,30 @@ def ensure_files(
     appears under its name whole or not at all. Raises `DatasetUnavailable`.
     """
     folder = (data_folder() if root is None else root) / "fashion-mnist"
+    names = ", ".join(f"{file.name}.gz" for file in files)
+    advice = (
+        f"on a machine that has them, get {names} (https://github.com/zalandoresearch/"
+        f"fashion-mnist, or Debian's package {PACKAGE}) and put them into {folder}; or set"
+        " FOREPROP_DATA to a folder whose fashion-mnist/ has them."
+    )
+    ensure(folder, files, sources or default_sources(folder), what="Fashion-MNIST", advice=advice)
+    return folder
+
+
+def ensure(
+    folder: Path,
+    files: Sequence[DataFile],
+    sources: Mapping[str, Source],
+    *,
+    what: str,
+    advice: str,
+) -> None:
+    """Have `files` in `folder`, as `ensure_files` says; `what` is the data set's name."""
     if _are_whole(folder, files):
-        return folder
+        return
     with _locked(folder):
         if not _are_whole(folder, files):
-            _fetch(folder, files, default_sources(folder) if sources is None else sources)
-    return folder
+            _fetch(folder, files, sources, what, advice)
 
 
 def default_sources(folder: Path) -> dict[str, Source]:
@@ -211,7 +229,9 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(folder: Path, files: Sequence[DataFile], sources: Mapping[str, Source]) -> None:
+def _fetch(
+    folder: Path, files: Sequence[DataFile], sources: Mapping[str, Source], what: str, advice: str
+) -> None:
     """Fill `folder` from the first source that works; call with the lock held."""
     for stale in folder.glob(".fetch-*"):  # its process was killed: we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
@@ -223,13 +243,10 @@ def _fetch(folder: Path, files: Sequence[DataFile], sources: Mapping[str, Source
             failures.append(f"  {name}: {error}")
         else:
             return
-    names = ", ".join(f"{file.name}.gz" for file in files)
     raise DatasetUnavailable(
-        "Fashion-MNIST is not here and could not be fetched. Tried:\n"
+        f"{what} is not here and could not be fetched. Tried:\n"
         + "\n".join(failures)
-        + f"\nWhat to do: on a machine that has them, get {names} (https://github.com/"
-        f"zalandoresearch/fashion-mnist, or Debian's package {PACKAGE}) and put them into {folder};"
-        " or set FOREPROP_DATA to a folder whose fashion-mnist/ has them."
+        + f"\nWhat to do: {advice}"
     )
 
 
@@ -305,7 +322,7 @@ def from_debian(into: Path, names: Sequence[str]) -> None:
         except subprocess.SubprocessError:  # the machine's package lists are empty or too old
             _download_with_own_lists(folder)
         (package,) = folder.glob(f"{PACKAGE}_*.deb")
-        _run(folder, "dpkg-deb", "-x", str(package), str(folder / "unpacked"))
+        run_quietly(folder, "dpkg-deb", "-x", str(package), str(folder / "unpacked"))
         from_folder(folder / "unpacked" / PACKAGE_FOLDER)(into, names)
 
 
@@ -320,10 +337,10 @@ def _download_with_own_lists(folder: Path) -> None:
 
 def _apt(folder: Path, *arguments: str) -> None:
     # As root, apt would hand downloads to a user that cannot enter this private folder.
-    _run(folder, "apt-get", "-q", "-o", "APT::Sandbox::User=root", *arguments)
+    run_quietly(folder, "apt-get", "-q", "-o", "APT::Sandbox::User=root", *arguments)
 
 
-def _run(folder: Path, *command: str) -> None:
+def run_quietly(folder: Path, *command: str) -> None:
     """Run quietly in `folder`; a failure raises SubprocessError with the last line that it said."""
     done = subprocess.run(
         command,

@@ -12,9 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from foreprop.errors import ConfigError
+from foreprop.lab.language import (
+    HYBRID,
+    LANGUAGE_SYSTEMS,
+    LanguageSetting,
+    Text,
+    lstm_profile,
+)
+from foreprop.lab.languagerecords import LanguageRecord, with_bytes
 from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.lab.records import Record, write_records
-from foreprop.lab.run import run_lab
+from foreprop.lab.run import run_lab, sampled_steps
 from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
 
 if TYPE_CHECKING:
@@ -99,6 +107,82 @@ def run(
     console.print(table(setting, result.records))
     write_records(results, result.records)
     console.print(f"Records: {results}", soft_wrap=True, markup=False)
+
+
+@lab.command("language")
+def language(
+    nodes: Annotated[int, typer.Option(help="Nodes, each with a worker.")] = 8,
+    rate_mbit: Annotated[float, typer.Option(help="The links' rate in Mbit/s.")] = 30.0,
+    compute_s: Annotated[
+        float, typer.Option(help="Seconds that the device computes per step.")
+    ] = 1.0,
+    scale: Annotated[
+        int, typer.Option(help="Divides widths; the vocabulary and the batch stay.")
+    ] = 16,
+    systems: Annotated[
+        str, typer.Option(help=f"Separated by commas: {', '.join(LANGUAGE_SYSTEMS)}.")
+    ] = ",".join(LANGUAGE_SYSTEMS),
+    iterations: Annotated[int, typer.Option(help="Measured steps of each system.")] = 20,
+    width: Annotated[int, typer.Option(help="Elements of a word's row, unscaled.")] = 512,
+    hidden: Annotated[int, typer.Option(help="Units of the LSTM, unscaled.")] = 1024,
+    samples: Annotated[int, typer.Option(help="Words that the softmax draws.")] = 8192,
+    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/language"),
+) -> None:
+    """Train a language model on WikiText-2's 76,616 types, sparse and dense; write results.json.
+
+    A step looks up few rows of two large tables. hybrid all-reduces the LSTM and leaves the rows to
+    servers; ring and ddp-dense all-reduce everything; ddp-sparse all-gathers the rows' gradients.
+    """
+    setting = LanguageSetting(
+        profile=lstm_profile(width, hidden),
+        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        nodes=nodes,
+        scale=scale,
+        compute_s=compute_s,
+        rate_bits_per_s=rate_mbit * 1e6,
+        iterations=iterations,
+        sample_network=True,
+        width=width,
+        hidden=hidden,
+        samples=samples,
+    )
+    results = _writable(out) / "results.json"
+    Text(setting, 0)  # fetched before the clocks run
+    console = Console()
+    with console.status("") as status:
+        result = run_lab(setting, progress=status.update)
+    for notice in result.notices:
+        console.print(f"Notice: {notice}", style="yellow", markup=False)
+    measured = with_bytes(result, sampled_steps=sampled_steps(setting))
+    console.print(_language_table(setting, measured))
+    write_records(results, measured)
+    console.print(f"Records: {results}", soft_wrap=True, markup=False)
+
+
+def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) -> Table:
+    title = (
+        f"language model, widths / {setting.scale}, {setting.nodes} nodes at"
+        f" {setting.rate / 1e6:.0f} Mbit/s, compute {setting.compute_s:g} s"
+    )
+    made = Table(title=title)
+    headings = ("system", "step", "steps/s", "hybrid is", "sent", "received", "waiting", "CPUs")
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading == "system" else "right")
+    steps = {m.record.system: m.record.iteration_s.median for m in measured}
+    best = steps.get(HYBRID)
+    for entry in measured:
+        record, step_s = entry.record, entry.record.iteration_s.median
+        made.add_row(
+            record.system,
+            f"{step_s:.3f} s",
+            f"{1 / step_s:.3f}",
+            f"{step_s / best:.2f}x" if best else "",
+            f"{entry.sent_bytes / 1e6:.1f} MB",
+            f"{entry.received_bytes / 1e6:.1f} MB",
+            f"{record.waiting_s:.2f} s",
+            f"{record.cpu_share:.0%}" + (" CPU-bound" if record.cpu_bound else ""),
+        )
+    return made
 
 
 @lab.command("figures")

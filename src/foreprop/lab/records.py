@@ -64,7 +64,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def write_records(path: Path, records: Sequence[Record]) -> None:
+def write_records(path: Path, records: Sequence[msgspec.Struct]) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
     partial.replace(path)

@@ -20,6 +20,7 @@ from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.cluster import Cluster
+from foreprop.lab.language import LanguageSetting, LanguageSystem
 from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
@@ -66,6 +67,11 @@ def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabR
         run.measure()
         run.end()
     return LabResult(records=run.records(), samples=run.samples, notices=notices)
+
+
+def sampled_steps(setting: LabSetting) -> int:
+    """The steps during which `LabResult.samples` were taken."""
+    return min(_BLOCK_STEPS, setting.iterations) + _DISCARDED_STEPS
 
 
 def _network(setting: LabSetting) -> Network:
@@ -259,8 +265,10 @@ def serve_node(node: int, connection: Connection, argument: tuple[LabSetting, bo
 def _build_system(
     name: str, node: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
 ) -> System:
-    if any(system in (DDP, DDP_TUNED) for system in setting.systems):
+    if any(system.startswith(DDP) for system in setting.systems):
         join_process_group()
+    if isinstance(setting, LanguageSetting):
+        return LanguageSystem(name, setting, node)
     if bucket_bytes is not None:
         return DdpSystem(setting, bucket_bytes=bucket_bytes)
     if name in MXNET:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
@@ -62,11 +63,13 @@ class LabSetting:
     sample_network: bool = False
     """Read node 0's interface counters every 10 ms during measured steps."""
 
+    known_systems: ClassVar[tuple[str, ...]] = SYSTEMS
+
     def __post_init__(self) -> None:
-        unknown = [name for name in self.systems if name not in SYSTEMS]
+        unknown = [name for name in self.systems if name not in self.known_systems]
         if unknown or not self.systems:
             what = unknown[0] if unknown else ""
-            raise ConfigError(f"systems has {what!r}; there are {', '.join(SYSTEMS)}")
+            raise ConfigError(f"systems has {what!r}; there are {', '.join(self.known_systems)}")
         if len(set(self.systems)) < len(self.systems):
             raise ConfigError(f"systems names one twice: {', '.join(self.systems)}")
         least_of = {"nodes": 2, "scale": 1, "iterations": 1, "warm_up": 0, "slice_elems": 1}

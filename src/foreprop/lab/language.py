@@ -1,0 +1,200 @@
+"""A language model in the lab: real words look up rows, and the device's time is emulated.
+
+The model is of Parallax's kind (section 2): an embedding, an LSTM with a projection, and a softmax
+over sampled words. Both tables have a row for each type of WikiText-2's full vocabulary. A step
+looks up the rows of its words, and of their next words and the sampled ones. The rows' gradients
+are autograd's; the LSTM is emulated as the lab's other layers are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from foreprop.config import Config
+from foreprop.errors import ConfigError
+from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
+from foreprop.lab.profile import Layer, Profile, ProfiledArray
+from foreprop.lab.setting import LabSetting
+from foreprop.lab.systems import Steps
+from foreprop.training.lookahead import lookahead
+from foreprop.training.parallelize import parallelize
+from foreprop.wikitext import wikitext2
+
+HYBRID, SERVERS, FEW_SERVERS, RING = "hybrid", "p2p", "ps", "ring"
+DDP_SPARSE, DDP_DENSE = "ddp-sparse", "ddp-dense"
+LANGUAGE_SYSTEMS = (HYBRID, SERVERS, FEW_SERVERS, RING, DDP_SPARSE, DDP_DENSE)
+"""foreprop's architectures ("ps": servers on two nodes); DDP, which gathers sparse gradients."""
+
+_SPARSE = frozenset({HYBRID, SERVERS, FEW_SERVERS, DDP_SPARSE})
+_FEW = 2  # servers of "ps"
+_DEFAULT = Config()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageSetting(LabSetting):
+    """Also of the words. Widths are divided by ``scale``, the vocabulary and the batch are not."""
+
+    width: int = 512
+    """Elements of a row, and of the LSTM's projection."""
+    hidden: int = 1024
+    sequences: int = 128
+    length: int = 20
+    """Words in each of a batch's sequences."""
+    samples: int = 8192
+    """Words drawn for the softmax, by a log-uniform distribution."""
+
+    known_systems: ClassVar[tuple[str, ...]] = LANGUAGE_SYSTEMS
+
+    def __post_init__(self) -> None:
+        super(LanguageSetting, self).__post_init__()
+        for name in ("width", "hidden", "sequences", "length", "samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; at least 1")
+
+    @property
+    def row_elems(self) -> int:
+        return max(1, self.width // self.scale)
+
+
+def lstm_profile(width: int, hidden: int) -> Profile:
+    """The dense arrays between the two tables: four gates, and a projection to a row's width."""
+    gates = 4 * hidden
+    sizes = {
+        "lstm.input": (gates, width),
+        "lstm.recurrent": (gates, width),
+        "lstm.bias": (gates,),
+        "projection.weight": (width, hidden),
+    }
+    return Profile(
+        name="lstm-lm",
+        arrays=tuple(
+            ProfiledArray(name=name, shape=shape, forward_flops=float(math.prod(shape)))
+            for name, shape in sizes.items()
+        ),
+    )
+
+
+class LanguageModel(torch.nn.Module):
+    """Looks up words, occupies the device as the LSTM would, looks up the softmax's rows."""
+
+    def __init__(self, types: int, row_elems: int, layers: list[Layer], *, sparse: bool) -> None:
+        super().__init__()
+        self.clock = DeviceClock()
+        self.words = torch.nn.Embedding(types, row_elems, sparse=sparse)
+        self.lstm = torch.nn.Sequential(*(EmulatedLayer(layer, self.clock) for layer in layers))
+        self.softmax = torch.nn.Embedding(types, row_elems, sparse=sparse)
+
+    def forward(self, words: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        x = self.lstm(self._look_up(self.words, words).mean().reshape(1))
+        result: torch.Tensor = x * self._look_up(self.softmax, classes).mean()
+        return result
+
+    def _look_up(self, table: torch.nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
+        asked_at = time.monotonic()
+        found: torch.Tensor = table(rows)
+        self.clock.waited(asked_at)
+        return found
+
+    def end_backward(self) -> None:
+        """To be called after ``loss.backward()``, which with DDP ends with a wait for gradients."""
+        self.clock.waited(self.clock.backward_ended_at)
+
+
+class Text:
+    """One node's share of the text, batch by batch, without end."""
+
+    def __init__(self, setting: LanguageSetting, node: int) -> None:
+        words, types = wikitext2()
+        share = len(words) // setting.nodes
+        self.types = len(types)
+        self._words = words[node * share : (node + 1) * share]
+        self._setting = setting
+        self._generator = torch.Generator().manual_seed(node)
+
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Words (sequences, length), and the rows of the softmax: next words and samples."""
+        shape = (self._setting.sequences, self._setting.length)
+        count = math.prod(shape)
+        while True:
+            for start in range(0, len(self._words) - count, count):
+                text = self._words[start : start + count + 1]
+                yield text[:-1].view(shape), torch.cat([text[1:], self._sampled()])
+
+    def _sampled(self) -> torch.Tensor:
+        """Log-uniform over the types, whose numbers go by frequency (as TensorFlow's sampler)."""
+        uniform = torch.rand(self._setting.samples, generator=self._generator, dtype=torch.float64)
+        drawn = torch.exp(uniform * math.log(self.types + 1)).to(torch.int64) - 1
+        return drawn.clamp_(0, self.types - 1)
+
+
+class LanguageSystem:
+    """One way of training the language model, on one node."""
+
+    def __init__(self, name: str, setting: LanguageSetting, node: int) -> None:
+        text = Text(setting, node)
+        torch.manual_seed(0)
+        sparse = name in _SPARSE
+        self._model = LanguageModel(text.types, setting.row_elems, setting.layers, sparse=sparse)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
+        self._batches = lookahead.follow(text.batches())  # as a loader from `shard` does
+        self._forward: Callable[..., torch.Tensor] = self._model
+        self._close: Callable[[], None] = lambda: None
+        self._server: subprocess.Popen[bytes] | None = None
+        if name in (DDP_SPARSE, DDP_DENSE):
+            self._forward = DistributedDataParallel(
+                self._model, bucket_cap_mb=25 / setting.scale, gradient_as_bucket_view=not sparse
+            )
+            return
+        if name == FEW_SERVERS and node < _FEW:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "foreprop.cli.main", "server"],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        session = parallelize(self._model, self._optimizer, config=_config(name, setting))
+        self._close = session.close
+
+    def steps(self, count: int) -> Steps:
+        """From the end of a forward pass to the end of the next one."""
+        clock = self._model.clock
+        clock.restart()
+        loss = self._forward(*next(self._batches))
+        steps = Steps()
+        for _ in range(count):
+            started, idle_before = clock.free_at, clock.idle_s
+            self._optimizer.zero_grad()
+            loss.sum().backward()  # type: ignore[no-untyped-call]
+            self._model.end_backward()
+            self._optimizer.step()
+            loss = self._forward(*next(self._batches))
+            steps.step_s.append(clock.free_at - started)
+            steps.waited_s.append(clock.idle_s - idle_before)
+        return steps
+
+    def close(self) -> None:
+        self._close()
+        if self._server is not None:
+            self._server.wait()
+
+
+def _config(name: str, setting: LanguageSetting) -> Config:
+    return dataclasses.replace(
+        _DEFAULT,
+        architecture=name,  # type: ignore[arg-type]
+        dedicated_servers=min(_FEW, setting.nodes) if name == FEW_SERVERS else 0,
+        workers_per_node=1,
+        chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
+        slice_elems=setting.scaled(setting.slice_elems),
+        unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
+        push_window_bytes=setting.scaled(_DEFAULT.push_window_bytes),
+    )

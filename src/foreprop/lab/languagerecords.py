@@ -1,0 +1,32 @@
+"""What a language model's run yields: the lab's records, with the bytes of a step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from foreprop.lab.records import Record
+from foreprop.lab.run import LabResult
+
+
+class LanguageRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One system's record. Its limit knows the dense arrays only."""
+
+    record: Record
+    sent_bytes: float
+    """Of node 0's link in a step, with all headers."""
+    received_bytes: float
+
+
+def with_bytes(result: LabResult, *, sampled_steps: int) -> list[LanguageRecord]:
+    """``sampled_steps``: the steps during which node 0's interface was read."""
+    entries = []
+    for record in result.records:
+        samples = result.samples.get(record.system) or [(0.0, 0, 0)]
+        _, sent, received = samples[-1]
+        entry = LanguageRecord(
+            record=record,
+            sent_bytes=sent / sampled_steps,
+            received_bytes=received / sampled_steps,
+        )
+        entries.append(entry)
+    return entries
