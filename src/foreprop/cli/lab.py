@@ -126,6 +126,9 @@ def language(
     width: Annotated[int, typer.Option(help="Elements of a word's row, unscaled.")] = 512,
     hidden: Annotated[int, typer.Option(help="Units of the LSTM, unscaled.")] = 1024,
     samples: Annotated[int, typer.Option(help="Words that the softmax draws.")] = 8192,
+    text: Annotated[
+        Path | None, typer.Option(help="A file of words, instead of WikiText-2.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/language"),
 ) -> None:
     """Train a language model on WikiText-2's 76,616 types, sparse and dense; write results.json.
@@ -145,6 +148,7 @@ def language(
         width=width,
         hidden=hidden,
         samples=samples,
+        text=text,
     )
     results = _writable(out) / "results.json"
     Text(setting, 0)  # fetched before the clocks run

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import Steps
 from foreprop.training.lookahead import lookahead
 from foreprop.training.parallelize import parallelize
-from foreprop.wikitext import wikitext2
+from foreprop.wikitext import number_words, wikitext2
 
 HYBRID, SERVERS, FEW_SERVERS, RING = "hybrid", "p2p", "ps", "ring"
 DDP_SPARSE, DDP_DENSE = "ddp-sparse", "ddp-dense"
@@ -53,6 +54,8 @@ class LanguageSetting(LabSetting):
     """Words in each of a batch's sequences."""
     samples: int = 8192
     """Words drawn for the softmax, by a log-uniform distribution."""
+    text: Path | None = None
+    """A file of words, instead of WikiText-2."""
 
     known_systems: ClassVar[tuple[str, ...]] = LANGUAGE_SYSTEMS
 
@@ -115,7 +118,7 @@ class Text:
     """One node's share of the text, batch by batch, without end."""
 
     def __init__(self, setting: LanguageSetting, node: int) -> None:
-        words, types = wikitext2()
+        words, types = _read_words(setting)
         share = len(words) // setting.nodes
         self.types = len(types)
         self._words = words[node * share : (node + 1) * share]
@@ -136,6 +139,23 @@ class Text:
         uniform = torch.rand(self._setting.samples, generator=self._generator, dtype=torch.float64)
         drawn = torch.exp(uniform * math.log(self.types + 1)).to(torch.int64) - 1
         return drawn.clamp_(0, self.types - 1)
+
+
+def _read_words(setting: LanguageSetting) -> tuple[torch.Tensor, list[str]]:
+    """Raises `ConfigError` for a text without a batch for each node, `DatasetUnavailable`."""
+    if setting.text is None:
+        return wikitext2()
+    try:
+        words, types = number_words(setting.text.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text is {setting.text}, which cannot be read: {error}") from error
+    needed = setting.nodes * (setting.sequences * setting.length + 1)
+    if len(words) < needed:
+        raise ConfigError(
+            f"text is {setting.text}, which has {len(words)} words; a batch for each of"
+            f" {setting.nodes} nodes takes {needed}"
+        )
+    return words, types
 
 
 class LanguageSystem:
