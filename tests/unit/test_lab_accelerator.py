@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreprop.lab import accelerator
-from foreprop.lab.accelerator import EmulatedLayer, EmulatedModel
+from foreprop.lab.accelerator import DeviceClock, EmulatedLayer, EmulatedModel
 from foreprop.lab.profile import Layer, load_profile
 
 LAYERS = [
@@ -193,3 +193,20 @@ def test_occupies_real_time() -> None:
     model.clock.restart()
     forward(model).backward()
     assert accelerator.time.monotonic() - started >= 0.06
+
+
+def test_jitter_is_drawn_anew_and_leaves_the_mean() -> None:
+    clock = DeviceClock(jitter=0.2, seed=3)
+    taken = []
+    for _ in range(2000):
+        before = clock.free_at = 0.0  # long past: nobody sleeps
+        clock.occupy(1.0)
+        taken.append(clock.free_at - before)
+    assert 0.8 <= min(taken) < 0.81
+    assert 1.19 < max(taken) <= 1.2
+    assert sum(taken) / len(taken) == pytest.approx(1.0, abs=0.01)
+    again, other = (DeviceClock(jitter=0.2, seed=seed) for seed in (3, 4))
+    again.free_at = other.free_at = 0.0
+    again.occupy(1.0)
+    other.occupy(1.0)
+    assert again.free_at == taken[0] != other.free_at

@@ -28,6 +28,12 @@ SETTING = LabSetting(profile=load_profile("resnet110_cifar"), systems=("p3", "dd
         ({"warm_up": -1}, "warm_up is -1; at least 0"),
         ({"slice_elems": 0}, "slice_elems is 0; at least 1"),
         ({"rate_bits_per_s": 1e9, "balance": 1.0}, "rate and balance are both given"),
+        ({"jitter": 1.0}, "jitter is 1.0; it must be at least 0 and below 1"),
+        ({"jitter": -0.1}, "jitter is -0.1"),
+        (
+            {"jitter": 0.2, "systems": ("mxnet-p3",), "mxnet_python": Path("python")},
+            r"jitter is 0\.2; mxnet-\* can only be measured without",
+        ),
         ({"compute_s": 0.0}, "compute_s is 0.0; it must be positive"),
         ({"compute_s": -1.0}, "compute_s is -1.0"),
         ({"compute_s": math.nan}, "compute_s is nan"),

@@ -68,6 +68,9 @@ def run(
     slice_elems: Annotated[
         int, typer.Option(help="Elements per slice of the unscaled model.")
     ] = SLICE_ELEMS,
+    jitter: Annotated[
+        float, typer.Option(help="Draw each layer's time anew, up to this share off, as 0.2.")
+    ] = 0.0,
     egress_only: Annotated[
         bool, typer.Option("--egress-only", help="Shape only what nodes send, as the paper did.")
     ] = False,
@@ -94,6 +97,7 @@ def run(
         balance=balance,
         iterations=iterations,
         slice_elems=slice_elems,
+        jitter=jitter,
         shape_ingress=not egress_only,
         mxnet_python=mxnet_python,
         trace=trace,

@@ -6,6 +6,7 @@ hooks, optimizer. Host delays do not stretch the compute; only missing parameter
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +20,14 @@ _LATE_S = 0.5e-3
 
 
 class DeviceClock:
-    """When the emulated device will be free."""
+    """When the emulated device will be free.
 
-    def __init__(self) -> None:
+    ``jitter``: each piece of work takes up to this share less or more, evenly drawn from ``seed``.
+    """
+
+    def __init__(self, *, jitter: float = 0.0, seed: int = 0) -> None:
+        self._jitter = jitter
+        self._random = random.Random(seed)
         self.free_at = time.monotonic()
         self.idle_s = 0.0
         self.backward_ended_at = self.free_at
@@ -29,6 +35,8 @@ class DeviceClock:
 
     def occupy(self, seconds: float) -> None:
         """Give the device work, and return when that is done."""
+        if self._jitter:
+            seconds *= 1 + self._jitter * self._random.uniform(-1, 1)
         self.free_at += seconds
         remaining = self.free_at - time.monotonic()
         if remaining > 0:
@@ -85,8 +93,8 @@ class EmulatedLayer(torch.nn.Module):
 class EmulatedModel(torch.nn.Sequential):
     """Takes and returns a tensor of one element; its arrays are those of ``layers``."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        clock = DeviceClock()
+    def __init__(self, layers: Sequence[Layer], clock: DeviceClock | None = None) -> None:
+        clock = clock or DeviceClock()
         super().__init__(*(EmulatedLayer(layer, clock) for layer in layers))
         self.clock = clock
 

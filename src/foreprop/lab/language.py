@@ -91,9 +91,11 @@ def lstm_profile(width: int, hidden: int) -> Profile:
 class LanguageModel(torch.nn.Module):
     """Looks up words, occupies the device as the LSTM would, looks up the softmax's rows."""
 
-    def __init__(self, types: int, row_elems: int, layers: list[Layer], *, sparse: bool) -> None:
+    def __init__(
+        self, types: int, row_elems: int, layers: list[Layer], clock: DeviceClock, *, sparse: bool
+    ) -> None:
         super().__init__()
-        self.clock = DeviceClock()
+        self.clock = clock
         self.words = torch.nn.Embedding(types, row_elems, sparse=sparse)
         self.lstm = torch.nn.Sequential(*(EmulatedLayer(layer, self.clock) for layer in layers))
         self.softmax = torch.nn.Embedding(types, row_elems, sparse=sparse)
@@ -165,7 +167,10 @@ class LanguageSystem:
         text = Text(setting, node)
         torch.manual_seed(0)
         sparse = name in _SPARSE
-        self._model = LanguageModel(text.types, setting.row_elems, setting.layers, sparse=sparse)
+        clock = DeviceClock(jitter=setting.jitter, seed=node)
+        self._model = LanguageModel(
+            text.types, setting.row_elems, setting.layers, clock, sparse=sparse
+        )
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
         self._batches = lookahead.follow(text.batches())  # as a loader from `shard` does
         self._forward: Callable[..., torch.Tensor] = self._model

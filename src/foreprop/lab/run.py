@@ -270,7 +270,7 @@ def _build_system(
     if isinstance(setting, LanguageSetting):
         return LanguageSystem(name, setting, node)
     if bucket_bytes is not None:
-        return DdpSystem(setting, bucket_bytes=bucket_bytes)
+        return DdpSystem(setting, node, bucket_bytes=bucket_bytes)
     if name in MXNET:
         network = _network(setting)
         return MxnetSystem(
@@ -281,7 +281,7 @@ def _build_system(
             root_address=network.address(0),
             port=_MXNET_PORT + MXNET.index(name),
         )
-    return ForepropSystem(name, setting, paced=paced)
+    return ForepropSystem(name, setting, node, paced=paced)
 
 
 def _steps(system: System, count: int, *, sample: bool) -> tuple[Steps, list[Sample]]:

@@ -56,6 +56,8 @@ class LabSetting:
     iterations: int = 20
     warm_up: int = 3
     slice_elems: int = SLICE_ELEMS
+    jitter: float = 0.0
+    """Each layer's time is drawn anew on every node and in every step, up to this share off."""
     shape_ingress: bool = True
     mxnet_python: Path | None = None
     trace: Path | None = None
@@ -84,6 +86,10 @@ class LabSetting:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and below 1")
+        if self.jitter and any(name in MXNET for name in self.systems):
+            raise ConfigError(f"jitter is {self.jitter}; mxnet-* can only be measured without")
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.config import Config
-from foreprop.lab.accelerator import EmulatedModel
+from foreprop.lab.accelerator import DeviceClock, EmulatedModel
 from foreprop.lab.setting import BIG_ARRAY_ELEMS, RING, LabSetting
 from foreprop.training.parallelize import parallelize
 
@@ -58,6 +58,11 @@ def _train(
     return steps
 
 
+def _model(setting: LabSetting, node: int) -> EmulatedModel:
+    """Every node's device has its own jitter, and each system's the same."""
+    return EmulatedModel(setting.layers, DeviceClock(jitter=setting.jitter, seed=node))
+
+
 def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -65,7 +70,7 @@ def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
 class ForepropSystem:
     """foreprop with one of its presets, or with all-reduce."""
 
-    def __init__(self, name: str, setting: LabSetting, *, paced: bool) -> None:
+    def __init__(self, name: str, setting: LabSetting, node: int, *, paced: bool) -> None:
         trace = None if setting.trace is None else str(setting.trace / name)
         ring = name == RING
         config = Config.resolve(
@@ -80,7 +85,7 @@ class ForepropSystem:
             link_rate_bits_per_s=setting.rate if paced else None,
             trace=trace,
         )
-        self._model = EmulatedModel(setting.layers)
+        self._model = _model(setting, node)
         self._optimizer = _sgd(self._model)
         self._session = parallelize(self._model, self._optimizer, config=config)
 
@@ -95,8 +100,8 @@ class ForepropSystem:
 class DdpSystem:
     """torch's DistributedDataParallel on gloo."""
 
-    def __init__(self, setting: LabSetting, *, bucket_bytes: int) -> None:
-        self._model = EmulatedModel(setting.layers)
+    def __init__(self, setting: LabSetting, node: int, *, bucket_bytes: int) -> None:
+        self._model = _model(setting, node)
         self._optimizer = _sgd(self._model)
         self._wrapped = DistributedDataParallel(self._model, bucket_cap_mb=bucket_bytes / 2**20)
 
