@@ -106,7 +106,7 @@ def test_a_plan_names_every_chunk_once_and_the_link_is_never_idle_with_something
         left.remove(number)
 
 
-def test_observer_gives_medians_since_the_first_gradient_and_the_first_use() -> None:
+def test_observer_gives_times_since_the_first_gradient_and_the_first_use() -> None:
     observer = Observer(2, [100, 300])
     for step, late_s in enumerate([0.0, 0.5, 0.1], 1):
         start_s = 10.0 * step
@@ -117,23 +117,24 @@ def test_observer_gives_medians_since_the_first_gradient_and_the_first_use() -> 
         observer.needed(0, step, start_s + 4)
         observer.waited(3.0)
         observer.needed(1, step, start_s + 8)
-    seen = observer.observation()
+    assert observer.ready_s() == pytest.approx([1.1, 0.0])  # the second latest
+    seen = observer.observation([[0.9, 0.2], [1.0, 0.1]])
     assert seen is not None
-    assert seen.ready_s == pytest.approx((1.1, 0.0))
+    assert seen.ready_s == pytest.approx((1.1, 0.2))  # the last rank's
     assert seen.needed_s == pytest.approx((0.0, 1.0))
     assert seen.chunk_s == pytest.approx((0.5, 1.5))  # 0.5 s for 100 bytes
 
 
 def test_observer_has_nothing_to_say_until_it_has_seen_everything() -> None:
     observer = Observer(1, [8])
-    assert observer.observation() is None
+    assert observer.observation([]) is None
     observer.gradient_ready(0, 1, 0.0)
     observer.needed(0, 1, 0.0)
     observer.reduced(0, 1.0, more=True)
-    assert observer.observation() is None  # how long one takes is not known yet
+    assert observer.observation([]) is None  # how long one takes is not known yet
     observer.reduced(0, 3.0, more=True)
-    seen = observer.observation()
+    seen = observer.observation([])
     assert seen is not None
     assert seen.chunk_s == (2.0,)
     observer.forget_rate()
-    assert observer.observation() is None
+    assert observer.observation([]) is None

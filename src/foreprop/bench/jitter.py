@@ -14,9 +14,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foreprop.core.plan import Chunk, Observation, backward_order, cut_chunks, plan_order
+from foreprop.core.plan import (
+    Chunk,
+    Observation,
+    Observer,
+    backward_order,
+    cut_chunks,
+    plan_order,
+)
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer
+
+_OBSERVED_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +71,9 @@ def simulate_jitter(
     chance = random.Random(seed)
     forward_order = range(len(layers))
     even = [_draw(layers, 0.0, chance)]
-    planned = plan_order(chunks, forward_order, _observe(even, chunk_s))
+    planned = plan_order(
+        chunks, forward_order, _observe_steps(layers, nodes, jitter, chance, chunk_s)
+    )
     backward = backward_order(chunks, forward_order)
     results: list[tuple[float, float, float]] = []
     for _ in range(steps):
@@ -94,6 +105,25 @@ def _observe(ranks: Sequence[_Times], chunk_s: tuple[float, ...]) -> Observation
     ready_s = tuple(map(max, zip(*(times.ready_s for times in ranks), strict=True)))
     needed_s = tuple(itertools.accumulate(ranks[0].forward_s, initial=0.0))[:-1]
     return Observation(ready_s=ready_s, needed_s=needed_s, chunk_s=chunk_s)
+
+
+def _observe_steps(
+    layers: Sequence[Layer],
+    nodes: int,
+    jitter: float,
+    chance: random.Random,
+    chunk_s: tuple[float, ...],
+) -> Observation:
+    """What the ranks' observers would make of a few steps."""
+    observers = [Observer(len(layers), [1]) for _ in range(nodes)]
+    for step, observer in itertools.product(range(1, _OBSERVED_STEPS + 1), observers):
+        times = _draw(layers, jitter, chance)
+        for layer in reversed(range(len(layers))):
+            observer.gradient_ready(layer, step, times.ready_s[layer])
+    first_s = layers[-1].backward_s  # observers count from the first gradient
+    latest_s = map(max, zip(*(observer.ready_s() for observer in observers), strict=True))
+    even = _observe([_draw(layers, 0.0, chance)], chunk_s)
+    return even._replace(ready_s=tuple(first_s + late_s for late_s in latest_s))
 
 
 def _step_s(

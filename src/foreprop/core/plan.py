@@ -43,10 +43,10 @@ def _cut(sizes_elems: Sequence[int], chunk_elems: int) -> Iterator[tuple[int, in
 
 
 class Observation(NamedTuple):
-    """One step as rank 0 saw it: what an order is planned from."""
+    """A step as it was seen of late: what an order is planned from."""
 
     ready_s: tuple[float, ...]
-    """By parameter: when its gradient was ready, since the first one of the step."""
+    """By parameter: when its gradient was ready on the last rank, since the step's first one."""
     needed_s: tuple[float, ...]
     """By parameter: when the forward pass used it, since its first use of any, waits left out."""
     chunk_s: tuple[float, ...]
@@ -140,13 +140,26 @@ class Observer:
             self._busy_bytes += self._sizes_bytes[chunk]
         self._reduced_at_s = now_s if more else None
 
-    def observation(self) -> Observation | None:
-        """The medians of the last steps; None while some parameter has not been seen yet."""
-        if not (all(self._ready_s) and all(self._needed_s) and self._busy_bytes):
+    def ready_s(self) -> list[float]:
+        """By parameter: when this rank's gradient was ready, late rather than early.
+
+        An order that expects a gradient too early makes everything behind it wait; too late, only
+        itself. So of the last steps' times the second latest counts. Empty while some parameter has
+        not been seen yet.
+        """
+        return [sorted(times)[-2:][0] for times in self._ready_s] if all(self._ready_s) else []
+
+    def observation(self, others_ready_s: Sequence[Sequence[float]]) -> Observation | None:
+        """What the last steps showed; None while some parameter has not been seen on some rank.
+
+        ``others_ready_s``: `ready_s` of the other ranks.
+        """
+        ready_s = [self.ready_s(), *others_ready_s]
+        if not (all(ready_s) and all(self._needed_s) and self._busy_bytes):
             return None
         byte_s = self._busy_s / self._busy_bytes
         return Observation(
-            ready_s=tuple(map(median, self._ready_s)),
+            ready_s=tuple(map(max, zip(*ready_s, strict=True))),
             needed_s=tuple(map(median, self._needed_s)),
             chunk_s=tuple(size_bytes * byte_s for size_bytes in self._sizes_bytes),
         )

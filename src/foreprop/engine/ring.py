@@ -161,20 +161,34 @@ class RingEngine:
             return
         key = f"order/{step}"
         if self._rank == 0:
-            order = self._better_order()
+            order = self._better_order(step)
             self._group.publish(key, json.dumps(order))
             self._group.forget(self._told_order)  # all ranks have it: they are in this step
             self._told_order = key
         else:
+            with self._work:
+                ready_s = self._observer.ready_s()
+            self._group.publish(f"ready/{step}/{self._rank}", json.dumps(ready_s))
             what = f"rank 0's order of collectives after step {step}"
             order = json.loads(self._group.lookup(key, what, self.raise_if_failed))
         if order is not None:
             self.order = tuple(order)
             self._dispatch(OrderLearned(self.order, step + 1))
 
-    def _better_order(self) -> tuple[int, ...] | None:
+    def _others_ready_s(self, step: int) -> list[list[float]]:
+        """When gradients are ready on the other ranks."""
+        found = []
+        for rank in range(1, self._group.size):
+            key = f"ready/{step}/{rank}"
+            what = f"rank {rank}'s times of its gradients, after step {step}"
+            found.append(json.loads(self._group.lookup(key, what, self.raise_if_failed)))
+            self._group.forget(key)
+        return found
+
+    def _better_order(self, step: int) -> tuple[int, ...] | None:
+        others_ready_s = self._others_ready_s(step)
         with self._work:
-            observed = self._observer.observation()
+            observed = self._observer.observation(others_ready_s)
             self._observer.forget_rate()
         if observed is None:
             return None

@@ -208,7 +208,8 @@ class LanguageSystem:
 
     def close(self) -> None:
         self._close()
-        if self._server is not None:
+        if self._server is not None:  # it would wait for another session
+            self._server.terminate()
             self._server.wait()
 
 
