@@ -33,6 +33,7 @@ from foreprop.core.ring import (
     UpdateParameter,
 )
 from foreprop.core.wire import Flag
+from foreprop.engine.aggregation import clip, finish_sum
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import describe_groups
 from foreprop.engine.progress import NOTHING, Progress
@@ -60,8 +61,8 @@ _KEPT_BLOBS = 3
 class Updater(Protocol):
     """Applies the optimizer to one parameter at a time."""
 
-    def update(self, parameter: int, step: int, average: torch.Tensor) -> None:
-        """``average``: the gradient's mean over the ranks, flat. Any thread."""
+    def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
+        """``gradient``: the aggregated one, flat. Any thread."""
 
 
 class _Settings:
@@ -98,6 +99,7 @@ class RingEngine:
         self._rank = group.rank
         self._config = config
         self._trace = trace
+        self._aggregation = config.aggregation
         names = [info.name for info in parameters]
         self._progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self._progress.counters
@@ -384,10 +386,10 @@ class RingEngine:
         if digests != self._group.size * self._settings_at(step).digest:
             raise self._unlike_settings(step)
         if with_gradient:
-            average = total[: info.elems]
-            if self._group.size > 1:
-                average /= self._group.size
-            self._updater.update(parameter, step, average)
+            gradient = total[: info.elems]
+            finish_sum(gradient, self._aggregation, workers=self._group.size)
+            clip(gradient, self._aggregation)
+            self._updater.update(parameter, step, gradient)
         self._dispatch(ParameterUpdated(parameter))
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:

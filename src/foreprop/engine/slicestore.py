@@ -20,6 +20,7 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.slicing import Slice
+from foreprop.engine.aggregation import clip, finish_sum
 from foreprop.errors import InternalError, RemoteProtocolError
 
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -128,6 +129,7 @@ class SliceStore:
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
+        self._aggregation = manifest.knobs.aggregation
         self._optimizer_class = ELEMENTWISE_OPTIMIZERS[manifest.optimizer.name]
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(
@@ -172,7 +174,7 @@ class SliceStore:
             tensors.staged = None
 
     def update(self, slice_: int, ranks: Sequence[int], groups: Sequence[Hyperparameters]) -> None:
-        """Average the gradients of ``ranks`` over the world, in rank order, and apply them.
+        """Aggregate the gradients of ``ranks``, in rank order, and apply them.
 
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
@@ -187,8 +189,8 @@ class SliceStore:
             total = total.float()  # summing in half precision would lose small gradients
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
-        if self._world_size > 1:
-            total /= self._world_size
+        finish_sum(total, self._aggregation, workers=self._world_size)
+        clip(total, self._aggregation)
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)
         tensors.parameter.grad = None

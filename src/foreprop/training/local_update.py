@@ -81,14 +81,14 @@ class LocalUpdater:
         """From ``step`` on the user's optimizer's settings count as they are now."""
         self._announced = [*self._announced[1 - _KEPT :], (step, settings_of(self._optimizer))]
 
-    def update(self, parameter: int, step: int, average: torch.Tensor) -> None:
-        """Apply the gradient ``average``, flat and on the host. Any thread, without gradients."""
+    def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
+        """Apply the aggregated gradient, flat and on the host. Any thread, without gradients."""
         stand_in = self._stand_in(parameter)
         own = self._own[parameter]
         settings = next(groups for since, groups in reversed(self._announced) if since <= step)
         group = settings[self._group_of[parameter]]
         own.param_groups = [{**group, "params": [stand_in]}]
-        stand_in.grad = average.view(stand_in.shape).to(stand_in)
+        stand_in.grad = gradient.view(stand_in.shape).to(stand_in)
         self._step(own)
         stand_in.grad = None
 

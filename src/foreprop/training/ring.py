@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo, describe_mismatch
 from foreprop.engine.group import Group
 from foreprop.engine.ring import RingEngine
@@ -36,6 +37,7 @@ class RingManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Of each parameter group."""
     chunk_elems: int
     chunks_in_flight: int
+    aggregation: Aggregation
     parameters: tuple[ParameterInfo, ...]
     blob_bytes: tuple[int, ...]
     """Of all buffers, then of each parameter that the optimizer does not have."""
@@ -93,6 +95,7 @@ class RingBackend:
             settings=tuple(json.loads(self._settings())),
             chunk_elems=setup.config.chunk_elems,
             chunks_in_flight=setup.config.chunks_in_flight,
+            aggregation=setup.config.aggregation,
             parameters=tuple(setup.infos),
             blob_bytes=(
                 setup.buffers.size_bytes,

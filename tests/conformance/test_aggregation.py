@@ -1,0 +1,213 @@
+"""What happens to the aggregated gradients, against one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop import PRESETS
+from foreprop.config import Config
+from foreprop.engine.world import World
+from foreprop.errors import HandshakeError
+from tests.cluster import run_cluster
+from tests.conformance.parity import (
+    Batch,
+    Build,
+    batches_of,
+    build_seeded,
+    check_same_bits,
+    merge,
+    run_foreprop,
+    servers_only,
+    small_model,
+    train_classifier,
+    with_sgd,
+)
+
+Edit = Callable[[nn.Module], object]
+"""What one process does to its gradients between backward() and step()."""
+Values = list[dict[str, torch.Tensor]]
+"""The parameters after each step."""
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True)
+        self.output = nn.Linear(6, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.lstm(self.embedding(tokens))[0]).flatten(0, 1)
+
+
+class TiedAttention(nn.Module):
+    """The same matrix embeds and predicts, so its gradient comes from two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.output = nn.Linear(8, 11, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        attended, _ = self.attention(x, x, x, need_weights=False)
+        return self.output(self.norm(x + attended)).flatten(0, 1)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def token_batches(seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(11, (4, 2, 4, 6), generator=generator)
+    return [(x, y.flatten()) for x, y in tokens]
+
+
+def image_batches(seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(4, 6, 2, 7, 7, generator=generator)
+    labels = torch.randint(3, (4, 6), generator=generator)
+    return list(zip(images, labels, strict=True))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Batch]]]] = {
+    "mlp": (small_model, lambda seed: batches_of(seed + 1)[seed]),
+    "cnn": (convolutional, image_batches),
+    "lstm": (LanguageModel, token_batches),
+    "tied attention": (TiedAttention, token_batches),
+}
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    edit: Edit = lambda _: None,
+    after_step: Callable[[], object] = lambda: None,
+    reduction: str = "mean",
+) -> Values:
+    values = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+        edit(model)
+        optimizer.step()
+        after_step()
+        values.append(values_of(model))
+    return values
+
+
+def alone(build: Build, by_rank: Sequence[Sequence[Batch]], edit: Edit, **options: Any) -> Values:
+    """One process, with the whole batch."""
+    model, optimizer = build_seeded(build)
+    return train(model, optimizer, merge(by_rank), edit=edit, **options)
+
+
+def together(
+    build: Build, by_rank: Sequence[Sequence[Batch]], *, loss: str = "mean", **settings: Any
+) -> Values:
+    """All ranks, which must agree on every bit after every step."""
+
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch]) -> Values:
+        return train(model, optimizer, batches, reduction=loss)
+
+    ones, *others = (t.result for t in run_foreprop(build, loop, by_rank, **settings))
+    for other in others:
+        for step, values in enumerate(ones):
+            check_same_bits(other[step], values)
+    return ones
+
+
+def check_each_step(got: Values, wanted: Values) -> None:
+    for step, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
+        for name, value in theirs.items():
+            assert torch.allclose(ours[name], value, rtol=2e-4, atol=2e-5), (step, name)
+
+
+def differ(a: Values, b: Values) -> bool:
+    """So that a setting is known to have had an effect."""
+    return any(not torch.allclose(a[-1][name], b[-1][name], rtol=0.01) for name in a[-1])
+
+
+def data_of(model: str, ranks: int) -> tuple[Build, list[list[Batch]]]:
+    make, batches = MODELS[model]
+    return with_sgd(make, lr=0.3), [batches(rank) for rank in range(ranks)]
+
+
+def clamp(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_clip_by_value(model: str, ranks: int) -> None:
+    build, by_rank = data_of(model, ranks)
+    wanted = alone(build, by_rank, clamp)
+    assert differ(wanted, alone(build, by_rank, lambda _: None))
+    check_each_step(together(build, by_rank, clip_grad_value=0.02), wanted)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sum_of_gradients_is_that_of_a_loss_which_is_a_sum(model: str) -> None:
+    build, by_rank = data_of(model, 3)
+    build = with_sgd(MODELS[model][0], lr=0.01)
+    wanted = alone(build, by_rank, lambda _: None, reduction="sum")
+    check_each_step(together(build, by_rank, loss="sum", reduction="sum"), wanted)
+    assert differ(wanted, together(build, by_rank, loss="sum"))
+
+
+def same_everywhere(variants: Sequence[dict[str, Any]], **settings: Any) -> None:
+    by_rank = batches_of(2, count=3)
+    wanted = together(with_sgd(), by_rank, **settings)
+    for variant in variants:
+        got = together(with_sgd(), by_rank, **settings, **variant)
+        for ours, theirs in zip(got, wanted, strict=True):
+            check_same_bits(ours, theirs)
+
+
+PARTITIONS: list[dict[str, Any]] = [
+    {"slice_elems": 1},
+    {"slice_elems": 7, "servers_per_node": 3},
+    *({"preset": preset} for preset in PRESETS),
+    {"preset": "kvstore", "big_array_elems": 10},
+]
+
+
+@servers_only
+def test_value_clipping_has_the_same_bits_for_every_partition() -> None:
+    same_everywhere(PARTITIONS, clip_grad_value=0.02)
+
+
+SETTINGS = [{"reduction": "sum"}, {"clip_grad_value": 0.5}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+def test_ranks_that_disagree_are_told_both_values(setting: dict[str, Any]) -> None:
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        settings = setting if world.rank else {}
+        with foreprop.parallelize(model, optimizer, world=world, join_timeout_s=10, **settings):
+            train_classifier(model, optimizer, batches_of(1)[0])
+
+    ((name, value),) = setting.items()
+    default = getattr(Config(), name)
+    with pytest.raises(HandshakeError, match=f"aggregation.{name}: .*{default!r}.*{value!r}"):
+        run_cluster(2, work)
