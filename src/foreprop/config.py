@@ -121,6 +121,9 @@ class Config:
     reduction: Reduction = _setting(
         "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
     )
+    clip_grad_norm: float | None = _setting(
+        None, "scale the aggregated gradients down to this global 2-norm"
+    )
     clip_grad_value: float | None = _setting(
         None, "clamp the elements of the aggregated gradients to this, both sides"
     )
@@ -141,8 +144,15 @@ class Config:
         self._check_aggregation()
 
     def _check_aggregation(self) -> None:
-        if self.clip_grad_value is not None and self.clip_grad_value <= 0:
-            raise ConfigError(f"clip_grad_value is {self.clip_grad_value!r}; it must be above 0")
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value!r}; it must be above 0")
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise ConfigError(
+                f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is"
+                f" {self.clip_grad_value!r}; set one of them"
+            )
 
     def _check_architecture(self) -> None:
         if self.architecture == "ps" and not self.dedicated_servers:
@@ -210,7 +220,11 @@ class Config:
     @property
     def aggregation(self) -> Aggregation:
         """What happens to gradients between their sum and the optimizer."""
-        return Aggregation(reduction=self.reduction, clip_grad_value=self.clip_grad_value)
+        return Aggregation(
+            reduction=self.reduction,
+            clip_grad_norm=self.clip_grad_norm,
+            clip_grad_value=self.clip_grad_value,
+        )
 
 
 def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:

@@ -32,6 +32,8 @@ from tests.conformance.parity import (
 
 Edit = Callable[[nn.Module], object]
 """What one process does to its gradients between backward() and step()."""
+LIMIT = 0.1
+"""For the norm; below what the models here begin with."""
 Values = list[dict[str, torch.Tensor]]
 """The parameters after each step."""
 
@@ -165,6 +167,112 @@ def test_clip_by_value(model: str, ranks: int) -> None:
     check_each_step(together(build, by_rank, clip_grad_value=0.02), wanted)
 
 
+def scaled_to(norm: float, norms: list[float] | None = None) -> Edit:
+    def edit(model: nn.Module) -> None:
+        total = nn.utils.clip_grad_norm_(model.parameters(), norm)
+        if norms is not None:
+            norms.append(float(total))
+
+    return edit
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_clip_by_norm(model: str, ranks: int) -> None:
+    build, by_rank = data_of(model, ranks)
+    norms: list[float] = []
+    wanted = alone(build, by_rank, scaled_to(LIMIT, norms))
+    assert max(norms) > 1.1 * LIMIT
+    with pytest.raises(AssertionError):  # it has an effect
+        check_each_step(alone(build, by_rank, lambda _: None), wanted)
+    check_each_step(together(build, by_rank, clip_grad_norm=LIMIT), wanted)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_clip_by_norm_without_waiting_after_each_step(model: str) -> None:
+    """Gradients and replies overlap with computation, as in a real loop."""
+    build, by_rank = data_of(model, 2)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        for x, y in list(batches) * 3:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    wanted = alone(build, [list(batches) * 3 for batches in by_rank], scaled_to(LIMIT))
+    for got in run_foreprop(build, loop, by_rank, clip_grad_norm=LIMIT):
+        check_each_step([got.model], wanted[-1:])
+
+
+@servers_only
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_clip_by_norm_with_every_protocol(preset: str, servers: int) -> None:
+    build, by_rank = data_of("lstm", 2)
+    wanted = alone(build, by_rank, scaled_to(LIMIT))
+    settings = {"preset": preset, "servers_per_node": servers, "slice_elems": 40}
+    got = together(build, by_rank, clip_grad_norm=LIMIT, **settings)
+    check_each_step(got, wanted)
+
+
+@pytest.mark.parametrize("chunk_elems", [1, 10])
+def test_clip_by_norm_in_a_ring_has_the_bits_of_servers(chunk_elems: int) -> None:
+    build, by_rank = data_of("lstm", 2)
+    served = together(build, by_rank, clip_grad_norm=LIMIT, architecture="p2p")
+    ring = together(
+        build, by_rank, clip_grad_norm=LIMIT, architecture="ring", chunk_elems=chunk_elems
+    )
+    for ours, theirs in zip(ring, served, strict=True):
+        check_same_bits(ours, theirs)
+
+
+def test_parameters_that_are_unused_or_frozen_do_not_hold_up_the_norm() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.frozen, self.unused = (nn.Linear(5, 5) for _ in range(3))
+            self.sometimes, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.frozen(torch.tanh(self.used(x)))
+            return self.last(self.sometimes(x) if x[0, 0] > 0 else x)
+
+    build, by_rank = with_sgd(Partly, lr=0.3), batches_of(2, count=5)
+    ones, others = run_foreprop(build, train_classifier, by_rank, clip_grad_norm=LIMIT)
+    check_same_bits(others.model, ones.model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_norm_of_the_last_step_can_be_asked_for(ranks: int) -> None:
+    build, by_rank = data_of("mlp", ranks)
+    wanted: list[float] = []
+    alone(build, by_rank, scaled_to(LIMIT, wanted))
+
+    def work(world: World) -> list[float | None]:
+        model, optimizer = build_seeded(build, seed=world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, clip_grad_norm=LIMIT) as session:
+            norms = [session.grad_norm]
+            for batch in by_rank[world.rank]:
+                train_classifier(model, optimizer, [batch])
+                norms.append(session.grad_norm)
+        return norms
+
+    for norms in run_cluster(ranks, work):
+        assert norms[0] is None
+        assert norms[1:] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_without_clipping_no_norm_is_known() -> None:
+    def work(world: World) -> float | None:
+        model, optimizer = build_seeded(with_sgd())
+        with foreprop.parallelize(model, optimizer, world=world) as session:
+            train_classifier(model, optimizer, batches_of(1)[0])
+            return session.grad_norm
+
+    assert run_cluster(1, work) == [None]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_sum_of_gradients_is_that_of_a_loss_which_is_a_sum(model: str) -> None:
     build, by_rank = data_of(model, 3)
@@ -192,11 +300,12 @@ PARTITIONS: list[dict[str, Any]] = [
 
 
 @servers_only
-def test_value_clipping_has_the_same_bits_for_every_partition() -> None:
-    same_everywhere(PARTITIONS, clip_grad_value=0.02)
+@pytest.mark.parametrize("name", ["clip_grad_value", "clip_grad_norm"])
+def test_clipping_has_the_same_bits_for_every_partition(name: str) -> None:
+    same_everywhere(PARTITIONS, **{name: 0.02})
 
 
-SETTINGS = [{"reduction": "sum"}, {"clip_grad_value": 0.5}]
+SETTINGS = [{"reduction": "sum"}, {"clip_grad_value": 0.5}, {"clip_grad_norm": 0.5}]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))

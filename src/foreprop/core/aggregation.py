@@ -12,9 +12,29 @@ import msgspec
 
 Reduction = Literal["mean", "sum"]
 
+_CLIP_EPSILON = 1e-6  # torch's
+
 
 class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings that all processes of a session must share, see `foreprop.Config`."""
 
     reduction: Reduction = "mean"
+    clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether no update of a step may begin before all its gradients are aggregated."""
+        return self.clip_grad_norm is not None
+
+    @property
+    def needs_every_parameter(self) -> bool:
+        """Whether ranks tell also of parameters that can have no gradient."""
+        return self.needs_norm
+
+    def coefficient(self, norm: float) -> float:
+        """What to multiply gradients of this global norm by, as torch's ``clip_grad_norm_``."""
+        if self.clip_grad_norm is None:
+            return 1.0
+        coefficient = self.clip_grad_norm / (norm + _CLIP_EPSILON)
+        return 1.0 if coefficient > 1.0 else coefficient  # not a number stays that

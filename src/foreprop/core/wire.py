@@ -47,6 +47,8 @@ class Kind(IntEnum):
     STATUS_REPLY = 17  # S
     FAILURE = 18  # both: the session has failed; why
     BYE = 19  # W: nothing more will come
+    NORM_PART = 20  # S: to rank 0, the sum of this server's squares of a step's gradients
+    NORM = 21  # W (rank 0) to servers, server 0 to the other workers: the step's global norm
 
 
 class Flag(IntEnum):

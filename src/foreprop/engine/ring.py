@@ -19,23 +19,29 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.norm import ZERO
 from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
+    MeasureParameter,
     OrderLearned,
     ParameterComplete,
+    ParameterMeasured,
     ParameterReady,
     ParameterUpdated,
+    PrioritiesKnown,
     ReduceChunk,
     RingFinished,
     RingMachine,
     UpdateParameter,
+    UseNorm,
 )
 from foreprop.core.wire import Flag
-from foreprop.engine.aggregation import clip, finish_sum
+from foreprop.engine.aggregation import clip, finish_sum, square_sum
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import describe_groups
+from foreprop.engine.norms import GradientNorms
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.slicestore import DTYPES
 from foreprop.engine.worker import ParameterMemory
@@ -103,13 +109,20 @@ class RingEngine:
         names = [info.name for info in parameters]
         self._progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self._progress.counters
+        self._norms = GradientNorms(self._progress, config)
+        self._coefficient = 1.0
         self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        """Aggregated and not applied yet."""
         self._flags = [0] * len(parameters)
         self._settings = [_Settings(0, "")]
         self._machine = RingMachine(
-            self.chunks, parameters=len(parameters), in_flight=config.chunks_in_flight
+            self.chunks,
+            parameters=len(parameters),
+            in_flight=config.chunks_in_flight,
+            needs_norm=self._aggregation.needs_norm,
         )
         self._forward_order: Sequence[int] = range(len(parameters))
         self.order: tuple[int, ...] | None = None
@@ -120,7 +133,7 @@ class RingEngine:
         ]
         self._observer = Observer(len(parameters), sizes_bytes)
         self._work = threading.Condition()
-        self._todo: deque[ReduceChunk | UpdateParameter] = deque()
+        self._todo: deque[ReduceChunk | MeasureParameter | UpdateParameter] = deque()
         self._under_way = 0
         self._stopped = False
         self._closing = False
@@ -153,6 +166,7 @@ class RingEngine:
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
         self._forward_order = list(order)
+        self._dispatch(PrioritiesKnown(tuple(order)))
 
     def start_step(self) -> None:
         """Nothing has to be asked for."""
@@ -208,6 +222,13 @@ class RingEngine:
         )
         with self._work:
             self._observer.waited(time.monotonic() - started)
+
+    def grad_norm(self, step: int) -> float | None:
+        """The global norm of the step's gradients, once it is known; None if none is needed."""
+        if not self._aggregation.needs_norm:
+            return None
+        self.raise_if_failed()
+        return self._norms.of(step) if self.chunks else 0.0
 
     def raise_if_failed(self) -> None:
         self._progress.raise_if_failed()
@@ -277,9 +298,13 @@ class RingEngine:
         with self._work:
             instructions = self._machine.handle(event)
             for instruction in instructions:
-                if isinstance(instruction, (ReduceChunk, UpdateParameter)):
+                if isinstance(instruction, (ReduceChunk, MeasureParameter, UpdateParameter)):
                     self._todo.append(instruction)
                     self._work.notify()
+                elif isinstance(instruction, UseNorm):
+                    norm = instruction.total.norm
+                    self._coefficient = self._aggregation.coefficient(norm)
+                    self._norms.note(instruction.step, norm)
                 elif isinstance(instruction, RingFinished):
                     self._finished.set()
         for instruction in instructions:
@@ -311,6 +336,9 @@ class RingEngine:
                 self._under_way += 1
         if isinstance(instruction, UpdateParameter):
             self._update(instruction.parameter, instruction.step)
+            return True
+        if isinstance(instruction, MeasureParameter):
+            self._measure(instruction.parameter, instruction.step)
             return True
         try:
             work.wait()
@@ -372,11 +400,28 @@ class RingEngine:
                 size_bytes=size_bytes,
             )
 
+    def _measure(self, parameter: int, step: int) -> None:
+        self._aggregate(parameter, step)
+        gradient = self._gradients[parameter]
+        part = ZERO if gradient is None else square_sum(gradient)
+        self._dispatch(ParameterMeasured(parameter, part))
+
     def _update(self, parameter: int, step: int) -> None:
+        if not self._aggregation.needs_norm:
+            self._aggregate(parameter, step)
+        gradient, self._gradients[parameter] = self._gradients[parameter], None
+        if gradient is not None:
+            clip(gradient, self._aggregation, self._coefficient)
+            self._updater.update(parameter, step, gradient)
+        self._dispatch(ParameterUpdated(parameter))
+
+    def _aggregate(self, parameter: int, step: int) -> None:
+        """Keep the aggregated gradient, if any rank had one; checks that the ranks agree."""
         info = self.parameters[parameter]
         total = self._sums[parameter]
         if total is None:
             raise InternalError(f"{info.name} is to be updated and was never reduced")
+        self._gradients[parameter] = None
         with_gradient, changed, digests = (round(mark) for mark in total[info.elems :].tolist())
         if 0 < changed < self._group.size:
             raise TrainingLoopError(
@@ -388,9 +433,7 @@ class RingEngine:
         if with_gradient:
             gradient = total[: info.elems]
             finish_sum(gradient, self._aggregation, workers=self._group.size)
-            clip(gradient, self._aggregation)
-            self._updater.update(parameter, step, gradient)
-        self._dispatch(ParameterUpdated(parameter))
+            self._gradients[parameter] = gradient
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:
         """Every rank comes to this; they tell each other what they have."""

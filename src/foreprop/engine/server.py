@@ -32,9 +32,13 @@ from foreprop.core.server import (
     FailSession,
     FinishSession,
     InstallValue,
+    NormArrived,
     PullArrived,
     PushArrived,
     ServerMachine,
+    SliceSummed,
+    SumSlice,
+    TellNormPart,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -53,6 +57,7 @@ from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFram
 from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure, decode_failure, failure_of
 from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups
+from foreprop.engine.norms import NORM_BYTES, decode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS, GradientBuffer, SliceStore
 from foreprop.engine.stall import StallReporter
@@ -116,7 +121,10 @@ class _Session:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             names=names,
+            needs_norm=manifest.knobs.aggregation.needs_norm,
         )
+        self.coefficient = 1.0
+        """For the gradients of the step whose updates are under way."""
         self.store = store_class(manifest, slices, index)
         self.hyperparameters = HyperparameterHistory(manifest.world_size)
         self.blobs = BlobShelf(readers=manifest.world_size - 1)
@@ -376,6 +384,8 @@ class Server:
             return _bounded(header, session.store.state_limit_bytes(header.slice))
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
+        if kind == Kind.NORM:
+            return _exactly(header, NORM_BYTES)
         if size:
             raise RemoteProtocolError(f"{Kind(kind).name} carries {size} bytes")
         return _EMPTY
@@ -435,6 +445,8 @@ class Server:
             groups = decode_groups(payload, session.manifest.optimizer.groups)
             with self._lock:
                 session.hyperparameters.announce(rank, step, groups)
+        elif kind == Kind.NORM:
+            self._on_norm(session, header, payload)
         elif kind == Kind.BLOB:
             self._on_blob(session, header, payload)
         elif kind == Kind.BLOB_PULL:
@@ -536,6 +548,28 @@ class Server:
         if data is not None:
             self._answer(peer.rank, Kind.BLOB_REPLY, header, data)
 
+    # The global norm of a step's gradients, from rank 0.
+    def _on_norm(self, session: _Session, header: Header, payload: memoryview) -> None:
+        norm = decode_norm(header, payload)
+        with self._lock:
+            instructions = session.machine.handle(NormArrived(header.rank, header.step))
+            session.coefficient = session.manifest.knobs.aggregation.coefficient(norm)
+        if self._index == 0:
+            for rank in range(1, session.manifest.world_size):
+                self._answer(rank, Kind.NORM, header, bytes(payload))
+        self._execute(instructions)
+
+    def _sum(self, summed: SumSlice) -> Sequence[object]:
+        """Do the one sum that is under way; returns what follows from it."""
+        session = self._started()
+        part = session.store.aggregate(summed.slice, summed.ranks)
+        with self._lock:
+            return session.machine.handle(SliceSummed(part))
+
+    def _tell_norm_part(self, told: TellNormPart) -> None:
+        about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
+        self._answer(0, Kind.NORM_PART, about, told.part.encode())
+
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
         session = self._started()
@@ -552,6 +586,10 @@ class Server:
                     self._outbox.submit(instruction)  # type: ignore[arg-type]
                 elif kind is UpdateSlice:
                     following = self._update(instruction)  # type: ignore[arg-type]
+                elif isinstance(instruction, SumSlice):
+                    following = self._sum(instruction)
+                elif isinstance(instruction, TellNormPart):
+                    self._tell_norm_part(instruction)
                 elif isinstance(instruction, FailSession):
                     self._fail_as_told(instruction)
                 elif isinstance(instruction, FinishSession):
@@ -571,7 +609,7 @@ class Server:
         started_ns = self._trace.now_ns() if self._trace is not None else 0
         with self._lock:
             groups = session.hyperparameters.at(update.step) if update.ranks else ()
-        session.store.update(update.slice, update.ranks, groups)
+        session.store.update(update.slice, update.ranks, groups, session.coefficient)
         if self._trace is not None:
             self._trace.span(
                 Stage.UPDATED.value,

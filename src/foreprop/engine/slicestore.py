@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.norm import SquareSum
 from foreprop.core.slicing import Slice
-from foreprop.engine.aggregation import clip, finish_sum
+from foreprop.engine.aggregation import clip, finish_sum, square_sum
 from foreprop.errors import InternalError, RemoteProtocolError
 
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -106,6 +107,7 @@ class _SliceTensors:
         "parameter",
         "piece",
         "staged",
+        "total",
         "view",
     )
 
@@ -116,6 +118,7 @@ class _SliceTensors:
         self.view = bytes_of(self.extent.part(self.parameter))
         self.gradients: dict[int, GradientBuffer] = {}
         self.staged: GradientBuffer | None = None
+        self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
         self.optimizer: torch.optim.Optimizer | None = None
         self.groups: Hyperparameters | None = None
         self.new_state: dict[str, Any] | None = None  # received, to be used from the next update
@@ -173,8 +176,20 @@ class SliceStore:
             self._give_back(tensors.staged)
             tensors.staged = None
 
-    def update(self, slice_: int, ranks: Sequence[int], groups: Sequence[Hyperparameters]) -> None:
-        """Aggregate the gradients of ``ranks``, in rank order, and apply them.
+    def aggregate(self, slice_: int, ranks: Sequence[int]) -> SquareSum:
+        """Do the first half of `update` ahead; returns the sum of the gradient's squares."""
+        tensors = self._slices[slice_]
+        tensors.total = self._total(tensors, ranks)
+        return square_sum(tensors.extent.part(tensors.total))
+
+    def update(
+        self,
+        slice_: int,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
+        """Aggregate the gradients of ``ranks``, in rank order, and apply ``coefficient`` of them.
 
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
@@ -183,6 +198,19 @@ class SliceStore:
         if not ranks:
             return
         optimizer = self._optimizer(tensors, groups[self._group_of[tensors.piece.parameter]])
+        total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
+        tensors.total = None
+        clip(total, self._aggregation, coefficient)
+        dtype = tensors.parameter.dtype
+        tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
+        self._step(optimizer)
+        tensors.parameter.grad = None
+        for buffer in tensors.gradients.values():
+            self._give_back(buffer)
+        tensors.gradients.clear()
+
+    def _total(self, tensors: _SliceTensors, ranks: Sequence[int]) -> torch.Tensor:
+        """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         total = tensors.gradients[ranks[0]].tensor
         dtype = total.dtype
         if dtype in _HALVES and self._world_size > 1:
@@ -190,13 +218,7 @@ class SliceStore:
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
         finish_sum(total, self._aggregation, workers=self._world_size)
-        clip(total, self._aggregation)
-        tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
-        self._step(optimizer)
-        tensors.parameter.grad = None
-        for buffer in tensors.gradients.values():
-            self._give_back(buffer)
-        tensors.gradients.clear()
+        return total
 
     def _give_back(self, buffer: GradientBuffer) -> None:
         key = (buffer.extent, buffer.tensor.dtype)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from foreprop.config import Config
+from foreprop.core.barrier import NormCombiner
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
+from foreprop.core.norm import ENCODED_BYTES, decode_square_sum
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
@@ -43,6 +45,7 @@ from foreprop.core.worker import (
     WorkerMachine,
 )
 from foreprop.engine.failure import decode_failure, failure_of
+from foreprop.engine.norms import NORM_BYTES, GradientNorms, decode_norm, encode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.slicestore import state_limit_bytes
@@ -85,8 +88,6 @@ class WorkerEngine:
     raised in the training thread at its next call.
     """
 
-    every_parameter = False
-
     def __init__(
         self,
         manifest: Manifest,
@@ -102,9 +103,13 @@ class WorkerEngine:
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self.slices = manifest.slices()
         self.parameters = manifest.parameters
+        self._aggregation = manifest.knobs.aggregation
+        self.every_parameter = self._aggregation.needs_every_parameter
         names = [info.name for info in manifest.parameters]
         self._progress = Progress(names, rank=rank, config=config, trace=trace)
         self.counters = self._progress.counters
+        self._norms = GradientNorms(self._progress, config)
+        self._norm_combiner = NormCombiner({piece.server for piece in self.slices})
         self._memory = memory
         self._streams = streams
         self._rank = rank
@@ -139,7 +144,8 @@ class WorkerEngine:
         ]
 
     def _push_window(self) -> PushWindow | None:
-        if not may_hold_back(self.manifest.knobs.order, self.manifest.knobs.reply):
+        knobs, needs_norm = self.manifest.knobs, self._aggregation.needs_norm
+        if not may_hold_back(knobs.order, knobs.reply, needs_norm=needs_norm):
             return None
         sizes_bytes = [piece.elems * self._itemsize[piece.parameter] for piece in self.slices]
         window_bytes = self._config.push_window_bytes
@@ -219,6 +225,13 @@ class WorkerEngine:
             lambda: self._describe_wait(parameter, step),
             lambda: self._ask_status(parameter),
         )
+
+    def grad_norm(self, step: int) -> float | None:
+        """The global norm of the step's gradients, once it is known; None if none is needed."""
+        if not self._aggregation.needs_norm:
+            return None
+        self._progress.raise_if_failed()
+        return self._norms.of(step) if self.slices else 0.0
 
     def raise_if_failed(self) -> None:
         self._progress.raise_if_failed()
@@ -485,6 +498,8 @@ class WorkerEngine:
             return self.manifest.blob_bytes[header.slice]
         if kind == Kind.STATUS_REPLY:
             return _STATUS_LIMIT_BYTES
+        if kind in (Kind.NORM_PART, Kind.NORM):
+            return ENCODED_BYTES if kind == Kind.NORM_PART else NORM_BYTES
         return MAX_CONTROL_BYTES if kind in (Kind.FAILURE, Kind.REFUSE) else 0
 
     def _on_frame(self, server: int, frame: Frame, started_ns: int) -> None:
@@ -500,6 +515,10 @@ class WorkerEngine:
             self._dispatch(ReplyArrived(slice_, step, server))
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, server, header.flags))
+        elif kind == Kind.NORM_PART:
+            self._on_norm_part(server, step, payload)
+        elif kind == Kind.NORM:
+            self._norms.note(step, decode_norm(header, payload))
         elif kind == Kind.WELCOME:
             self._welcomes += 1
             self._progress.notify()
@@ -513,6 +532,18 @@ class WorkerEngine:
             self._progress.notify()
         else:
             raise RemoteProtocolError(f"server {server} sent {Kind(kind).name}")
+
+    def _on_norm_part(self, server: int, step: int, payload: memoryview) -> None:
+        """Rank 0 adds up the servers' parts of a step's norm, and tells all servers the norm."""
+        if self._rank != 0 or not self._aggregation.needs_norm:
+            raise RemoteProtocolError(f"server {server} sent rank {self._rank} a part of a norm")
+        with self._lock:
+            total = self._norm_combiner.add(server, step, decode_square_sum(payload))
+        if total is None:
+            return
+        for peer in range(len(self._streams)):
+            self._send_message(peer, Kind.NORM, step, CONTROL_PRIORITY, encode_norm(total.norm))
+        self._norms.note(step, total.norm)
 
     # Waiting and failing.
     def _describe_wait(self, parameter: int, step: int) -> str:

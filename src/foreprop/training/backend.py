@@ -43,6 +43,11 @@ class Engine(Protocol):
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's update is in; raises what went wrong meanwhile."""
 
+    def grad_norm(self, step: int) -> float | None:
+        """The global gradient norm before clipping; blocks until it is known, None if it is not
+        needed.
+        """
+
     def start_step(self) -> None:
         """The next forward pass begins."""
 

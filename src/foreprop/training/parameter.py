@@ -26,8 +26,8 @@ _LEARNING_STEPS = 2
 _CLIP_HINT = (
     "After backward() a gradient belongs to foreprop, which may have sent it already. Do not edit"
     " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_)."
-    " To clip, set parallelize(..., clip_grad_value=...), which clips the aggregated gradients; for"
-    " other factors scale the loss instead."
+    " To clip, use parallelize(..., clip_grad_norm=...) or clip_grad_value=..., which clip the"
+    " aggregated gradients; for other factors scale the loss instead."
 )
 
 

@@ -188,6 +188,16 @@ class Session:
             parameter.check_stepped()
             parameter.settle()
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The global 2-norm of the last step's aggregated gradients, before clipping.
+
+        What ``torch.nn.utils.clip_grad_norm_`` returns. Blocks until all ranks' gradients of that
+        step are aggregated, so ask late: after the next forward pass it is there. None before the
+        first step, and unless ``clip_grad_norm`` is set.
+        """
+        return self.engine.grad_norm(self.completed) if self.completed else None
+
     def stats(self) -> dict[str, Any]:
         """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
         counters = self.engine.counters
