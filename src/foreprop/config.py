@@ -127,6 +127,9 @@ class Config:
     clip_grad_value: float | None = _setting(
         None, "clamp the elements of the aggregated gradients to this, both sides"
     )
+    ema: float | None = _setting(
+        None, "keep moving averages of the parameters with this decay, above 0 and below 1"
+    )
     step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
     join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
     stall_report_s: float = _setting(10.0, "a wait this long is reported on standard error", 0.1)
@@ -148,6 +151,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} is {value!r}; it must be above 0")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"ema is {self.ema!r}; it must be above 0 and below 1")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise ConfigError(
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is"
@@ -224,6 +229,7 @@ class Config:
             reduction=self.reduction,
             clip_grad_norm=self.clip_grad_norm,
             clip_grad_value=self.clip_grad_value,
+            ema=self.ema,
         )
 
 

@@ -305,7 +305,12 @@ def test_clipping_has_the_same_bits_for_every_partition(name: str) -> None:
     same_everywhere(PARTITIONS, **{name: 0.02})
 
 
-SETTINGS = [{"reduction": "sum"}, {"clip_grad_value": 0.5}, {"clip_grad_norm": 0.5}]
+SETTINGS = [
+    {"reduction": "sum"},
+    {"clip_grad_value": 0.5},
+    {"clip_grad_norm": 0.5},
+    {"ema": 0.9},
+]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
@@ -318,5 +323,5 @@ def test_ranks_that_disagree_are_told_both_values(setting: dict[str, Any]) -> No
 
     ((name, value),) = setting.items()
     default = getattr(Config(), name)
-    with pytest.raises(HandshakeError, match=f"aggregation.{name}: .*{default!r}.*{value!r}"):
+    with pytest.raises(HandshakeError, match=rf"aggregation\.{name}: .*{default!r}.*{value!r}"):
         run_cluster(2, work)

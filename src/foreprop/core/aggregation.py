@@ -1,7 +1,7 @@
 """What happens to gradients between their sum over the ranks and the optimizer (Parallax 3.1).
 
 All of it is applied to the aggregated gradient, where that is, so it means what it means in one
-process with the whole batch. The order is fixed: reduce, clip, update.
+process with the whole batch. The order is fixed: reduce, clip, update, average.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reduction: Reduction = "mean"
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+    ema: float | None = None
 
     @property
     def needs_norm(self) -> bool:
@@ -29,8 +30,11 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def needs_every_parameter(self) -> bool:
-        """Whether ranks tell also of parameters that can have no gradient."""
-        return self.needs_norm
+        """Whether ranks tell also of parameters that can have no gradient.
+
+        The norm is of all of them, and averages move in every step.
+        """
+        return self.needs_norm or self.ema is not None
 
     def coefficient(self, norm: float) -> float:
         """What to multiply gradients of this global norm by, as torch's ``clip_grad_norm_``."""

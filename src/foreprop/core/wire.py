@@ -58,6 +58,7 @@ class Flag(IntEnum):
     NO_GRADIENT = 1  # PUSH: unused in this step on this rank
     VALUE_CHANGED = 2  # PUSH: the parameter was changed by hand since the last step
     UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
+    AVERAGES = 8  # STATE, STATE_PULL: moving averages instead of the optimizer's state
 
 
 class Header(NamedTuple):

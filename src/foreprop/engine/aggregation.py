@@ -25,6 +25,17 @@ def finish_sum(total: torch.Tensor, aggregation: Aggregation, *, workers: int) -
         total /= workers
 
 
+def start_average(parameter: torch.Tensor) -> torch.Tensor:
+    """A moving average that begins with the parameter's value; in float32 at least."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(wide, copy=True)
+
+
+def move_average(average: torch.Tensor, parameter: torch.Tensor, decay: float) -> None:
+    """``average = decay * average + (1 - decay) * parameter``."""
+    average.lerp_(parameter.detach().to(average.dtype), 1 - decay)
+
+
 def square_sum(gradient: torch.Tensor) -> SquareSum:
     """Of all elements; the same for any way of cutting the gradient."""
     flat, total = gradient.reshape(-1), ZERO

@@ -70,6 +70,9 @@ class Updater(Protocol):
     def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
         """``gradient``: the aggregated one, flat. Any thread."""
 
+    def end_step(self, parameter: int) -> None:
+        """The parameter's step is over, with an update or without. Any thread."""
+
 
 class _Settings:
     """The optimizer's settings (JSON) from a step on, and a digest that can be summed."""
@@ -413,6 +416,7 @@ class RingEngine:
         if gradient is not None:
             clip(gradient, self._aggregation, self._coefficient)
             self._updater.update(parameter, step, gradient)
+        self._updater.end_step(parameter)
         self._dispatch(ParameterUpdated(parameter))
 
     def _aggregate(self, parameter: int, step: int) -> None:

@@ -453,11 +453,17 @@ class Server:
             self._on_blob_pull(session, peer, header)
         elif kind == Kind.STATE:
             with self._lock:
-                session.store.import_state(header.slice, payload)
+                if header.flags & Flag.AVERAGES:
+                    session.store.import_average(header.slice, payload)
+                else:
+                    session.store.import_state(header.slice, payload)
         elif kind == Kind.STATE_PULL:
             session.machine.owned(header.slice)
             with self._lock:
-                data = session.store.export_state(header.slice)
+                if header.flags & Flag.AVERAGES:
+                    data = session.store.export_average(header.slice)
+                else:
+                    data = session.store.export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)

@@ -21,7 +21,13 @@ import torch
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import SquareSum
 from foreprop.core.slicing import Slice
-from foreprop.engine.aggregation import clip, finish_sum, square_sum
+from foreprop.engine.aggregation import (
+    clip,
+    finish_sum,
+    move_average,
+    square_sum,
+    start_average,
+)
 from foreprop.errors import InternalError, RemoteProtocolError
 
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -51,6 +57,8 @@ DTYPES = {
 _HALVES = (torch.bfloat16, torch.float16)
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
+AVERAGE = "ema"
+"""The name of the one entry of a slice's moving average."""
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
@@ -99,6 +107,7 @@ class GradientBuffer:
 
 class _SliceTensors:
     __slots__ = (
+        "average",
         "extent",
         "gradients",
         "groups",
@@ -118,6 +127,7 @@ class _SliceTensors:
         self.view = bytes_of(self.extent.part(self.parameter))
         self.gradients: dict[int, GradientBuffer] = {}
         self.staged: GradientBuffer | None = None
+        self.average: torch.Tensor | None = None  # moving, if there is one
         self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
         self.optimizer: torch.optim.Optimizer | None = None
         self.groups: Hyperparameters | None = None
@@ -194,9 +204,21 @@ class SliceStore:
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
         self.install_value(slice_)
-        tensors = self._slices[slice_]
-        if not ranks:
-            return
+        tensors, decay = self._slices[slice_], self._aggregation.ema
+        if decay is not None and tensors.average is None:
+            tensors.average = start_average(tensors.parameter)
+        if ranks:
+            self._apply(tensors, ranks, groups, coefficient)
+        if decay is not None and tensors.average is not None:
+            move_average(tensors.average, tensors.parameter, decay)
+
+    def _apply(
+        self,
+        tensors: _SliceTensors,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float,
+    ) -> None:
         optimizer = self._optimizer(tensors, groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
         tensors.total = None
@@ -262,6 +284,25 @@ class SliceStore:
         } or None
         if tensors.new_state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    # Moving averages.
+    def export_average(self, slice_: int) -> bytes:
+        """The slice's moving average, as a state of one tensor."""
+        tensors = self._slices[slice_]
+        average = tensors.average
+        if average is None:
+            average = start_average(tensors.parameter)
+        return encode_state({AVERAGE: tensors.extent.part(average)})
+
+    def import_average(self, slice_: int, data: memoryview) -> None:
+        """Go on from this average; raises `RemoteProtocolError` if it does not fit."""
+        tensors = self._slices[slice_]
+        value = decode_state(data, elems=tensors.piece.elems).get(AVERAGE)
+        if self._aggregation.ema is None or not isinstance(value, torch.Tensor) or not value.dim():
+            raise RemoteProtocolError(f"a moving average for slice {slice_}, which has none")
+        average = start_average(tensors.parameter)
+        tensors.extent.part(average).copy_(value)
+        tensors.average = average
 
     def state_limit_bytes(self, slice_: int) -> int:
         return state_limit_bytes(self._slices[slice_].piece.elems)

@@ -265,17 +265,22 @@ class WorkerEngine:
         )
         return self._blobs.pop(which)
 
-    def send_state(self, slice_: int, step: int, data: bytes) -> None:
-        """Rank 0: replace the optimizer state of a slice, from this step on."""
-        server = self.slices[slice_].server
-        self._send_message(server, Kind.STATE, step, CONTROL_PRIORITY, data, slice_=slice_)
+    def send_state(self, slice_: int, step: int, data: bytes, *, flags: int = 0) -> None:
+        """Rank 0: replace the optimizer state of a slice, from this step on.
 
-    def fetch_states(self, slices: Sequence[int], step: int) -> dict[int, bytes]:
-        """The optimizer state of these slices, from their servers."""
+        With ``Flag.AVERAGES`` its moving average.
+        """
+        server = self.slices[slice_].server
+        about = (Kind.STATE, step, CONTROL_PRIORITY, data)
+        self._send_message(server, *about, slice_=slice_, flags=flags)
+
+    def fetch_states(self, slices: Sequence[int], step: int, *, flags: int = 0) -> dict[int, bytes]:
+        """The optimizer state (or moving average) of these slices, from their servers."""
         keys = [(int(Kind.STATE_REPLY), slice_) for slice_ in slices]
+        about = (Kind.STATE_PULL, step, CONTROL_PRIORITY, b"")
         for slice_ in slices:
             server = self.slices[slice_].server
-            self._send_message(server, Kind.STATE_PULL, step, CONTROL_PRIORITY, b"", slice_=slice_)
+            self._send_message(server, *about, slice_=slice_, flags=flags)
         self._progress.wait_until(
             lambda: all(key in self._answers for key in keys),
             self._config.step_timeout_s,
@@ -358,13 +363,21 @@ class WorkerEngine:
         return None
 
     def _send_message(
-        self, server: int, kind: Kind, step: int, priority: int, data: bytes, *, slice_: int = 0
+        self,
+        server: int,
+        kind: Kind,
+        step: int,
+        priority: int,
+        data: bytes,
+        *,
+        slice_: int = 0,
+        flags: int = 0,
     ) -> None:
         with self._lock:
             token = self._next_token
             self._next_token += 1
             self._messages[token] = memoryview(data)
-        self._dispatch(MessageReady(server, kind, step, priority, slice_, token))
+        self._dispatch(MessageReady(server, kind, step, priority, slice_, token, flags))
 
     def _transmit(self, frame: SendFrame) -> None:
         server, kind, step, slice_, priority, flags, token = frame
@@ -515,10 +528,8 @@ class WorkerEngine:
             self._dispatch(ReplyArrived(slice_, step, server))
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, server, header.flags))
-        elif kind == Kind.NORM_PART:
-            self._on_norm_part(server, step, payload)
-        elif kind == Kind.NORM:
-            self._norms.note(step, decode_norm(header, payload))
+        elif kind in (Kind.NORM_PART, Kind.NORM):
+            self._on_norm(server, header, payload)
         elif kind == Kind.WELCOME:
             self._welcomes += 1
             self._progress.notify()
@@ -533,10 +544,17 @@ class WorkerEngine:
         else:
             raise RemoteProtocolError(f"server {server} sent {Kind(kind).name}")
 
-    def _on_norm_part(self, server: int, step: int, payload: memoryview) -> None:
+    def _on_norm(self, server: int, header: Header, payload: memoryview) -> None:
         """Rank 0 adds up the servers' parts of a step's norm, and tells all servers the norm."""
-        if self._rank != 0 or not self._aggregation.needs_norm:
-            raise RemoteProtocolError(f"server {server} sent rank {self._rank} a part of a norm")
+        kind, step = header.kind, header.step
+        wanted = Kind.NORM if self._rank else Kind.NORM_PART
+        if kind != wanted or not self._aggregation.needs_norm:
+            raise RemoteProtocolError(
+                f"server {server} sent rank {self._rank} {Kind(kind).name}, which is not awaited"
+            )
+        if kind == Kind.NORM:
+            self._norms.note(step, decode_norm(header, payload))
+            return
         with self._lock:
             total = self._norm_combiner.add(server, step, decode_square_sum(payload))
         if total is None:

@@ -125,6 +125,12 @@ class Backend(Protocol):
     def replace_state(self, step: int) -> None:
         """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
 
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        """The parameters' moving averages after ``step``, flat or not, by number."""
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        """Go on from these; they count after ``step``. Every rank calls it alike."""
+
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank does not take part."""
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from foreprop.training.moving_average import LocalAverages
+
 Groups = tuple[Mapping[str, Any], ...]
 """The parameter groups' settings as they were at some time, without the parameters."""
 
@@ -52,8 +54,12 @@ class LocalUpdater:
     """Updates parameters by number; the calls for one parameter must follow each other."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        averages: LocalAverages | None = None,
     ) -> None:
+        self._averages = averages
         self._optimizer = optimizer
         self._parameters = parameters
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
@@ -91,6 +97,11 @@ class LocalUpdater:
         stand_in.grad = gradient.view(stand_in.shape).to(stand_in)
         self._step(own)
         stand_in.grad = None
+
+    def end_step(self, parameter: int) -> None:
+        """The step is over, with an update or without. Any thread, without gradients."""
+        if self._averages is not None:
+            self._averages.move(parameter)
 
     def _stand_in(self, parameter: int) -> torch.nn.Parameter:
         """Of the memory that the parameter has now; its state goes with it."""

@@ -20,6 +20,7 @@ from foreprop.errors import ConfigError, HandshakeError
 from foreprop.training.backend import Engine, Setup, Starting
 from foreprop.training.local_update import LocalUpdater, comparable, settings_of
 from foreprop.training.memory import Memory, MemoryFactory, Ready
+from foreprop.training.moving_average import LocalAverages
 from foreprop.training.optimizer import check_groups
 from foreprop.version import __version__
 
@@ -50,7 +51,9 @@ class RingBackend:
         _check_optimizer(setup.optimizer)
         self._setup = setup
         self._memory_factory = MemoryFactory()
-        self._updater = LocalUpdater(setup.optimizer, setup.parameters)
+        decay = setup.config.ema
+        self._averages = LocalAverages(setup.parameters, decay) if decay is not None else None
+        self._updater = LocalUpdater(setup.optimizer, setup.parameters, self._averages)
         self._group = Group(setup.world, setup.config)
         try:
             self._meet()
@@ -116,6 +119,8 @@ class RingBackend:
         for parameter in parameters:
             parameter.receive_initial_value()
         self._updater.take_state()
+        if self._averages is not None:
+            self._averages.start()
 
     def _share_state(self) -> None:
         """Rank 0's optimizer state becomes everybody's."""
@@ -162,6 +167,14 @@ class RingBackend:
     def replace_state(self, step: int) -> None:
         """Every rank goes on from what it has loaded itself."""
         self._updater.take_state()
+
+    # Moving averages: every rank has its own, which are alike.
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        return self._averages.values if self._averages is not None else ()
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        if self._averages is not None:
+            self._averages.values = list(averages)
 
     # The end.
     def refuse(self, error: BaseException) -> None:

@@ -9,7 +9,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from foreprop.training.advice import give_advice
 from foreprop.training.backend import Backend, Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
 from foreprop.training.memory import Memory
+from foreprop.training.moving_average import averaged_state_dict, averages_from
 from foreprop.training.optimizer import named_parameters
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.ring import RingBackend
@@ -197,6 +198,33 @@ class Session:
         first step, and unless ``clip_grad_norm`` is set.
         """
         return self.engine.grad_norm(self.completed) if self.completed else None
+
+    def ema_state_dict(self) -> dict[str, Any]:
+        """A copy of the model's state dict with the moving averages instead of the parameters.
+
+        Any rank may ask by itself, between steps. The averages are in float32 at least. Needs
+        ``ema``; raises `ConfigError` otherwise.
+        """
+        self._check_averages()
+        self.flush()
+        averages = self._backend.pull_averages(self.completed)
+        return averaged_state_dict(self._model, self._own_parameters(), averages)
+
+    def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `ema_state_dict` gave, on every rank alike; buffers are left alone."""
+        self._check_averages()
+        self.flush()
+        averages = averages_from(state, self._model, self._own_parameters())
+        self._backend.replace_averages(self.completed, averages)
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return [synchronised.parameter for synchronised in self._parameters]
+
+    def _check_averages(self) -> None:
+        if self.config.ema is None:
+            raise ConfigError(
+                "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
+            )
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
