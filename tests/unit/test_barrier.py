@@ -69,6 +69,17 @@ def test_one_sum_at_a_time() -> None:
     assert machine.handle(SliceSummed(ONE)) == [SumSlice(2, 1, (0, 1))]
 
 
+def test_a_step_that_is_left_out_updates_nothing_and_is_answered() -> None:
+    machine = make()
+    for slice_ in (0, 2):
+        push(machine, slice_, 0, 1)
+        machine.handle(SliceSummed(ONE))
+    assert machine.handle(NormArrived(0, 1, skip=True)) == [UpdateSlice(2, 1, ())]
+    replies = machine.handle(UpdateFinished())
+    assert replies[0] == SendFrame(0, Kind.REPLY, 1, 2, 3, Flag.UNCHANGED, -1)
+    assert replies[-1] == UpdateSlice(0, 1, ())
+
+
 def test_slices_that_no_rank_uses_count_as_zeros_and_stay() -> None:
     machine = make()
     assert push(machine, 0, 0, 1, flags=Flag.NO_GRADIENT) == []

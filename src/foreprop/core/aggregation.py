@@ -6,6 +6,7 @@ process with the whole batch. The order is fixed: reduce, clip, update, average.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -22,11 +23,17 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     ema: float | None = None
+    skip_nonfinite: bool = False
+    """Gradients are of a scaled loss; a step in which some are not finite is left out."""
 
     @property
     def needs_norm(self) -> bool:
         """Whether no update of a step may begin before all its gradients are aggregated."""
-        return self.clip_grad_norm is not None
+        return self.clip_grad_norm is not None or self.skip_nonfinite
+
+    def skips(self, norm: float) -> bool:
+        """Whether a step with this global norm is left out."""
+        return self.skip_nonfinite and not math.isfinite(norm)
 
     @property
     def needs_every_parameter(self) -> bool:

@@ -67,6 +67,8 @@ class NormArrived(NamedTuple):
 
     rank: int
     step: int
+    skip: bool = False
+    """No slice is to be updated in this step."""
 
 
 class AnswerReady(NamedTuple):
@@ -328,7 +330,8 @@ class ServerMachine:
                 f"rank {event.rank} sent the norm of step {event.step}, which is not awaited"
             )
         for slice_, priority, ranks in self._barrier.release(event.step):
-            self._updates.push(event.step, priority, UpdateSlice(slice_, event.step, ranks))
+            update = UpdateSlice(slice_, event.step, () if event.skip else ranks)
+            self._updates.push(event.step, priority, update)
         return self._next_update()
 
     def _on_value_arrived(self, event: ValueArrived) -> list[ServerInstruction]:

@@ -19,10 +19,14 @@ _LEAST_TOP = -36
 """So that 2**(-_LEAST_TOP * BIN_BITS) is finite; lower squares are of float64 only, and nothing."""
 
 
-def finish_sum(total: torch.Tensor, aggregation: Aggregation, *, workers: int) -> None:
-    """The ranks' gradients have been added up: make the mean of them, if it is to be that."""
+def finish_sum(
+    total: torch.Tensor, aggregation: Aggregation, *, workers: int, scale: float = 1.0
+) -> None:
+    """The ranks' gradients have been added up: make the mean, and take out the loss's scale."""
     if workers > 1 and aggregation.reduction == "mean":
         total /= workers
+    if scale != 1.0:
+        total *= 1.0 / scale
 
 
 def start_average(parameter: torch.Tensor) -> torch.Tensor:

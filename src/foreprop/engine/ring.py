@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.norm import ZERO
 from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
@@ -77,8 +78,10 @@ class Updater(Protocol):
 class _Settings:
     """The optimizer's settings (JSON) from a step on, and a digest that can be summed."""
 
-    def __init__(self, since: int, text: str) -> None:
+    def __init__(self, since: int, text: str, scale: float = 1.0) -> None:
         self.since = since
+        self.scale = scale
+        """Of the loss."""
         self.text = text
         self.digest = zlib.crc32(text.encode()) % _DIGEST_LIMIT
 
@@ -100,6 +103,7 @@ class RingEngine:
         *,
         config: Config,
         trace: TraceRecorder | None = None,
+        aggregation: Aggregation | None = None,
     ) -> None:
         self.parameters = parameters
         self._memory = memory
@@ -108,12 +112,14 @@ class RingEngine:
         self._rank = group.rank
         self._config = config
         self._trace = trace
-        self._aggregation = config.aggregation
+        self._aggregation = aggregation or config.aggregation
         names = [info.name for info in parameters]
         self._progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self._progress.counters
         self._norms = GradientNorms(self._progress, config)
         self._coefficient = 1.0
+        self._skip = False
+        """Whether the step whose updates are under way is left out."""
         self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
@@ -159,9 +165,9 @@ class RingEngine:
                 self._observer.gradient_ready(parameter, step, time.monotonic())
         self._dispatch(ParameterReady(parameter, step))
 
-    def announce_settings(self, step: int, settings: str) -> None:
+    def announce_settings(self, step: int, settings: str, scale: float = 1.0) -> None:
         """From ``step`` on the optimizer has these settings, which must be every rank's."""
-        self._settings = [self._settings[-1], _Settings(step, settings)]
+        self._settings = [self._settings[-1], _Settings(step, settings, scale)]
 
     def _settings_at(self, step: int) -> _Settings:
         return next(settings for settings in reversed(self._settings) if settings.since <= step)
@@ -307,6 +313,7 @@ class RingEngine:
                 elif isinstance(instruction, UseNorm):
                     norm = instruction.total.norm
                     self._coefficient = self._aggregation.coefficient(norm)
+                    self._skip = self._aggregation.skips(norm)
                     self._norms.note(instruction.step, norm)
                 elif isinstance(instruction, RingFinished):
                     self._finished.set()
@@ -413,7 +420,7 @@ class RingEngine:
         if not self._aggregation.needs_norm:
             self._aggregate(parameter, step)
         gradient, self._gradients[parameter] = self._gradients[parameter], None
-        if gradient is not None:
+        if gradient is not None and not self._skip:
             clip(gradient, self._aggregation, self._coefficient)
             self._updater.update(parameter, step, gradient)
         self._updater.end_step(parameter)
@@ -436,7 +443,8 @@ class RingEngine:
             raise self._unlike_settings(step)
         if with_gradient:
             gradient = total[: info.elems]
-            finish_sum(gradient, self._aggregation, workers=self._group.size)
+            scale = self._settings_at(step).scale
+            finish_sum(gradient, self._aggregation, workers=self._group.size, scale=scale)
             self._gradients[parameter] = gradient
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:

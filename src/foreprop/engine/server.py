@@ -56,7 +56,12 @@ from foreprop.core.wire import (
 from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
 from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure, decode_failure, failure_of
-from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups
+from foreprop.engine.hyperparameters import (
+    HyperparameterHistory,
+    decode_groups,
+    scale_of,
+    with_scale,
+)
 from foreprop.engine.norms import NORM_BYTES, decode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS, GradientBuffer, SliceStore
@@ -123,6 +128,9 @@ class _Session:
             names=names,
             needs_norm=manifest.knobs.aggregation.needs_norm,
         )
+        scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
+        self.groups = with_scale(manifest.optimizer.groups, scale)
+        """What the optimizer's numbers look like."""
         self.coefficient = 1.0
         """For the gradients of the step whose updates are under way."""
         self.store = store_class(manifest, slices, index)
@@ -442,7 +450,7 @@ class Server:
         elif kind == Kind.PULL:
             self._dispatch(PullArrived(rank, header.slice, step, header.priority))
         elif kind == Kind.HYPERPARAMETERS:
-            groups = decode_groups(payload, session.manifest.optimizer.groups)
+            groups = decode_groups(payload, session.groups)
             with self._lock:
                 session.hyperparameters.announce(rank, step, groups)
         elif kind == Kind.NORM:
@@ -556,10 +564,11 @@ class Server:
 
     # The global norm of a step's gradients, from rank 0.
     def _on_norm(self, session: _Session, header: Header, payload: memoryview) -> None:
-        norm = decode_norm(header, payload)
+        norm, aggregation = decode_norm(header, payload), session.manifest.knobs.aggregation
         with self._lock:
-            instructions = session.machine.handle(NormArrived(header.rank, header.step))
-            session.coefficient = session.manifest.knobs.aggregation.coefficient(norm)
+            event = NormArrived(header.rank, header.step, aggregation.skips(norm))
+            instructions = session.machine.handle(event)
+            session.coefficient = aggregation.coefficient(norm)
         if self._index == 0:
             for rank in range(1, session.manifest.world_size):
                 self._answer(rank, Kind.NORM, header, bytes(payload))
@@ -568,7 +577,9 @@ class Server:
     def _sum(self, summed: SumSlice) -> Sequence[object]:
         """Do the one sum that is under way; returns what follows from it."""
         session = self._started()
-        part = session.store.aggregate(summed.slice, summed.ranks)
+        with self._lock:
+            scale = scale_of(session.hyperparameters.at(summed.step))
+        part = session.store.aggregate(summed.slice, summed.ranks, scale)
         with self._lock:
             return session.machine.handle(SliceSummed(part))
 

@@ -186,10 +186,13 @@ class SliceStore:
             self._give_back(tensors.staged)
             tensors.staged = None
 
-    def aggregate(self, slice_: int, ranks: Sequence[int]) -> SquareSum:
-        """Do the first half of `update` ahead; returns the sum of the gradient's squares."""
+    def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
+        """Do the first half of `update` ahead; returns the sum of the gradient's squares.
+
+        ``scale`` is that of the loss.
+        """
         tensors = self._slices[slice_]
-        tensors.total = self._total(tensors, ranks)
+        tensors.total = self._total(tensors, ranks, scale)
         return square_sum(tensors.extent.part(tensors.total))
 
     def update(
@@ -209,6 +212,7 @@ class SliceStore:
             tensors.average = start_average(tensors.parameter)
         if ranks:
             self._apply(tensors, ranks, groups, coefficient)
+        self._drop_gradients(tensors)
         if decay is not None and tensors.average is not None:
             move_average(tensors.average, tensors.parameter, decay)
 
@@ -221,17 +225,22 @@ class SliceStore:
     ) -> None:
         optimizer = self._optimizer(tensors, groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        tensors.total = None
         clip(total, self._aggregation, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)
         tensors.parameter.grad = None
+
+    def _drop_gradients(self, tensors: _SliceTensors) -> None:
+        """They have been applied, or the step is left out."""
+        tensors.total = None
         for buffer in tensors.gradients.values():
             self._give_back(buffer)
         tensors.gradients.clear()
 
-    def _total(self, tensors: _SliceTensors, ranks: Sequence[int]) -> torch.Tensor:
+    def _total(
+        self, tensors: _SliceTensors, ranks: Sequence[int], scale: float = 1.0
+    ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         total = tensors.gradients[ranks[0]].tensor
         dtype = total.dtype
@@ -239,7 +248,7 @@ class SliceStore:
             total = total.float()  # summing in half precision would lose small gradients
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
-        finish_sum(total, self._aggregation, workers=self._world_size)
+        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
         return total
 
     def _give_back(self, buffer: GradientBuffer) -> None:

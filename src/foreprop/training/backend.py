@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo
 from foreprop.engine.progress import Counters
 from foreprop.engine.worker import ParameterMemory
 from foreprop.engine.world import World
 from foreprop.observe.trace import TraceRecorder
 from foreprop.training.buffers import ModelBuffers
+from foreprop.training.loss_scale import LossScale
 from foreprop.training.memory import Memory
 
 
@@ -91,6 +94,18 @@ class Setup:
     """Of the parameters; filled between the backend's construction and its start."""
     make_trace: Callable[[str], TraceRecorder | None]
     """For the session of that id."""
+    loss_scale: LossScale | None = None
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """What all ranks must do alike with aggregated gradients."""
+        skip = self.loss_scale is not None
+        return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=skip)
+
+    @property
+    def scale(self) -> float | None:
+        """What the loss is multiplied by, if there is a scaler."""
+        return self.loss_scale.factor if self.loss_scale is not None else None
 
 
 class Backend(Protocol):

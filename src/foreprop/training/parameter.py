@@ -27,7 +27,8 @@ _CLIP_HINT = (
     "After backward() a gradient belongs to foreprop, which may have sent it already. Do not edit"
     " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_)."
     " To clip, use parallelize(..., clip_grad_norm=...) or clip_grad_value=..., which clip the"
-    " aggregated gradients; for other factors scale the loss instead."
+    " aggregated gradients; give a GradScaler to parallelize(..., scaler=scaler); for other factors"
+    " scale the loss instead."
 )
 
 

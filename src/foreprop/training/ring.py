@@ -15,6 +15,7 @@ import torch
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo, describe_mismatch
 from foreprop.engine.group import Group
+from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.ring import RingEngine
 from foreprop.errors import ConfigError, HandshakeError
 from foreprop.training.backend import Engine, Setup, Starting
@@ -64,6 +65,7 @@ class RingBackend:
                 self._group,
                 config=setup.config,
                 trace=setup.make_trace(self.session_id),
+                aggregation=setup.aggregation,
             )
         except BaseException as error:
             self.refuse(error)
@@ -98,7 +100,7 @@ class RingBackend:
             settings=tuple(json.loads(self._settings())),
             chunk_elems=setup.config.chunk_elems,
             chunks_in_flight=setup.config.chunks_in_flight,
-            aggregation=setup.config.aggregation,
+            aggregation=setup.aggregation,
             parameters=tuple(setup.infos),
             blob_bytes=(
                 setup.buffers.size_bytes,
@@ -148,11 +150,12 @@ class RingBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> Any:
-        return comparable(settings_of(self._setup.optimizer))
+        return with_scale(comparable(settings_of(self._setup.optimizer)), self._setup.scale)
 
     def announce(self, step: int) -> None:
         self._updater.announce(step)
-        self._engine.announce_settings(step, self._settings())
+        scale = self._setup.scale
+        self._engine.announce_settings(step, self._settings(), 1.0 if scale is None else scale)
 
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""

@@ -12,6 +12,7 @@ import torch
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Hyperparameters, Manifest
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
 from foreprop.engine.aggregation import start_average
+from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.launch import Connections
 from foreprop.engine.slicestore import AVERAGE, decode_state, encode_state
 from foreprop.engine.worker import WorkerEngine
@@ -63,7 +64,9 @@ class ServedBackend:
             byteorder=sys.byteorder,
             session="",
             world_size=setup.world.size,
-            knobs=setup.config.knobs(self.connections.servers),
+            knobs=msgspec.structs.replace(
+                setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
+            ),
             optimizer=optimizer_info(setup.optimizer),
             parameters=tuple(setup.infos),
             blob_bytes=(
@@ -104,7 +107,7 @@ class ServedBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        return hyperparameters(self._optimizer)
+        return with_scale(hyperparameters(self._optimizer), self._setup.scale)
 
     def announce(self, step: int) -> None:
         self._engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))

@@ -24,6 +24,7 @@ from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
 from foreprop.training.backend import Backend, Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
+from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
 from foreprop.training.memory import Memory
 from foreprop.training.moving_average import averaged_state_dict, averages_from
 from foreprop.training.optimizer import named_parameters
@@ -40,7 +41,12 @@ class Session:
     """One model and optimizer in synchronous data-parallel training. Made by `parallelize`."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        config: Config,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.config = config
         self.completed = 0
@@ -49,6 +55,9 @@ class Session:
         self._model = model
         self._optimizer = optimizer
         self._closed = False
+        self._loss_scale: LossScale | None = None
+        if scaler is not None and scaler.is_enabled():
+            self._loss_scale = LossScale(scaler, optimizer)
         named = list(named_parameters(model, optimizer))
         infos = [_parameter_info(*entry) for entry in named]
         _check_unmanaged(named)
@@ -73,6 +82,7 @@ class Session:
             buffers=self._buffers,
             memory=self._parameters,
             make_trace=self._make_trace,
+            loss_scale=self._loss_scale,
         )
         backend = RingBackend if config.architecture == "ring" else ServedBackend
         self._backend: Backend = backend(setup)
@@ -106,6 +116,9 @@ class Session:
             _managed[id(parameter.parameter)] = parameter.name
         self._adopt_optimizer()
         self._adopt_model()
+        if self._loss_scale is not None:
+            session = weakref.ref(self)
+            self._restore.append(self._loss_scale.adopt(lambda: _alive(session).grad_norm))
         self._restore += [*give_advice(), compiled.watch_entries(self)]
         _open_sessions.add(self)
         _close_at_exit()
@@ -119,6 +132,7 @@ class Session:
 
         @torch.optim.Optimizer.profile_hook_step
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            refuse_scaler(self)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -131,6 +145,7 @@ class Session:
             _alive(session)._discard_gradients(set_to_none)
             own_zero_grad(set_to_none=set_to_none)
 
+        self._restore.append(announce_scalers(optimizer))
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -195,7 +210,7 @@ class Session:
 
         What ``torch.nn.utils.clip_grad_norm_`` returns. Blocks until all ranks' gradients of that
         step are aggregated, so ask late: after the next forward pass it is there. None before the
-        first step, and unless ``clip_grad_norm`` is set.
+        first step, and unless ``clip_grad_norm`` is set or a scaler was given.
         """
         return self.engine.grad_norm(self.completed) if self.completed else None
 
@@ -324,6 +339,8 @@ class Session:
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
+        if self._loss_scale is not None:
+            self._loss_scale.check_stepping()
         self._check_optimizer_unchanged()
         if self.completed == 0:
             self._learn_priorities()
