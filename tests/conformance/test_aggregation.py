@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import foreprop
 from foreprop import PRESETS
 from foreprop.config import Config
 from foreprop.engine.world import World
-from foreprop.errors import HandshakeError
+from foreprop.errors import ForepropError, HandshakeError
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     Batch,
@@ -297,6 +298,53 @@ PARTITIONS: list[dict[str, Any]] = [
     *({"preset": preset} for preset in PRESETS),
     {"preset": "kvstore", "big_array_elems": 10},
 ]
+
+
+@servers_only
+def test_who_holds_up_the_norm_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """The last layer's server has all pushes, and waits for the server of the first one."""
+    told: list[str] = []
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd(make))
+        settings = {"clip_grad_norm": 1.0, "step_timeout_s": 3.0, "stall_report_s": 1.0}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            batches = batches_of(1)[0]
+            train_classifier(model, optimizer, batches[:2])
+            session.flush()
+            if world.rank == 1:
+                hook = model[0].weight.register_hook(lambda _: wait_for(told))
+                try:
+                    train_classifier(model, optimizer, batches[2:3])
+                finally:
+                    hook.remove()
+                return
+            x, y = batches[2]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            try:
+                str(model[1].weight)
+            except ForepropError as error:
+                told.append(str(error))
+                raise
+
+    with pytest.raises(ForepropError):
+        run_cluster(2, work)
+    assert "parameter 1.weight, step 3" in told[0]
+    assert "server 0 says: 0.weight waits for the push of rank 1" in told[0]
+    assert "server 1 says: 1.weight is summed and waits for the global gradient norm" in told[0]
+    capfd.readouterr()
+
+
+def wait_for(told: list[str]) -> None:
+    for _ in range(1000):
+        if told:
+            break
+        time.sleep(0.01)
 
 
 @servers_only

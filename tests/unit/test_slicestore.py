@@ -160,6 +160,20 @@ def test_a_sum_made_ahead_gives_the_same_bits(dtype: str, workers: int) -> None:
         assert total.norm == pytest.approx(float(mean.double().norm()), rel=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_a_sum_made_ahead_keeps_the_memory_of_one_gradient(dtype: torch.dtype, kept: int) -> None:
+    """Of the first rank's; halves are summed in memory of their own."""
+    array = Array(torch.zeros(5, dtype=dtype), slice_elems=5, workers=3)
+    buffers = [array.store.take_buffer(0) for _ in range(3)]
+    for rank, buffer in enumerate(buffers):
+        array.store.put_gradient(0, rank, buffer)
+    array.store.aggregate(0, (0, 1, 2))
+    free = [array.store.take_buffer(0) for _ in range(3)]
+    assert sum(buffer in free for buffer in buffers) == 3 - kept
+    array.store.update(0, (0, 1, 2), array.groups)
+    assert (array.store.take_buffer(0) in buffers) == bool(kept)
+
+
 def test_a_step_that_is_left_out_leaves_nothing_behind() -> None:
     array = Array(torch.ones(5), slice_elems=5, workers=2, group={"lr": 1.0})
     for infinite in (True, False):

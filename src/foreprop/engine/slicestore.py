@@ -192,7 +192,10 @@ class SliceStore:
         ``scale`` is that of the loss.
         """
         tensors = self._slices[slice_]
-        tensors.total = self._total(tensors, ranks, scale)
+        total = tensors.total = self._total(tensors, ranks, scale)
+        for rank, buffer in list(tensors.gradients.items()):
+            if buffer.tensor is not total:  # all slices wait together: keep no more than the sums
+                self._give_back(tensors.gradients.pop(rank))
         return square_sum(tensors.extent.part(tensors.total))
 
     def update(

@@ -582,8 +582,7 @@ class WorkerEngine:
         if sending_to:
             text += f"; it is sending to {', '.join(self._servers[peer] for peer in sending_to)}"
         parts = []
-        for server in sorted({piece.server for piece, _ in missing}):
-            slice_ = next(piece.number for piece, _ in missing if piece.server == server)
+        for server, slice_ in sorted(self._whom_to_ask(parameter).items()):
             status = self._answers.get((Kind.STATUS_REPLY, slice_))
             parts.append(
                 f"server {server} says: {status.decode(errors='replace')}"
@@ -592,12 +591,20 @@ class WorkerEngine:
             )
         return f"{text}; " + "; ".join(parts)
 
+    def _whom_to_ask(self, parameter: int) -> dict[int, int]:
+        """By server, a slice that the parameter waits for: its own, or any that the norm needs."""
+        others = range(len(self.parameters)) if self._aggregation.needs_norm else ()
+        asked: dict[int, int] = {}
+        for awaited in (parameter, *others):
+            with self._lock:
+                missing = self._machine.missing_slices(awaited)
+            for piece, _ in missing:
+                asked.setdefault(piece.server, piece.number)
+        return asked
+
     def _ask_status(self, parameter: int) -> None:
-        with self._lock:
-            missing = self._machine.missing_slices(parameter)
         step = self._machine.step_of(parameter)
-        for server in {piece.server for piece, _ in missing}:
-            slice_ = next(piece.number for piece, _ in missing if piece.server == server)
+        for server, slice_ in self._whom_to_ask(parameter).items():
             self._answers.pop((Kind.STATUS_REPLY, slice_), None)
             frame = encode_header(
                 Kind.STATUS_PULL, 0, self._rank, step, slice_, CONTROL_PRIORITY, 0
