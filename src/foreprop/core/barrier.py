@@ -7,7 +7,8 @@ during the backward pass, and replies during the next forward pass; between are 
 frames per server.
 
 Rules: every rank pushes every parameter in every step, with a gradient or without, or the barrier
-would wait for ever. A slice enters the next step only after its update, so at most two steps are
+would wait for ever. Rank 0 stays until it has told the norm of the last step: a session flushes
+before it closes. A slice enters the next step only after its update, so at most two steps are
 in the barrier: one whose updates are queued, and one that is being summed.
 """
 
