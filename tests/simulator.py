@@ -13,14 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foreprop.core.barrier import NormCombiner
 from foreprop.core.manifest import Reply
+from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import Order
 from foreprop.core.server import (
+    AnswerReady,
     FinishSession,
     InstallValue,
+    NormArrived,
     PullArrived,
     PushArrived,
     ServerMachine,
+    SliceSummed,
+    SumSlice,
+    TellNormPart,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -30,11 +37,13 @@ from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.window import PushWindow
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import (
+    CONTROL_PRIORITY,
     Closing,
     CompleteParameter,
     Finish,
     FrameSent,
     GradientReady,
+    MessageReady,
     NotifyArrived,
     PrioritiesLearned,
     PullsDue,
@@ -49,6 +58,9 @@ Story = tuple[tuple[int, tuple[int, ...]], ...]
 """The updates of a slice: (step, ranks that had a gradient)."""
 
 INITIAL: Story = ((0, ()),)
+
+ONE = SquareSum(0, (0, 0, 1))
+"""Every sum's part of the norm, so that the total counts the slices that had a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,8 @@ class Setup:
     wait_at_end: bool = True
     window_elems: int | None = None
     """The push window, of each server."""
+    needs_norm: bool = False
+    """Updates wait for the sums of all slices."""
 
     @property
     def forward(self) -> tuple[int, ...]:
@@ -128,6 +142,7 @@ class Cluster:
         self.setup = setup
         self.slices = plan_slices(setup.sizes_elems, [4] * len(setup.sizes_elems), setup.partition)
         self.updates: list[tuple[int, int, tuple[int, ...]]] = []
+        self.sums: list[tuple[int, int]] = []  # slice, step
         self._random = random.Random(seed)
         self._weights: dict[str, float] = {}
         self.servers = [_Server(self, i) for i in range(setup.partition.servers)]
@@ -158,6 +173,11 @@ class Cluster:
             self._random.shuffle(order)
         return order
 
+    def with_gradient(self, step: int) -> set[tuple[int, int]]:
+        """The slices, with the step, of which a rank has a gradient in it."""
+        used = (p for p in self.slices if self.setup.ranks(p.parameter, step))
+        return {(piece.number, step) for piece in used}
+
     def slices_of(self, parameter: int) -> list[Slice]:
         return [piece for piece in self.slices if piece.parameter == parameter]
 
@@ -184,6 +204,7 @@ class _Worker:
             self.links.may_be_held = self._is_held
         self._unanswered: list[tuple[int, tuple[int, int], int]] = []  # server, key, slice
         self._program = deque(self._plan())
+        self._norms = NormCombiner({piece.server for piece in cluster.slices})
         self._said_goodbye = False
         if rank != 0:  # before the servers know us: values may come at once
             self._do(self._machine.handle(ValuesAwaited()))
@@ -262,7 +283,20 @@ class _Worker:
         frame, story = queue.popleft()
         self._cluster.servers[server].receive(self.rank, frame, story)
 
+    def _add_norm_part(self, server: int, step: int, part: Any) -> None:
+        total = self._norms.add(server, step, part)
+        if total is None:
+            return
+        assert total.bins == (0, 0, len(self._cluster.with_gradient(step)))
+        for peer in self.links.queues:
+            self.links.expect(step, CONTROL_PRIORITY, 0, peer)
+            message = MessageReady(peer, Kind.NORM, step, CONTROL_PRIORITY, 0, 0)
+            self._do(self._machine.handle(message))
+
     def receive(self, server: int, frame: SendFrame, story: Story) -> None:
+        if frame.kind == Kind.NORM_PART:
+            self._add_norm_part(server, frame.step, story)
+            return
         if frame.kind == Kind.NOTIFY:
             event: object = NotifyArrived(frame.slice, frame.step, server, frame.flags)
         else:
@@ -311,7 +345,10 @@ class _Server:
             order=setup.order,
             reply=setup.reply,
             names=[f"p{i}" for i in range(len(setup.sizes_elems))],
+            needs_norm=setup.needs_norm,
         )
+        self._parts: list[SquareSum] = []  # by token
+        self._summing: SumSlice | None = None
         self.links = cluster.links(setup.workers)
         self._updating: UpdateSlice | None = None
         self._priorities: dict[tuple[int, int], int] = {}
@@ -319,6 +356,8 @@ class _Server:
     def actions(self) -> Iterator[Action]:
         if self._updating is not None:
             yield f"update {self._index}", self._updated
+        if self._summing is not None:
+            yield f"sum {self._index}", self._summed
         for peer in self.links.busy_with:
             yield f"server {self._index} sends to {peer}", lambda p=peer: self._sent(p)
         for rank, queue in self.links.queues.items():
@@ -339,6 +378,8 @@ class _Server:
             self._expect(key, without=0)
         elif kind == Kind.PULL:
             event = PullArrived(rank, slice_, step, priority)
+        elif kind == Kind.NORM:
+            event = NormArrived(rank, step)
         else:
             event = WorkerLeft(rank)
         self._do(self._machine.handle(event))
@@ -347,6 +388,19 @@ class _Server:
         for rank in range(self._cluster.setup.workers):
             if rank != without:
                 self.links.expect(key[1], self._priorities[key], key[0], rank)
+
+    def _summed(self) -> None:
+        summed, self._summing = self._summing, None
+        assert summed is not None
+        self._cluster.sums.append((summed.slice, summed.step))
+        self._do(self._machine.handle(SliceSummed(ONE)))
+
+    def _tell_norm_part(self, told: TellNormPart) -> None:
+        self._parts.append(told.part)
+        self.links.expect(told.step, CONTROL_PRIORITY, 0, 0)
+        token = len(self._parts) - 1
+        event = AnswerReady(0, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
+        self._do(self._machine.handle(event))
 
     def _updated(self) -> None:
         update, self._updating = self._updating, None
@@ -370,15 +424,27 @@ class _Server:
         self._cluster.workers[rank].receive(self._index, frame, story)
 
     def _check_untouched(self, frame: SendFrame, story: Story) -> None:
-        assert self.stories[frame.slice] == story, f"{frame} changed while it was sent"
+        unchanged = frame.kind == Kind.NORM_PART or self.stories[frame.slice] == story
+        assert unchanged, f"{frame} changed while it was sent"
 
     def _do(self, instructions: Sequence[object]) -> None:
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
-                self.links.send(instruction, self.stories[instruction.slice])
+                if instruction.kind == Kind.NORM_PART:
+                    self.links.send(instruction, self._parts[instruction.token])  # type: ignore[arg-type]
+                else:
+                    self.links.send(instruction, self.stories[instruction.slice])
+            elif isinstance(instruction, SumSlice):
+                assert self._summing is self._updating is None, "two operations at once"
+                self._summing = instruction
+            elif isinstance(instruction, TellNormPart):
+                self._tell_norm_part(instruction)
             elif isinstance(instruction, UpdateSlice):
-                assert self._updating is None, "two updates at once"
+                assert self._summing is self._updating is None, "two operations at once"
                 assert instruction.ranks == tuple(sorted(instruction.ranks))
+                if self._cluster.setup.needs_norm:
+                    needed = self._cluster.with_gradient(instruction.step)
+                    assert needed <= set(self._cluster.sums), "updated before the norm was known"
                 self._updating = instruction
                 self._cluster.updates.append(instruction)
             elif isinstance(instruction, FinishSession):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.manifest import Knobs, Reply
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Placement
@@ -125,6 +126,18 @@ class Config:
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
     )
+    reduction: Reduction = _setting(
+        "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
+    )
+    clip_grad_norm: float | None = _setting(
+        None, "scale the aggregated gradients down to this global 2-norm"
+    )
+    clip_grad_value: float | None = _setting(
+        None, "clamp the elements of the aggregated gradients to this, both sides"
+    )
+    ema: float | None = _setting(
+        None, "keep moving averages of the parameters with this decay, above 0 and below 1"
+    )
     step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
     join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
     stall_report_s: float = _setting(10.0, "a wait this long is reported on standard error", 0.1)
@@ -139,6 +152,20 @@ class Config:
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
         self._check_architecture()
+        self._check_aggregation()
+
+    def _check_aggregation(self) -> None:
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value!r}; it must be above 0")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ConfigError(f"ema is {self.ema!r}; it must be above 0 and below 1")
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise ConfigError(
+                f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is"
+                f" {self.clip_grad_value!r}; set one of them"
+            )
 
     def _check_architecture(self) -> None:
         if self.architecture == "ps" and not self.dedicated_servers:
@@ -201,6 +228,17 @@ class Config:
             slice_elems=self.slice_elems,
             big_array_elems=self.big_array_elems,
             placement_seed=self.placement_seed,
+            aggregation=self.aggregation,
+        )
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """What happens to gradients between their sum and the optimizer."""
+        return Aggregation(
+            reduction=self.reduction,
+            clip_grad_norm=self.clip_grad_norm,
+            clip_grad_value=self.clip_grad_value,
+            ema=self.ema,
         )
 
 

@@ -605,3 +605,41 @@ def test_sparse_parameters_by_name() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     _refused(model, sgd, "no servers", sparse_parameters="*", architecture="ring")
     assert model.table.sparse is False
+
+
+# After the sum.
+@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("settings", [{"reduction": "sum"}, {"clip_grad_value": 0.002}], ids=str)
+def test_the_sum_and_the_clipping_of_elements(settings: dict[str, Any], architecture: str) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        for words, labels in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(words), labels).backward()
+            optimizer.step()
+
+    def plain(model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        for words, labels in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(words), labels)
+            (2 * loss if "reduction" in settings else loss).backward()
+            if "clip_grad_value" in settings:
+                torch.nn.utils.clip_grad_value_(model.parameters(), settings["clip_grad_value"])
+            optimizer.step()
+
+    by_rank = ranks(2)
+    ours = run_foreprop(with_optimizer(Words), loop, by_rank, architecture=architecture, **settings)
+    merged = [
+        tuple(torch.cat([a, b]) for a, b in zip(*pair, strict=True))
+        for pair in zip(*by_rank, strict=True)
+    ]
+    wanted = run_plain(with_optimizer(lambda: Words(sparse=False)), plain, merged)
+    check_same_bits(ours[1].model, ours[0].model)
+    check_close(ours[0].model, wanted.model)
+
+
+@pytest.mark.parametrize("settings", [{"clip_grad_norm": 1.0}, {"ema": 0.9}], ids=str)
+def test_what_is_of_all_parameters_is_not_there_yet_for_rows(settings: dict[str, float]) -> None:
+    model, optimizer = build_seeded(with_optimizer(Words))
+    _refused(model, optimizer, r"table\.weight: name it in dense_parameters", **settings)
+    build, dense = with_optimizer(Words), {"dense_parameters": "*", **settings}
+    run_foreprop(build, train_classifier, ranks(2), **dense)

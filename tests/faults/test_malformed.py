@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, encode_header
+from foreprop.engine.slicestore import encode_state
 from foreprop.errors import PeerLost, RemoteProtocolError
 from tests.faults.wire_peers import (
     GROUP,
@@ -193,6 +194,16 @@ MEMBERS: dict[str, tuple[Callable[[Client], None], str]] = {
         lambda c: c.send(Kind.STATUS_PULL, step=2, slice_=77),
         "slice 77 does not",
     ),
+    "norm": (lambda c: c.send(Kind.NORM, b"x" * 8, step=2), "rank 1 sent the norm of step 2"),
+    "negative norm": (
+        lambda c: c.send(Kind.NORM, struct.pack("!d", -1.0), step=2),
+        "the norm of step 2 is -1.0",
+    ),
+    "long norm": (lambda c: c.send(Kind.NORM, b"x" * 9, step=2), "carries 9 bytes, not 8"),
+    "averages": (
+        lambda c: c.send(Kind.STATE, encode_state({}), step=2, flags=Flag.AVERAGES),
+        "a moving average for slice 0, which has none",
+    ),
     "odd failure": (lambda c: c.send(Kind.FAILURE, b"{}"), "not a failure report"),
 }
 
@@ -292,6 +303,9 @@ SERVERS: dict[str, tuple[Callable[[FakeServer], None], str]] = {
     ),
     "a worker's frame": (lambda s: s.send(Kind.PUSH, step=1), "sent PUSH"),
     "notified": (lambda s: s.send(Kind.NOTIFY, step=1), "notification"),
+    "norm": (lambda s: s.send(Kind.NORM, b"x" * 8, step=1), "sent rank 0 NORM, which is not"),
+    "norm part": (lambda s: s.send(Kind.NORM_PART, b"x" * 34, step=1), "rank 0 NORM_PART, which"),
+    "long norm": (lambda s: s.send(Kind.NORM, b"x" * 9, step=1), "NORM of 9 bytes; at most 8"),
     "huge status": (lambda s: s.send(Kind.STATUS_REPLY, says_bytes=1 << 30), "at most 65536"),
     "huge blob": (lambda s: s.send(Kind.BLOB_REPLY, says_bytes=1 << 30), "at most 8"),
     "no failure report": (lambda s: s.send(Kind.FAILURE, b"[]"), "not a failure report"),

@@ -134,6 +134,15 @@ def test_unknown_names_are_refused() -> None:
             "link_rate_bits_per_s paces foreprop's own connections",
         ),
         ({"chunk_elems": 0}, "chunk_elems is 0; it must be at least 1"),
+        ({"reduction": "max"}, "reduction is 'max'; it must be one of ['mean', 'sum']"),
+        ({"clip_grad_value": 0.0}, "clip_grad_value is 0.0; it must be above 0"),
+        ({"ema": 1.0}, "ema is 1.0; it must be above 0 and below 1"),
+        ({"ema": 0}, "ema is 0; it must be above 0 and below 1"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm is -1.0; it must be above 0"),
+        (
+            {"clip_grad_norm": 1.0, "clip_grad_value": 2.0},
+            "clip_grad_norm is 1.0 and clip_grad_value is 2.0; set one of them",
+        ),
         ({"chunks_in_flight": 0}, "chunks_in_flight is 0; it must be at least 1"),
     ],
 )

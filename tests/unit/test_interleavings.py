@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import PRESETS
+from foreprop.core.barrier import NormCombiner
+from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import SendLanes
 from foreprop.core.slicing import Partition
 from foreprop.core.window import PushWindow, may_hold_back
@@ -32,7 +34,8 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         knobs = dict(PRESETS[preset])
     sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    may_hold = may_hold_back(knobs["order"], knobs["reply"])
+    needs_norm = draw(st.booleans())
+    may_hold = may_hold_back(knobs["order"], knobs["reply"], needs_norm=needs_norm)
     cells = [(r, p, s) for r in range(workers) for p in range(len(sizes)) for s in range(1, 4)]
     return Setup(
         sizes_elems=sizes,
@@ -50,7 +53,8 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         steps=steps,
         forward_order=tuple(draw(st.permutations(range(len(sizes))))),
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
-        wait_at_end=draw(st.booleans()),
+        wait_at_end=needs_norm or draw(st.booleans()),  # rank 0 stays until the norm is told
+        needs_norm=needs_norm,
         window_elems=draw(st.none() | st.integers(0, 6)) if may_hold else None,
     )
 
@@ -118,9 +122,10 @@ def example(preset: str, **changes: Any) -> Setup:
     return Setup(**{**setup, **changes})
 
 
+@pytest.mark.parametrize("needs_norm", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_updates_are_the_same_under_any_interleaving(preset: str) -> None:
-    setup = example(preset)
+def test_the_updates_are_the_same_under_any_interleaving(preset: str, needs_norm: bool) -> None:
+    setup = example(preset, needs_norm=needs_norm)
     clusters = [check(setup, seed) for seed in range(40)]
     orders = {tuple(cluster.updates) for cluster in clusters}
     assert len(orders) > 1  # the schedules do differ
@@ -208,6 +213,29 @@ def test_the_simulator_notices_a_window_that_regards_only_the_amount(
 
     with pytest.raises(AssertionError, match="deadlock"):
         any_seed()
+
+
+def test_a_push_window_and_the_wait_for_all_pushes_would_be_a_deadlock() -> None:
+    """Which is why `may_hold_back` is false then."""
+    assert not may_hold_back("priority", "broadcast", needs_norm=True)
+    with pytest.raises(AssertionError, match="deadlock"):
+        check(example("p3", needs_norm=True, window_elems=2), 1)
+
+
+def test_the_simulator_notices_an_update_before_the_norm_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup = example("p3", needs_norm=True)
+    whole = SquareSum(0, (0, 0, len(Cluster(setup, 1).with_gradient(1))))
+    monkeypatch.setattr(NormCombiner, "add", lambda *_: whole)  # with the first part already
+    with pytest.raises(AssertionError, match="updated before the norm was known"):
+        check(setup, 1)
+
+
+def test_the_simulator_notices_a_norm_that_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NormCombiner, "add", lambda *_: None)
+    with pytest.raises(AssertionError, match="deadlock"):
+        check(example("p3", needs_norm=True), 1)
 
 
 def test_the_simulator_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

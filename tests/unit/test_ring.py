@@ -8,25 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreprop.core.norm import SquareSum
 from foreprop.core.plan import cut_chunks
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
+    MeasureParameter,
     OrderLearned,
     ParameterComplete,
+    ParameterMeasured,
     ParameterReady,
     ParameterUpdated,
+    PrioritiesKnown,
     ReduceChunk,
     RingFinished,
     RingMachine,
     UpdateParameter,
+    UseNorm,
 )
 from foreprop.errors import InternalError, LocalProtocolError
 
+ONE = SquareSum(0, (0, 0, 1))
 
-def machine(sizes: list[int], *, chunk_elems: int = 1, in_flight: int = 4) -> RingMachine:
+
+def machine(
+    sizes: list[int], *, chunk_elems: int = 1, in_flight: int = 4, needs_norm: bool = False
+) -> RingMachine:
     chunks = cut_chunks(sizes, chunk_elems)
-    return RingMachine(chunks, parameters=len(sizes), in_flight=in_flight)
+    return RingMachine(chunks, parameters=len(sizes), in_flight=in_flight, needs_norm=needs_norm)
 
 
 def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
@@ -92,6 +101,21 @@ def test_a_new_order_for_the_coming_step_counts_at_once() -> None:
     assert ring.next_chunk == (0, 1)
 
 
+def test_updates_wait_for_the_norm_of_all_parameters_and_go_by_priority() -> None:
+    ring = machine([1, 0, 1], needs_norm=True)
+    ring.handle(PrioritiesKnown((2, 1, 0)))
+    for parameter in (2, 1, 0):
+        ring.handle(ParameterReady(parameter, 1))
+    assert ring.handle(ChunkReduced(0)) == [MeasureParameter(0, 1)]
+    assert ring.handle(ParameterMeasured(0, ONE)) == []
+    assert ring.handle(ChunkReduced(1)) == [MeasureParameter(2, 1)]
+    assert ring.handle(ParameterMeasured(2, ONE)) == [
+        UseNorm(1, SquareSum(0, (0, 0, 2))),
+        UpdateParameter(2, 1),
+        UpdateParameter(0, 1),
+    ]
+
+
 def test_finishes_when_everything_begun_is_done() -> None:
     ring = machine([1])
     ring.handle(ParameterReady(0, 1))
@@ -111,6 +135,8 @@ def test_refuses_what_cannot_be() -> None:
         ring.handle(ChunkReduced(0))
     with pytest.raises(LocalProtocolError, match="every chunk once"):
         ring.handle(OrderLearned((0, 0), 1))
+    with pytest.raises(LocalProtocolError, match="every parameter once"):
+        ring.handle(PrioritiesKnown((0, 0)))
     ring.handle(ParameterReady(1, 1))
     with pytest.raises(LocalProtocolError, match="parameter 1 is ready for step 2"):
         ring.handle(ParameterReady(1, 2))
@@ -124,9 +150,17 @@ class Rank:
     """One rank under a random schedule: a training thread, and collectives that end some time."""
 
     def __init__(
-        self, sizes: list[int], in_flight: int, steps: int, chooser: random.Random
+        self,
+        sizes: list[int],
+        in_flight: int,
+        steps: int,
+        chooser: random.Random,
+        *,
+        needs_norm: bool,
     ) -> None:
-        self.ring = machine(sizes, chunk_elems=2, in_flight=in_flight)
+        self.ring = machine(sizes, chunk_elems=2, in_flight=in_flight, needs_norm=needs_norm)
+        self.measures: list[int] = []
+        self.norms: list[UseNorm] = []
         self.issued: list[tuple[int, int]] = []  # (step, chunk)
         self.under_way: set[int] = set()
         self.updates: list[int] = []
@@ -143,6 +177,11 @@ class Rank:
                 self.under_way.add(instruction.chunk)
             elif isinstance(instruction, UpdateParameter):
                 self.updates.append(instruction.parameter)
+            elif isinstance(instruction, MeasureParameter):
+                self.measures.append(instruction.parameter)
+            elif isinstance(instruction, UseNorm):
+                assert not self.updates, "the updates of the step before are not done"
+                self.norms.append(instruction)
 
     def train(self) -> bool:
         """The next gradient, unless its parameter is pending still, as in a forward pass."""
@@ -154,20 +193,22 @@ class Rank:
 
     @property
     def done(self) -> bool:
-        return not self._script and not self.under_way and not self.updates
+        busy = self._script or self.under_way or self.updates or self.measures
+        return not busy
 
 
 @given(
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     in_flight=st.integers(1, 3),
     seed=st.integers(0, 2**32),
+    needs_norm=st.booleans(),
 )
 def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_ever(
-    sizes: list[int], in_flight: int, seed: int
+    sizes: list[int], in_flight: int, seed: int, needs_norm: bool
 ) -> None:
     chooser = random.Random(seed)
     steps = 4
-    ranks = [Rank(sizes, in_flight, steps, chooser) for _ in range(3)]
+    ranks = [Rank(sizes, in_flight, steps, chooser, needs_norm=needs_norm) for _ in range(3)]
     chunks = len(cut_chunks(sizes, 2))
     order = tuple(chooser.sample(range(chunks), chunks))
     for rank in ranks:
@@ -178,6 +219,7 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
         moves = []
         for index, rank in enumerate(ranks):
             moves += [("update", index, parameter) for parameter in rank.updates]
+            moves += [("measure", index, parameter) for parameter in rank.measures]
             for step, chunk in set(rank.issued) - ended[index]:
                 if all((step, chunk) in other.issued for other in ranks):
                     moves.append(("end", index, (step, chunk)))
@@ -192,6 +234,9 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
         if kind == "update":
             ranks[index].updates.remove(what)
             ranks[index].do(ParameterUpdated(what))
+        elif kind == "measure":
+            ranks[index].measures.remove(what)
+            ranks[index].do(ParameterMeasured(what, ONE))
         else:
             ended[index].add(what)
             ranks[index].under_way.remove(what[1])
@@ -199,4 +244,8 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
             reduced += 1
     assert ranks[0].issued == ranks[1].issued == ranks[2].issued
     assert reduced == 3 * steps * chunks
+    with_elements = sum(map(bool, sizes))
+    norms = [UseNorm(s, SquareSum(0, (0, 0, with_elements))) for s in range(1, steps + 1)]
+    for rank in ranks:
+        assert rank.norms == (norms if needs_norm and with_elements else [])
     assert [chunk for step, chunk in ranks[0].issued if step >= 3] == 2 * list(order)

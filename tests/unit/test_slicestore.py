@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
+from foreprop.core.norm import ZERO
 from foreprop.engine.slicestore import (
     DTYPES,
     ELEMENTWISE_OPTIMIZERS,
@@ -131,6 +133,68 @@ def test_missing_gradients_count_as_zeros() -> None:
     assert array.values.tolist() == [-0.5] * 5
     array.step({})
     assert array.values.tolist() == [-0.5] * 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_sum_made_ahead_gives_the_same_bits(dtype: str, workers: int) -> None:
+    values, scale = noise(9, DTYPES[dtype]), 8.0
+    gradients = {rank: noise(rank, DTYPES[dtype]) for rank in range(workers)}
+    at_once = Array(values, slice_elems=50, workers=workers)
+    at_once.step({rank: gradient.clone() for rank, gradient in gradients.items()})
+    wide = torch.promote_types(DTYPES[dtype], torch.float32)
+    mean = torch.stack([g.to(wide) for g in gradients.values()]).mean(0)
+    for slice_elems in SLICE_ELEMS:
+        array = Array(values, slice_elems=slice_elems, workers=workers)
+        total = ZERO
+        for piece in array.slices:
+            for rank, gradient in gradients.items():
+                buffer = array.store.take_buffer(piece.number)
+                scaled = gradient[piece.start_elems : piece.stop_elems] * scale
+                buffer.view[:] = bytes_of(scaled.to(DTYPES[dtype]))
+                array.store.put_gradient(piece.number, rank, buffer)
+            total = total.plus(array.store.aggregate(piece.number, sorted(gradients), scale))
+        for piece in array.slices:
+            array.store.update(piece.number, sorted(gradients), array.groups)
+        assert same_bits(array.values, at_once.values)
+        assert total.norm == pytest.approx(float(mean.double().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_a_sum_made_ahead_keeps_the_memory_of_one_gradient(dtype: torch.dtype, kept: int) -> None:
+    """Of the first rank's; halves are summed in memory of their own."""
+    array = Array(torch.zeros(5, dtype=dtype), slice_elems=5, workers=3)
+    buffers = [array.store.take_buffer(0) for _ in range(3)]
+    for rank, buffer in enumerate(buffers):
+        array.store.put_gradient(0, rank, buffer)
+    array.store.aggregate(0, (0, 1, 2))
+    free = [array.store.take_buffer(0) for _ in range(3)]
+    assert sum(buffer in free for buffer in buffers) == 3 - kept
+    array.store.update(0, (0, 1, 2), array.groups)
+    assert (array.store.take_buffer(0) in buffers) == bool(kept)
+
+
+def test_a_step_that_is_left_out_leaves_nothing_behind() -> None:
+    array = Array(torch.ones(5), slice_elems=5, workers=2, group={"lr": 1.0})
+    for infinite in (True, False):
+        for rank in range(2):
+            buffer = array.store.take_buffer(0)
+            buffer.view[:] = bytes_of(torch.full((5,), torch.inf if infinite else 0.25))
+            array.store.put_gradient(0, rank, buffer)
+        norm = array.store.aggregate(0, (0, 1)).norm
+        assert math.isinf(norm) == infinite
+        array.store.update(0, () if infinite else (0, 1), array.groups)
+        assert array.values.tolist() == [1.0 if infinite else 0.75] * 5
+
+
+def test_a_coefficient_is_applied_to_the_aggregated_gradient() -> None:
+    array = Array(torch.zeros(5), slice_elems=2, workers=1, group={"lr": 1.0})
+    for piece in array.slices:
+        buffer = array.store.take_buffer(piece.number)
+        buffer.view[:] = bytes_of(torch.ones(piece.elems))
+        array.store.put_gradient(piece.number, 0, buffer)
+        array.store.update(piece.number, (0,), array.groups, 0.25)
+    assert array.values.tolist() == [-0.25] * 5
 
 
 def test_buffers_are_used_again_and_only_for_their_own_size() -> None:

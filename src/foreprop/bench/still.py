@@ -26,7 +26,13 @@ _JOIN_S = 30.0
 class StillStore(SliceStore):
     """Takes and gives slices as ever; only the optimizer is missing."""
 
-    def update(self, slice_: int, ranks: Sequence[int], groups: Sequence[Hyperparameters]) -> None:
+    def update(
+        self,
+        slice_: int,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
         tensors = self._slices[slice_]
         for buffer in tensors.gradients.values():
             self._give_back(buffer)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.rows import Shard, plan_shards
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
@@ -40,6 +41,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     slice_elems: int
     big_array_elems: int
     placement_seed: int
+    aggregation: Aggregation = Aggregation()
 
 
 class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,9 @@ it. So no rank can wait for a collective that another one will not issue, as lon
 makes the same steps; within a step, `GradientReady` comes for every parameter, with a gradient or
 without. At most ``in_flight`` chunks are under way, so that the order is decided late and the link
 is never idle between two. A parameter whose last chunk is in is updated, then complete; an empty
-one is so at once.
+one is so at once. If updates need the norm of all gradients (``needs_norm``), a reduced parameter
+is measured first, and the updates of a step begin, the most urgent first, when all have been. Every
+rank has the same sums, so nothing more is sent.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.plan import Chunk, backward_order
 from foreprop.errors import InternalError, LocalProtocolError
 
@@ -30,8 +33,19 @@ class ChunkReduced(NamedTuple):
     chunk: int
 
 
+class ParameterMeasured(NamedTuple):
+    parameter: int
+    part: SquareSum
+    """Of its aggregated gradient."""
+
+
 class ParameterUpdated(NamedTuple):
     parameter: int
+
+
+class PrioritiesKnown(NamedTuple):
+    order: tuple[int, ...]
+    """The parameters in the order of their first use in the forward pass."""
 
 
 class OrderLearned(NamedTuple):
@@ -51,6 +65,18 @@ class ReduceChunk(NamedTuple):
     step: int
 
 
+class MeasureParameter(NamedTuple):
+    parameter: int
+    step: int
+
+
+class UseNorm(NamedTuple):
+    """For the updates that follow: this is the sum of the squares of all gradients of the step."""
+
+    step: int
+    total: SquareSum
+
+
 class UpdateParameter(NamedTuple):
     parameter: int
     step: int
@@ -65,13 +91,22 @@ class RingFinished(NamedTuple):
     """All that was begun is done."""
 
 
-RingInstruction = ReduceChunk | UpdateParameter | ParameterComplete | RingFinished
+RingInstruction = (
+    ReduceChunk | MeasureParameter | UseNorm | UpdateParameter | ParameterComplete | RingFinished
+)
 
 
 class RingMachine:
     """Decides what a rank issues next and when a parameter is complete. Not thread-safe."""
 
-    def __init__(self, chunks: Sequence[Chunk], *, parameters: int, in_flight: int) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        parameters: int,
+        in_flight: int,
+        needs_norm: bool = False,
+    ) -> None:
         if in_flight < 1:
             raise InternalError(f"{in_flight} collectives in flight")
         self._chunks = chunks
@@ -88,10 +123,15 @@ class RingMachine:
         self._complete_step = [0] * parameters
         self._missing = list(self._chunks_of)
         self._finishing = False
+        self._needs_norm = needs_norm
+        self._measured: dict[int, SquareSum] = {}  # of one step, by parameter
+        self._priority: Sequence[int] = range(parameters)
         self._handlers: dict[type, Any] = {
             ParameterReady: self._on_parameter_ready,
             ChunkReduced: self._on_chunk_reduced,
+            ParameterMeasured: self._on_parameter_measured,
             ParameterUpdated: self._on_parameter_updated,
+            PrioritiesKnown: self._on_priorities_known,
             OrderLearned: self._on_order_learned,
             Finishing: self._on_finishing,
         }
@@ -149,8 +189,27 @@ class RingMachine:
         instructions = self._issue()
         if not self._missing[parameter]:
             self._missing[parameter] = self._chunks_of[parameter]
-            instructions.append(UpdateParameter(parameter, self._ready_step[parameter]))
+            following = MeasureParameter if self._needs_norm else UpdateParameter
+            instructions.append(following(parameter, self._ready_step[parameter]))
         return instructions
+
+    def _on_parameter_measured(self, event: ParameterMeasured) -> list[RingInstruction]:
+        self._measured[event.parameter] = event.part
+        if len(self._measured) < sum(map(bool, self._chunks_of)):
+            return []
+        step, total = self._ready_step[event.parameter], ZERO
+        for part in self._measured.values():  # in any order: the sum is exact
+            total = total.plus(part)
+        urgent_first = sorted(self._measured, key=self._priority.__getitem__)
+        self._measured = {}
+        return [UseNorm(step, total), *(UpdateParameter(p, step) for p in urgent_first)]
+
+    def _on_priorities_known(self, event: PrioritiesKnown) -> list[RingInstruction]:
+        places = {parameter: place for place, parameter in enumerate(event.order)}
+        if sorted(places) != list(range(len(self._ready_step))):
+            raise LocalProtocolError("priorities must name every parameter once")
+        self._priority = [places[parameter] for parameter in range(len(places))]
+        return []
 
     def _on_parameter_updated(self, event: ParameterUpdated) -> list[RingInstruction]:
         parameter = event.parameter

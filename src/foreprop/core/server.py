@@ -4,7 +4,8 @@ Theory of operation. A slice that has been pushed by every worker enters the upd
 update is under way at a time, the most urgent first. The shell sums the gradients in rank order,
 whatever order they came in, so the bits never depend on timing. An updated slice goes back to
 every worker at once, with the priority that its pushes carried, through one send queue in front
-of the server's link.
+of the server's link. If updates need the norm of all gradients (``needs_norm``), sum and update are
+two operations, with a barrier between them (`core.barrier`).
 
 Rules: every worker pushes a slice for the same step, once; steps of a slice increase. A worker
 that has said goodbye is not waited for: whoever still needs it makes the session fail with its
@@ -16,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from foreprop.core.barrier import Held, StepBarrier
 from foreprop.core.manifest import Reply
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import Order, SendLanes, SendQueue
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
@@ -53,6 +56,21 @@ class UpdateFinished(NamedTuple):
     """The update under way is done."""
 
 
+class SliceSummed(NamedTuple):
+    """The sum under way is done; ``part`` is that of its squares."""
+
+    part: SquareSum
+
+
+class NormArrived(NamedTuple):
+    """Rank 0 tells the norm of all gradients of a step."""
+
+    rank: int
+    step: int
+    skip: bool = False
+    """No slice is to be updated in this step."""
+
+
 class AnswerReady(NamedTuple):
     """A control frame for one worker; the payload stays with the shell under ``token``."""
 
@@ -76,6 +94,21 @@ class UpdateSlice(NamedTuple):
     """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
 
 
+class SumSlice(NamedTuple):
+    """Add up the gradients, and keep the sum for the update."""
+
+    slice: int
+    step: int
+    ranks: tuple[int, ...]
+
+
+class TellNormPart(NamedTuple):
+    """All slices of the step are summed: send this to rank 0."""
+
+    step: int
+    part: SquareSum
+
+
 class InstallValue(NamedTuple):
     """Take the received values as the slice's parameters (start of the session)."""
 
@@ -93,7 +126,9 @@ class FinishSession(NamedTuple):
     """Every worker has said goodbye."""
 
 
-ServerInstruction = SendFrame | UpdateSlice | InstallValue | FailSession | FinishSession
+ServerInstruction = (
+    SendFrame | UpdateSlice | SumSlice | TellNormPart | InstallValue | FailSession | FinishSession
+)
 
 
 class _SliceState:
@@ -123,6 +158,7 @@ class ServerMachine:
         order: Order,
         reply: Reply,
         names: Sequence[str],
+        needs_norm: bool = False,
     ) -> None:
         self._index = index
         self._workers = workers
@@ -130,15 +166,18 @@ class ServerMachine:
         self._names = names
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {slice_: _SliceState() for slice_ in self._slices}
-        self._updates: SendQueue[UpdateSlice] = SendQueue(order)
+        self._barrier = StepBarrier(len(self._slices)) if needs_norm else None
+        self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._lanes: SendLanes[SendFrame] = SendLanes(order)
-        self._updating: UpdateSlice | None = None
+        self._updating: UpdateSlice | SumSlice | None = None
         self._left: set[int] = set()
         self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
             PullArrived: self._on_pull_arrived,
             UpdateFinished: self._on_update_finished,
+            SliceSummed: self._on_slice_summed,
+            NormArrived: self._on_norm_arrived,
             FrameSent: self._on_frame_sent,
             AnswerReady: self._on_answer_ready,
             WorkerLeft: self._on_worker_left,
@@ -191,7 +230,15 @@ class ServerMachine:
             )
         if self._updating is not None and self._updating.slice == slice_:
             return f"{name} is being updated"
+        if self._barrier is not None and self._barrier.holds(slice_):
+            return f"{name} is summed and waits for {self._describe_barrier()}"
         return f"{name} is queued for its update, with {len(self._updates) - 1} other slices"
+
+    def _describe_barrier(self) -> str:
+        text = self._barrier.describe() if self._barrier is not None else ""
+        for slice_, step in self.incomplete():
+            return f"{text}; {self.describe_wait(slice_, step)}"
+        return text
 
     def incomplete(self) -> list[tuple[int, int]]:
         """Slices that some but not all workers have pushed: (slice, step)."""
@@ -254,7 +301,37 @@ class ServerMachine:
                 )
             ]
         ranks = tuple(sorted(r for r, f in state.flags.items() if not f & Flag.NO_GRADIENT))
-        self._updates.push(state.step, state.priority, UpdateSlice(slice_, state.step, ranks))
+        if self._barrier is None:
+            self._updates.push(state.step, state.priority, UpdateSlice(slice_, state.step, ranks))
+        elif ranks:
+            self._updates.push(state.step, state.priority, SumSlice(slice_, state.step, ranks))
+        else:
+            return self._hold(UpdateSlice(slice_, state.step, ranks), ZERO)
+        return self._next_update()
+
+    def _hold(self, summed: UpdateSlice | SumSlice, part: SquareSum) -> list[ServerInstruction]:
+        """At the barrier until the step's norm is known."""
+        if self._barrier is None:
+            raise InternalError(f"slice {summed.slice} was summed, but no norm is needed")
+        slice_, step, ranks = summed
+        held = Held(slice_, self._states[slice_].priority, ranks)
+        whole = self._barrier.hold(step, held, part)
+        return [] if whole is None else [TellNormPart(step, whole)]
+
+    def _on_slice_summed(self, event: SliceSummed) -> list[ServerInstruction]:
+        summed, self._updating = self._updating, None
+        if not isinstance(summed, SumSlice):
+            raise InternalError("a sum is done that nobody started")
+        return self._hold(summed, event.part) + self._next_update()
+
+    def _on_norm_arrived(self, event: NormArrived) -> list[ServerInstruction]:
+        if self._barrier is None or event.rank != 0:
+            raise RemoteProtocolError(
+                f"rank {event.rank} sent the norm of step {event.step}, which is not awaited"
+            )
+        for slice_, priority, ranks in self._barrier.release(event.step):
+            update = UpdateSlice(slice_, event.step, () if event.skip else ranks)
+            self._updates.push(event.step, priority, update)
         return self._next_update()
 
     def _on_value_arrived(self, event: ValueArrived) -> list[ServerInstruction]:
@@ -299,7 +376,7 @@ class ServerMachine:
 
     def _on_update_finished(self, _: UpdateFinished) -> list[ServerInstruction]:
         update, self._updating = self._updating, None
-        if update is None:
+        if not isinstance(update, UpdateSlice):
             raise InternalError("an update finished that nobody started")
         state = self._states[update.slice]
         unchanged = 0 if update.ranks or state.valued else int(Flag.UNCHANGED)

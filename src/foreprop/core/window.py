@@ -16,9 +16,12 @@ _LEAST_SLICES = 2
 """One can be on its way to a server while another is on its way back."""
 
 
-def may_hold_back(order: Order, reply: Reply) -> bool:
-    """Whether workers agree on what goes first, and their pushes are answered unasked."""
-    return (order, reply) == ("priority", "broadcast")
+def may_hold_back(order: Order, reply: Reply, *, needs_norm: bool = False) -> bool:
+    """Whether workers agree on what goes first, and their pushes are answered unasked.
+
+    With ``needs_norm`` no push of a step is answered before all of them have left.
+    """
+    return (order, reply) == ("priority", "broadcast") and not needs_norm
 
 
 class PushWindow:

@@ -51,6 +51,8 @@ class Kind(IntEnum):
     ROWS_PUSH = 21  # W: gradients of some of a shard's rows
     ROWS_PULL = 22  # W: send me these rows as they are after `step`; `slice` is the request's
     ROWS_REPLY = 23  # S: the rows of a request
+    NORM_PART = 24  # S: to rank 0, the sum of this server's squares of a step's gradients
+    NORM = 25  # W (rank 0) to servers, server 0 to the other workers: the step's global norm
 
 
 class Flag(IntEnum):
@@ -61,6 +63,7 @@ class Flag(IntEnum):
     VALUE_CHANGED = 2  # PUSH: the parameter was changed by hand since the last step
     UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
     MORE = 8  # ROWS_VALUE, ROWS_PUSH: another part follows
+    AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
 
 
 class Header(NamedTuple):

@@ -10,6 +10,9 @@ import msgspec
 from foreprop.core.manifest import Hyperparameters
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 
+SCALE = "grad_scale"
+"""What a loss is multiplied by: the one number of a group of its own, after the others."""
+
 _GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
 
 
@@ -47,6 +50,16 @@ class HyperparameterHistory:
         raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
 
 
+def with_scale(
+    groups: Sequence[Hyperparameters], scale: float | None
+) -> tuple[Hyperparameters, ...]:
+    return tuple(groups) if scale is None else (*groups, {SCALE: scale})
+
+
+def scale_of(groups: Sequence[Mapping[str, Any]]) -> float:
+    return float(groups[-1].get(SCALE, 1.0)) if groups else 1.0
+
+
 def describe_groups(
     step: int, rank: int, zero: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
 ) -> str:
@@ -54,8 +67,9 @@ def describe_groups(
     for number, (a, b) in enumerate(zip(zero, theirs, strict=False)):
         for name in a:
             if a[name] != b.get(name):
+                whose = "" if name == SCALE else f" of parameter group {number}"
                 return (
-                    f"step {step}: {name} of parameter group {number} is {a[name]} on rank 0 and"
+                    f"step {step}: {name}{whose} is {a[name]} on rank 0 and"
                     f" {b.get(name)} on rank {rank}: every rank must set the same value"
                 )
     return f"step {step}: ranks 0 and {rank} have different parameter groups"

@@ -18,23 +18,31 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.norm import ZERO
 from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
+    MeasureParameter,
     OrderLearned,
     ParameterComplete,
+    ParameterMeasured,
     ParameterReady,
     ParameterUpdated,
+    PrioritiesKnown,
     ReduceChunk,
     RingFinished,
     RingMachine,
     UpdateParameter,
+    UseNorm,
 )
 from foreprop.core.wire import Flag
+from foreprop.engine.aggregation import clip, finish_sum, square_sum
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import describe_groups
+from foreprop.engine.norms import GradientNorms
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.slicestore import DTYPES
 from foreprop.engine.worker import ParameterMemory
@@ -60,15 +68,20 @@ _KEPT_BLOBS = 3
 class Updater(Protocol):
     """Applies the optimizer to one parameter at a time."""
 
-    def update(self, parameter: int, step: int, average: torch.Tensor) -> None:
-        """``average``: the gradient's mean over the ranks, flat. Any thread."""
+    def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
+        """``gradient``: the aggregated one, flat. Any thread."""
+
+    def end_step(self, parameter: int) -> None:
+        """The parameter's step is over, with an update or without. Any thread."""
 
 
 class _Settings:
     """The optimizer's settings (JSON) from a step on, and a digest that can be summed."""
 
-    def __init__(self, since: int, text: str) -> None:
+    def __init__(self, since: int, text: str, scale: float = 1.0) -> None:
         self.since = since
+        self.scale = scale
+        """Of the loss."""
         self.text = text
         self.digest = zlib.crc32(text.encode()) % _DIGEST_LIMIT
 
@@ -90,6 +103,7 @@ class RingEngine:
         *,
         config: Config,
         trace: TraceRecorder | None = None,
+        aggregation: Aggregation | None = None,
     ) -> None:
         self.parameters = parameters
         self._memory = memory
@@ -98,16 +112,26 @@ class RingEngine:
         self._rank = group.rank
         self._config = config
         self._trace = trace
+        self._aggregation = aggregation or config.aggregation
         names = [info.name for info in parameters]
         self.progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self.progress.counters
+        self._norms = GradientNorms(self.progress, config)
+        self._coefficient = 1.0
+        self._skip = False
+        """Whether the step whose updates are under way is left out."""
         self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        """Aggregated and not applied yet."""
         self._flags = [0] * len(parameters)
         self._settings = [_Settings(0, "")]
         self._machine = RingMachine(
-            self.chunks, parameters=len(parameters), in_flight=config.chunks_in_flight
+            self.chunks,
+            parameters=len(parameters),
+            in_flight=config.chunks_in_flight,
+            needs_norm=self._aggregation.needs_norm,
         )
         self._forward_order: Sequence[int] = range(len(parameters))
         self.order: tuple[int, ...] | None = None
@@ -118,7 +142,7 @@ class RingEngine:
         ]
         self._observer = Observer(len(parameters), sizes_bytes)
         self._work = threading.Condition()
-        self._todo: deque[ReduceChunk | UpdateParameter] = deque()
+        self._todo: deque[ReduceChunk | MeasureParameter | UpdateParameter] = deque()
         self._under_way = 0
         self._stopped = False
         self._closing = False
@@ -141,9 +165,9 @@ class RingEngine:
                 self._observer.gradient_ready(parameter, step, time.monotonic())
         self._dispatch(ParameterReady(parameter, step))
 
-    def announce_settings(self, step: int, settings: str) -> None:
+    def announce_settings(self, step: int, settings: str, scale: float = 1.0) -> None:
         """From ``step`` on the optimizer has these settings, which must be every rank's."""
-        self._settings = [self._settings[-1], _Settings(step, settings)]
+        self._settings = [self._settings[-1], _Settings(step, settings, scale)]
 
     def _settings_at(self, step: int) -> _Settings:
         return next(settings for settings in reversed(self._settings) if settings.since <= step)
@@ -151,6 +175,7 @@ class RingEngine:
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
         self._forward_order = list(order)
+        self._dispatch(PrioritiesKnown(tuple(order)))
 
     def start_step(self) -> None:
         """Nothing has to be asked for."""
@@ -221,6 +246,13 @@ class RingEngine:
         with self._work:
             self._observer.waited(time.monotonic() - started)
 
+    def grad_norm(self, step: int) -> float | None:
+        """The global norm of the step's gradients, once it is known; None if none is needed."""
+        if not self._aggregation.needs_norm:
+            return None
+        self.raise_if_failed()
+        return self._norms.of(step) if self.chunks else 0.0
+
     def raise_if_failed(self) -> None:
         self.progress.raise_if_failed()
 
@@ -289,9 +321,14 @@ class RingEngine:
         with self._work:
             instructions = self._machine.handle(event)
             for instruction in instructions:
-                if isinstance(instruction, (ReduceChunk, UpdateParameter)):
+                if isinstance(instruction, (ReduceChunk, MeasureParameter, UpdateParameter)):
                     self._todo.append(instruction)
                     self._work.notify()
+                elif isinstance(instruction, UseNorm):
+                    norm = instruction.total.norm
+                    self._coefficient = self._aggregation.coefficient(norm)
+                    self._skip = self._aggregation.skips(norm)
+                    self._norms.note(instruction.step, norm)
                 elif isinstance(instruction, RingFinished):
                     self._finished.set()
         for instruction in instructions:
@@ -323,6 +360,9 @@ class RingEngine:
                 self._under_way += 1
         if isinstance(instruction, UpdateParameter):
             self._update(instruction.parameter, instruction.step)
+            return True
+        if isinstance(instruction, MeasureParameter):
+            self._measure(instruction.parameter, instruction.step)
             return True
         try:
             work.wait()
@@ -384,11 +424,29 @@ class RingEngine:
                 size_bytes=size_bytes,
             )
 
+    def _measure(self, parameter: int, step: int) -> None:
+        self._aggregate(parameter, step)
+        gradient = self._gradients[parameter]
+        part = ZERO if gradient is None else square_sum(gradient)
+        self._dispatch(ParameterMeasured(parameter, part))
+
     def _update(self, parameter: int, step: int) -> None:
+        if not self._aggregation.needs_norm:
+            self._aggregate(parameter, step)
+        gradient, self._gradients[parameter] = self._gradients[parameter], None
+        if gradient is not None and not self._skip:
+            clip(gradient, self._aggregation, self._coefficient)
+            self._updater.update(parameter, step, gradient)
+        self._updater.end_step(parameter)
+        self._dispatch(ParameterUpdated(parameter))
+
+    def _aggregate(self, parameter: int, step: int) -> None:
+        """Keep the aggregated gradient, if any rank had one; checks that the ranks agree."""
         info = self.parameters[parameter]
         total = self._sums[parameter]
         if total is None:
             raise InternalError(f"{info.name} is to be updated and was never reduced")
+        self._gradients[parameter] = None
         with_gradient, changed, digests = (round(mark) for mark in total[info.elems :].tolist())
         if 0 < changed < self._group.size:
             raise TrainingLoopError(
@@ -398,11 +456,10 @@ class RingEngine:
         if digests != self._group.size * self._settings_at(step).digest:
             raise self._unlike_settings(step)
         if with_gradient:
-            average = total[: info.elems]
-            if self._group.size > 1:
-                average /= self._group.size
-            self._updater.update(parameter, step, average)
-        self._dispatch(ParameterUpdated(parameter))
+            gradient = total[: info.elems]
+            scale = self._settings_at(step).scale
+            finish_sum(gradient, self._aggregation, workers=self._group.size, scale=scale)
+            self._gradients[parameter] = gradient
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:
         """Every rank comes to this; they tell each other what they have."""

@@ -13,6 +13,7 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.rows import Shard
+from foreprop.engine.aggregation import clip, finish_sum
 from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
 from foreprop.engine.slicestore import (
     DTYPES,
@@ -52,6 +53,7 @@ class RowStore:
 
     def __init__(self, manifest: Manifest, shards: Sequence[Shard], index: int) -> None:
         self._world_size = manifest.world_size
+        self._aggregation = manifest.knobs.aggregation
         self._optimizer_class = SPARSE_OPTIMIZERS.get(
             manifest.optimizer.name, torch.optim.Optimizer
         )
@@ -103,7 +105,7 @@ class RowStore:
     def update(
         self, number: int, gradients: Sequence[list[RowPart]], groups: Sequence[Hyperparameters]
     ) -> None:
-        """Average the gradients over the world, adding in rank order, and apply them.
+        """Aggregate the gradients, adding in rank order, and apply them.
 
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
@@ -113,11 +115,11 @@ class RowStore:
         if not parts:
             return  # nobody had a gradient; one without rows is another matter: a step is counted
         optimizer = self._optimizer(tensors, groups[self._group_of[tensors.shard.parameter]])
-        tensors.parameter.grad = self._average(parts, tensors.parameter)
+        tensors.parameter.grad = self._aggregate(parts, tensors.parameter)
         optimizer.step()
         tensors.parameter.grad = None
 
-    def _average(self, parts: Sequence[RowPart], table: torch.Tensor) -> torch.Tensor:
+    def _aggregate(self, parts: Sequence[RowPart], table: torch.Tensor) -> torch.Tensor:
         touched, places = torch.unique(
             torch.cat([part.numbers for part in parts]), return_inverse=True
         )
@@ -130,8 +132,8 @@ class RowStore:
             # a part has each row once, so that this adds in one order only
             total.index_add_(0, places[start:stop], part.rows.to(dtype))
             start = stop
-        if self._world_size > 1:
-            total /= self._world_size
+        finish_sum(total, self._aggregation, workers=self._world_size)
+        clip(total, self._aggregation)
         return torch.sparse_coo_tensor(
             touched[None],
             total.to(table.dtype),

@@ -34,9 +34,13 @@ from foreprop.core.server import (
     FailSession,
     FinishSession,
     InstallValue,
+    NormArrived,
     PullArrived,
     PushArrived,
     ServerMachine,
+    SliceSummed,
+    SumSlice,
+    TellNormPart,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -54,7 +58,13 @@ from foreprop.core.wire import (
 from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
 from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure, decode_failure, failure_of
-from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups
+from foreprop.engine.hyperparameters import (
+    HyperparameterHistory,
+    decode_groups,
+    scale_of,
+    with_scale,
+)
+from foreprop.engine.norms import NORM_BYTES, decode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.rowserver import ROW_KINDS, RowServer
 from foreprop.engine.rowstore import SPARSE_OPTIMIZERS, RowStore
@@ -123,7 +133,13 @@ class _Session:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             names=names,
+            needs_norm=manifest.knobs.aggregation.needs_norm,
         )
+        scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
+        self.groups = with_scale(manifest.optimizer.groups, scale)
+        """What the optimizer's numbers look like."""
+        self.coefficient = 1.0
+        """For the gradients of the step whose updates are under way."""
         self.store = store_class(manifest, slices, index)
         self.rows = RowServer(manifest, index, server, server._lock)
         self.hyperparameters = HyperparameterHistory(manifest.world_size)
@@ -381,9 +397,13 @@ class Server:
         if kind in ROW_KINDS:
             return _bounded(header, session.rows.limit_bytes(header))
         if kind == Kind.STATE:
+            if header.flags & Flag.AVERAGES:
+                session.machine.owned(header.slice)
             return _bounded(header, _state_store(session, header).state_limit_bytes(header.slice))
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
+        if kind == Kind.NORM:
+            return _exactly(header, NORM_BYTES)
         if size:
             raise RemoteProtocolError(f"{Kind(kind).name} carries {size} bytes")
         return _EMPTY
@@ -444,19 +464,28 @@ class Server:
         elif kind == Kind.PULL:
             self._dispatch(PullArrived(rank, header.slice, step, header.priority))
         elif kind == Kind.HYPERPARAMETERS:
-            groups = decode_groups(payload, session.manifest.optimizer.groups)
+            groups = decode_groups(payload, session.groups)
             with self._lock:
                 session.hyperparameters.announce(rank, step, groups)
+        elif kind == Kind.NORM:
+            self._on_norm(session, header, payload)
         elif kind == Kind.BLOB:
             self._on_blob(session, header, payload)
         elif kind == Kind.BLOB_PULL:
             self._on_blob_pull(session, peer, header)
         elif kind == Kind.STATE:
             with self._lock:
-                _state_store(session, header).import_state(header.slice, payload)
+                if header.flags & Flag.AVERAGES:
+                    session.store.import_average(header.slice, payload)
+                else:
+                    _state_store(session, header).import_state(header.slice, payload)
         elif kind == Kind.STATE_PULL:
             with self._lock:
-                data = _state_store(session, header).export_state(header.slice)
+                if header.flags & Flag.AVERAGES:
+                    session.machine.owned(header.slice)
+                    data = session.store.export_average(header.slice)
+                else:
+                    data = _state_store(session, header).export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)
@@ -552,6 +581,31 @@ class Server:
         if data is not None:
             self._answer(peer.rank, Kind.BLOB_REPLY, header, data)
 
+    # The global norm of a step's gradients, from rank 0.
+    def _on_norm(self, session: _Session, header: Header, payload: memoryview) -> None:
+        norm, aggregation = decode_norm(header, payload), session.manifest.knobs.aggregation
+        with self._lock:
+            event = NormArrived(header.rank, header.step, aggregation.skips(norm))
+            instructions = session.machine.handle(event)
+            session.coefficient = aggregation.coefficient(norm)
+        if self._index == 0:
+            for rank in range(1, session.manifest.world_size):
+                self._answer(rank, Kind.NORM, header, bytes(payload))
+        self._execute(instructions)
+
+    def _sum(self, summed: SumSlice) -> Sequence[object]:
+        """Do the one sum that is under way; returns what follows from it."""
+        session = self._started()
+        with self._lock:
+            scale = scale_of(session.hyperparameters.at(summed.step))
+        part = session.store.aggregate(summed.slice, summed.ranks, scale)
+        with self._lock:
+            return session.machine.handle(SliceSummed(part))
+
+    def _tell_norm_part(self, told: TellNormPart) -> None:
+        about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
+        self._answer(0, Kind.NORM_PART, about, told.part.encode())
+
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
         session = self._started()
@@ -568,6 +622,10 @@ class Server:
                     self._outbox.submit(instruction)  # type: ignore[arg-type]
                 elif kind is UpdateSlice:
                     following = self._update(instruction)  # type: ignore[arg-type]
+                elif isinstance(instruction, SumSlice):
+                    following = self._sum(instruction)
+                elif isinstance(instruction, TellNormPart):
+                    self._tell_norm_part(instruction)
                 elif isinstance(instruction, FailSession):
                     self._fail_as_told(instruction)
                 elif isinstance(instruction, FinishSession):
@@ -587,7 +645,7 @@ class Server:
         started_ns = self._trace.now_ns() if self._trace is not None else 0
         with self._lock:
             groups = session.hyperparameters.at(update.step) if update.ranks else ()
-        session.store.update(update.slice, update.ranks, groups)
+        session.store.update(update.slice, update.ranks, groups, session.coefficient)
         if self._trace is not None:
             self._trace.span(
                 Stage.UPDATED.value,

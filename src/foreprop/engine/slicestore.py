@@ -19,7 +19,15 @@ import msgspec
 import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.norm import SquareSum
 from foreprop.core.slicing import Slice
+from foreprop.engine.aggregation import (
+    clip,
+    finish_sum,
+    move_average,
+    square_sum,
+    start_average,
+)
 from foreprop.errors import InternalError, RemoteProtocolError
 
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -49,6 +57,8 @@ DTYPES = {
 _HALVES = (torch.bfloat16, torch.float16)
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
+AVERAGE = "ema"
+"""The name of the one entry of a slice's moving average."""
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
@@ -97,6 +107,7 @@ class GradientBuffer:
 
 class _SliceTensors:
     __slots__ = (
+        "average",
         "extent",
         "gradients",
         "groups",
@@ -105,6 +116,7 @@ class _SliceTensors:
         "parameter",
         "piece",
         "staged",
+        "total",
         "view",
     )
 
@@ -115,6 +127,8 @@ class _SliceTensors:
         self.view = bytes_of(self.extent.part(self.parameter))
         self.gradients: dict[int, GradientBuffer] = {}
         self.staged: GradientBuffer | None = None
+        self.average: torch.Tensor | None = None  # moving, if there is one
+        self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
         self.optimizer: torch.optim.Optimizer | None = None
         self.groups: Hyperparameters | None = None
         self.new_state: dict[str, Any] | None = None  # received, to be used from the next update
@@ -128,6 +142,7 @@ class SliceStore:
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
+        self._aggregation = manifest.knobs.aggregation
         self._optimizer_class = ELEMENTWISE_OPTIMIZERS.get(
             manifest.optimizer.name, torch.optim.Optimizer
         )
@@ -173,30 +188,73 @@ class SliceStore:
             self._give_back(tensors.staged)
             tensors.staged = None
 
-    def update(self, slice_: int, ranks: Sequence[int], groups: Sequence[Hyperparameters]) -> None:
-        """Average the gradients of ``ranks`` over the world, in rank order, and apply them.
+    def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
+        """Do the first half of `update` ahead; returns the sum of the gradient's squares.
+
+        ``scale`` is that of the loss.
+        """
+        tensors = self._slices[slice_]
+        total = tensors.total = self._total(tensors, ranks, scale)
+        for rank, buffer in list(tensors.gradients.items()):
+            if buffer.tensor is not total:  # all slices wait together: keep no more than the sums
+                self._give_back(tensors.gradients.pop(rank))
+        return square_sum(tensors.extent.part(tensors.total))
+
+    def update(
+        self,
+        slice_: int,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
+        """Aggregate the gradients of ``ranks``, in rank order, and apply ``coefficient`` of them.
 
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
         self.install_value(slice_)
-        tensors = self._slices[slice_]
-        if not ranks:
-            return
+        tensors, decay = self._slices[slice_], self._aggregation.ema
+        if decay is not None and tensors.average is None:
+            tensors.average = start_average(tensors.parameter)
+        if ranks:
+            self._apply(tensors, ranks, groups, coefficient)
+        self._drop_gradients(tensors)
+        if decay is not None and tensors.average is not None:
+            move_average(tensors.average, tensors.parameter, decay)
+
+    def _apply(
+        self,
+        tensors: _SliceTensors,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float,
+    ) -> None:
         optimizer = self._optimizer(tensors, groups[self._group_of[tensors.piece.parameter]])
+        total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
+        clip(total, self._aggregation, coefficient)
+        dtype = tensors.parameter.dtype
+        tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
+        self._step(optimizer)
+        tensors.parameter.grad = None
+
+    def _drop_gradients(self, tensors: _SliceTensors) -> None:
+        """They have been applied, or the step is left out."""
+        tensors.total = None
+        for buffer in tensors.gradients.values():
+            self._give_back(buffer)
+        tensors.gradients.clear()
+
+    def _total(
+        self, tensors: _SliceTensors, ranks: Sequence[int], scale: float = 1.0
+    ) -> torch.Tensor:
+        """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         total = tensors.gradients[ranks[0]].tensor
         dtype = total.dtype
         if dtype in _HALVES and self._world_size > 1:
             total = total.float()  # summing in half precision would lose small gradients
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
-        if self._world_size > 1:
-            total /= self._world_size
-        tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
-        self._step(optimizer)
-        tensors.parameter.grad = None
-        for buffer in tensors.gradients.values():
-            self._give_back(buffer)
-        tensors.gradients.clear()
+        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
+        return total
 
     def _give_back(self, buffer: GradientBuffer) -> None:
         key = (buffer.extent, buffer.tensor.dtype)
@@ -240,6 +298,25 @@ class SliceStore:
         } or None
         if tensors.new_state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    # Moving averages.
+    def export_average(self, slice_: int) -> bytes:
+        """The slice's moving average, as a state of one tensor."""
+        tensors = self._slices[slice_]
+        average = tensors.average
+        if average is None:
+            average = start_average(tensors.parameter)
+        return encode_state({AVERAGE: tensors.extent.part(average)})
+
+    def import_average(self, slice_: int, data: memoryview) -> None:
+        """Go on from this average; raises `RemoteProtocolError` if it does not fit."""
+        tensors = self._slices[slice_]
+        value = decode_state(data, elems=tensors.piece.elems).get(AVERAGE)
+        if self._aggregation.ema is None or not isinstance(value, torch.Tensor) or not value.dim():
+            raise RemoteProtocolError(f"a moving average for slice {slice_}, which has none")
+        average = start_average(tensors.parameter)
+        tensors.extent.part(average).copy_(value)
+        tensors.average = average
 
     def state_limit_bytes(self, slice_: int) -> int:
         return state_limit_bytes(self._slices[slice_].piece.elems)

@@ -14,7 +14,9 @@ from typing import Protocol
 import torch
 
 from foreprop.config import Config
+from foreprop.core.barrier import NormCombiner
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
+from foreprop.core.norm import ENCODED_BYTES, decode_square_sum
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
@@ -45,6 +47,7 @@ from foreprop.core.worker import (
     WorkerMachine,
 )
 from foreprop.engine.failure import decode_failure, failure_of
+from foreprop.engine.norms import NORM_BYTES, GradientNorms, decode_norm, encode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.rowexchange import Pull, RowExchange
@@ -89,8 +92,6 @@ class WorkerEngine:
     raised in the training thread at its next call.
     """
 
-    every_parameter = False
-
     def __init__(
         self,
         manifest: Manifest,
@@ -106,9 +107,13 @@ class WorkerEngine:
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self.slices = manifest.slices()
         self.parameters = manifest.parameters
+        self._aggregation = manifest.knobs.aggregation
+        self.every_parameter = self._aggregation.needs_every_parameter
         names = [info.name for info in manifest.parameters]
         self.progress = Progress(names, rank=rank, config=config, trace=trace)
         self.counters = self.progress.counters
+        self._norms = GradientNorms(self.progress, config)
+        self._norm_combiner = NormCombiner({piece.server for piece in self.slices})
         self._memory = memory
         self._streams = streams
         self._rank = rank
@@ -149,7 +154,8 @@ class WorkerEngine:
         ]
 
     def _push_window(self) -> PushWindow | None:
-        if not may_hold_back(self.manifest.knobs.order, self.manifest.knobs.reply):
+        knobs, needs_norm = self.manifest.knobs, self._aggregation.needs_norm
+        if not may_hold_back(knobs.order, knobs.reply, needs_norm=needs_norm):
             return None
         sizes_bytes = [piece.elems * self._itemsize[piece.parameter] for piece in self.slices]
         window_bytes = self._config.push_window_bytes
@@ -260,6 +266,13 @@ class WorkerEngine:
             lambda: self._ask_status(parameter),
         )
 
+    def grad_norm(self, step: int) -> float | None:
+        """The global norm of the step's gradients, once it is known; None if none is needed."""
+        if not self._aggregation.needs_norm:
+            return None
+        self.progress.raise_if_failed()
+        return self._norms.of(step) if self.slices else 0.0
+
     def raise_if_failed(self) -> None:
         self.progress.raise_if_failed()
 
@@ -292,17 +305,22 @@ class WorkerEngine:
         )
         return self._blobs.pop(which)
 
-    def send_state(self, slice_: int, step: int, data: bytes) -> None:
-        """Rank 0: replace the optimizer state of a slice or shard, from this step on."""
-        server = self._server_of(slice_)
-        self._send_message(server, Kind.STATE, step, CONTROL_PRIORITY, data, slice_=slice_)
+    def send_state(self, slice_: int, step: int, data: bytes, *, flags: int = 0) -> None:
+        """Rank 0: replace the optimizer state of a slice or shard, from this step on.
 
-    def fetch_states(self, slices: Sequence[int], step: int) -> dict[int, bytes]:
-        """The optimizer state of these slices and shards, from their servers."""
+        With ``Flag.AVERAGES`` its moving average.
+        """
+        server = self._server_of(slice_)
+        about = (Kind.STATE, step, CONTROL_PRIORITY, data)
+        self._send_message(server, *about, slice_=slice_, flags=flags)
+
+    def fetch_states(self, slices: Sequence[int], step: int, *, flags: int = 0) -> dict[int, bytes]:
+        """The optimizer state (or moving average) of these slices and shards."""
         keys = [(int(Kind.STATE_REPLY), slice_) for slice_ in slices]
+        about = (Kind.STATE_PULL, step, CONTROL_PRIORITY, b"")
         for slice_ in slices:
             server = self._server_of(slice_)
-            self._send_message(server, Kind.STATE_PULL, step, CONTROL_PRIORITY, b"", slice_=slice_)
+            self._send_message(server, *about, slice_=slice_, flags=flags)
         self.progress.wait_until(
             lambda: all(key in self._answers for key in keys),
             self._config.step_timeout_s,
@@ -544,6 +562,8 @@ class WorkerEngine:
             return self.manifest.blob_bytes[header.slice]
         if kind == Kind.STATUS_REPLY:
             return _STATUS_LIMIT_BYTES
+        if kind in (Kind.NORM_PART, Kind.NORM):
+            return ENCODED_BYTES if kind == Kind.NORM_PART else NORM_BYTES
         return MAX_CONTROL_BYTES if kind in (Kind.FAILURE, Kind.REFUSE) else 0
 
     def _on_frame(self, server: int, frame: Frame, started_ns: int) -> None:
@@ -564,6 +584,8 @@ class WorkerEngine:
             self.rows.arrived(header)
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, server, header.flags))
+        elif kind in (Kind.NORM_PART, Kind.NORM):
+            self._on_norm(server, header, payload)
         elif kind == Kind.WELCOME:
             self._welcomes += 1
             self.progress.notify()
@@ -577,6 +599,25 @@ class WorkerEngine:
             self.progress.notify()
         else:
             raise RemoteProtocolError(f"server {server} sent {Kind(kind).name}")
+
+    def _on_norm(self, server: int, header: Header, payload: memoryview) -> None:
+        """Rank 0 adds up the servers' parts of a step's norm, and tells all servers the norm."""
+        kind, step = header.kind, header.step
+        wanted = Kind.NORM if self._rank else Kind.NORM_PART
+        if kind != wanted or not self._aggregation.needs_norm:
+            raise RemoteProtocolError(
+                f"server {server} sent rank {self._rank} {Kind(kind).name}, which is not awaited"
+            )
+        if kind == Kind.NORM:
+            self._norms.note(step, decode_norm(header, payload))
+            return
+        with self._lock:
+            total = self._norm_combiner.add(server, step, decode_square_sum(payload))
+        if total is None:
+            return
+        for peer in range(len(self._streams)):
+            self._send_message(peer, Kind.NORM, step, CONTROL_PRIORITY, encode_norm(total.norm))
+        self._norms.note(step, total.norm)
 
     # Waiting and failing.
     def _describe_wait(self, parameter: int, step: int) -> str:
@@ -597,8 +638,7 @@ class WorkerEngine:
         if sending_to:
             text += f"; it is sending to {', '.join(self._servers[peer] for peer in sending_to)}"
         parts = []
-        for server in sorted({piece.server for piece, _ in missing}):
-            slice_ = next(piece.number for piece, _ in missing if piece.server == server)
+        for server, slice_ in sorted(self._whom_to_ask(parameter).items()):
             status = self._answers.get((Kind.STATUS_REPLY, slice_))
             parts.append(
                 f"server {server} says: {status.decode(errors='replace')}"
@@ -607,12 +647,20 @@ class WorkerEngine:
             )
         return f"{text}; " + "; ".join(parts)
 
+    def _whom_to_ask(self, parameter: int) -> dict[int, int]:
+        """By server, a slice that the parameter waits for: its own, or any that the norm needs."""
+        others = range(len(self.parameters)) if self._aggregation.needs_norm else ()
+        asked: dict[int, int] = {}
+        for awaited in (parameter, *others):
+            with self._lock:
+                missing = self._machine.missing_slices(awaited)
+            for piece, _ in missing:
+                asked.setdefault(piece.server, piece.number)
+        return asked
+
     def _ask_status(self, parameter: int) -> None:
-        with self._lock:
-            missing = self._machine.missing_slices(parameter)
         step = self._machine.step_of(parameter)
-        for server in {piece.server for piece, _ in missing}:
-            slice_ = next(piece.number for piece, _ in missing if piece.server == server)
+        for server, slice_ in self._whom_to_ask(parameter).items():
             self._ask(server, slice_, step)
 
     def _ask(self, server: int, number: int, step: int) -> None:

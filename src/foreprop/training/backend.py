@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo
 from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
@@ -17,6 +19,7 @@ from foreprop.engine.worker import ParameterMemory
 from foreprop.engine.world import World
 from foreprop.observe.trace import TraceRecorder
 from foreprop.training.buffers import ModelBuffers
+from foreprop.training.loss_scale import LossScale
 from foreprop.training.memory import Memory
 
 
@@ -46,6 +49,11 @@ class Engine(Protocol):
     def is_complete(self, parameter: int) -> bool: ...
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's update is in; raises what went wrong meanwhile."""
+
+    def grad_norm(self, step: int) -> float | None:
+        """The global gradient norm before clipping; blocks until it is known, None if it is not
+        needed.
+        """
 
     def start_step(self) -> None:
         """The next forward pass begins."""
@@ -105,6 +113,18 @@ class Setup:
     """For the session of that id."""
     part: str = ""
     """Of a session that has several backends: what this one is called."""
+    loss_scale: LossScale | None = None
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """What all ranks must do alike with aggregated gradients."""
+        skip = self.loss_scale is not None
+        return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=skip)
+
+    @property
+    def scale(self) -> float | None:
+        """What the loss is multiplied by, if there is a scaler."""
+        return self.loss_scale.factor if self.loss_scale is not None else None
 
 
 class Backend(Protocol):
@@ -142,6 +162,12 @@ class Backend(Protocol):
 
     def replace_state(self, step: int) -> None:
         """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
+
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        """The parameters' moving averages after ``step``, flat or not, by number."""
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        """Go on from these; they count after ``step``. Every rank calls it alike."""
 
     def refuse(self, error: BaseException) -> None:
         """Tell the others that this rank does not take part."""

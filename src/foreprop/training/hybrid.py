@@ -17,6 +17,7 @@ from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
 from foreprop.engine.worker import ParameterMemory
+from foreprop.errors import InternalError
 from foreprop.observe.trace import TraceRecorder
 from foreprop.training.backend import Backend, Engine, RowEngine, Setup, Starting
 from foreprop.training.buffers import ModelBuffers
@@ -107,6 +108,12 @@ class HybridBackend:
     def replace_state(self, step: int) -> None:
         self._dense.replace_state(step)
         self._sparse.replace_state(step)
+
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        raise InternalError("there are no moving averages of rows")
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        raise InternalError("there are no moving averages of rows")
 
     # The end.
     def refuse(self, error: BaseException) -> None:
@@ -226,6 +233,10 @@ class HybridEngine:
 
     def wait_for_rows(self, pull: Pull) -> torch.Tensor:
         return self._rows.wait_for_rows(pull)
+
+    def grad_norm(self, step: int) -> float | None:
+        """Of dense parameters; settings that need one leave no others."""
+        return self._dense.grad_norm(step)
 
     # A step.
     def start_step(self) -> None:

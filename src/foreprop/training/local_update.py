@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from foreprop.training.moving_average import LocalAverages
+
 Groups = tuple[Mapping[str, Any], ...]
 """The parameter groups' settings as they were at some time, without the parameters."""
 
@@ -52,8 +54,12 @@ class LocalUpdater:
     """Updates parameters by number; the calls for one parameter must follow each other."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        averages: LocalAverages | None = None,
     ) -> None:
+        self._averages = averages
         self._optimizer = optimizer
         self._parameters = parameters
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
@@ -81,16 +87,21 @@ class LocalUpdater:
         """From ``step`` on the user's optimizer's settings count as they are now."""
         self._announced = [*self._announced[1 - _KEPT :], (step, settings_of(self._optimizer))]
 
-    def update(self, parameter: int, step: int, average: torch.Tensor) -> None:
-        """Apply the gradient ``average``, flat and on the host. Any thread, without gradients."""
+    def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
+        """Apply the aggregated gradient, flat and on the host. Any thread, without gradients."""
         stand_in = self._stand_in(parameter)
         own = self._own[parameter]
         settings = next(groups for since, groups in reversed(self._announced) if since <= step)
         group = settings[self._group_of[parameter]]
         own.param_groups = [{**group, "params": [stand_in]}]
-        stand_in.grad = average.view(stand_in.shape).to(stand_in)
+        stand_in.grad = gradient.view(stand_in.shape).to(stand_in)
         self._step(own)
         stand_in.grad = None
+
+    def end_step(self, parameter: int) -> None:
+        """The step is over, with an update or without. Any thread, without gradients."""
+        if self._averages is not None:
+            self._averages.move(parameter)
 
     def _stand_in(self, parameter: int) -> torch.nn.Parameter:
         """Of the memory that the parameter has now; its state goes with it."""

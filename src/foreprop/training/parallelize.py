@@ -20,6 +20,7 @@ def parallelize(
     preset: str | None = None,
     config: Config | None = None,
     world: World | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     **settings: Any,
 ) -> Session:
     """Train ``model`` with ``optimizer`` on all ranks in step; both are changed in place.
@@ -34,6 +35,7 @@ def parallelize(
         preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp`` or ``tensorflow``.
         config: all settings at once, instead of ``preset`` and ``settings``.
         world: who takes part; by default found from the environment.
+        scaler: the ``GradScaler`` that scales this optimizer's loss; changed in place, too.
         **settings: single fields of `Config`, over preset and environment.
 
     Raises:
@@ -49,8 +51,10 @@ def parallelize(
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer"
         )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
     config = config or Config.resolve(preset, **settings)
-    session = Session(model, optimizer, world or current_world(), config)
+    session = Session(model, optimizer, world or current_world(), config, scaler)
     if session.rank == 0 and session.world_size > 1:
         print(f"foreprop: {session.describe()}", file=sys.stderr, flush=True)
     return session

@@ -25,7 +25,9 @@ from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
 _LEARNING_STEPS = 2
 _CLIP_HINT = (
     "After backward() a gradient belongs to foreprop, which may have sent it already. Do not edit"
-    " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_);"
+    " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_)."
+    " To clip, use parallelize(..., clip_grad_norm=...) or clip_grad_value=..., which clip the"
+    " aggregated gradients; give a GradScaler to parallelize(..., scaler=scaler); for other factors"
     " scale the loss instead."
 )
 

@@ -12,13 +12,16 @@ from typing import Any
 import msgspec
 import torch
 
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo, describe_mismatch
 from foreprop.engine.group import Group
+from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.ring import RingEngine
 from foreprop.errors import ConfigError, HandshakeError, InternalError
 from foreprop.training.backend import Engine, RowEngine, Setup, Starting
 from foreprop.training.local_update import LocalUpdater, comparable, settings_of
 from foreprop.training.memory import Memory, MemoryFactory, Ready
+from foreprop.training.moving_average import LocalAverages
 from foreprop.training.optimizer import check_groups
 from foreprop.version import __version__
 
@@ -36,6 +39,7 @@ class RingManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Of each parameter group."""
     chunk_elems: int
     chunks_in_flight: int
+    aggregation: Aggregation
     parameters: tuple[ParameterInfo, ...]
     blob_bytes: tuple[int, ...]
     """Of all buffers, then of each parameter that the optimizer does not have."""
@@ -48,7 +52,9 @@ class RingBackend:
         _check_optimizer(setup.optimizer)
         self._setup = setup
         self._memory_factory = MemoryFactory()
-        self._updater = LocalUpdater(setup.optimizer, setup.parameters)
+        decay = setup.config.ema
+        self._averages = LocalAverages(setup.parameters, decay) if decay is not None else None
+        self._updater = LocalUpdater(setup.optimizer, setup.parameters, self._averages)
         self._group = Group(setup.world, setup.config)
         try:
             self._meet()
@@ -59,6 +65,7 @@ class RingBackend:
                 self._group,
                 config=setup.config,
                 trace=setup.make_trace(self.session_id),
+                aggregation=setup.aggregation,
             )
         except BaseException as error:
             self.refuse(error)
@@ -93,6 +100,7 @@ class RingBackend:
             settings=tuple(json.loads(self._settings())),
             chunk_elems=setup.config.chunk_elems,
             chunks_in_flight=setup.config.chunks_in_flight,
+            aggregation=setup.aggregation,
             parameters=tuple(setup.infos),
             blob_bytes=(
                 setup.buffers.size_bytes,
@@ -117,6 +125,8 @@ class RingBackend:
         for parameter in parameters:
             parameter.receive_initial_value()
         self._updater.take_state()
+        if self._averages is not None:
+            self._averages.start()
 
     def _share_state(self) -> None:
         """Rank 0's optimizer state becomes everybody's."""
@@ -145,11 +155,12 @@ class RingBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> Any:
-        return comparable(settings_of(self._setup.optimizer))
+        return with_scale(comparable(settings_of(self._setup.optimizer)), self._setup.scale)
 
     def announce(self, step: int) -> None:
         self._updater.announce(step)
-        self._engine.announce_settings(step, self._settings())
+        scale = self._setup.scale
+        self._engine.announce_settings(step, self._settings(), 1.0 if scale is None else scale)
 
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""
@@ -164,6 +175,14 @@ class RingBackend:
     def replace_state(self, step: int) -> None:
         """Every rank goes on from what it has loaded itself."""
         self._updater.take_state()
+
+    # Moving averages: every rank has its own, which are alike.
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        return self._averages.values if self._averages is not None else ()
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        if self._averages is not None:
+            self._averages.values = list(averages)
 
     # The end.
     def refuse(self, error: BaseException) -> None:

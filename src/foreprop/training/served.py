@@ -11,9 +11,11 @@ import torch
 
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Hyperparameters, Manifest
 from foreprop.core.rows import Shard
-from foreprop.core.wire import MAX_PAYLOAD_BYTES
+from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
+from foreprop.engine.aggregation import start_average
+from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.launch import Connections
-from foreprop.engine.slicestore import decode_state, encode_state, state_limit_bytes
+from foreprop.engine.slicestore import AVERAGE, decode_state, encode_state, state_limit_bytes
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
 from foreprop.training import buffers
@@ -45,6 +47,8 @@ class ServedBackend:
         self._loaded: dict[Any, Any] | None = None
         self._loaded_after = -1
         """Optimizer state that was loaded, and after which step: it counts until the next one."""
+        self._loaded_averages: Sequence[torch.Tensor] = ()
+        self._averages_loaded_after = -1
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
         _check_frames(manifest)
@@ -68,7 +72,9 @@ class ServedBackend:
             byteorder=sys.byteorder,
             session="",
             world_size=setup.world.size,
-            knobs=setup.config.knobs(self.connections.servers),
+            knobs=msgspec.structs.replace(
+                setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
+            ),
             optimizer=optimizer_info(setup.optimizer),
             parameters=tuple(setup.infos),
             blob_bytes=(
@@ -117,7 +123,7 @@ class ServedBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        return hyperparameters(self._optimizer)
+        return with_scale(hyperparameters(self._optimizer), self._setup.scale)
 
     def announce(self, step: int) -> None:
         self._engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
@@ -184,6 +190,33 @@ class ServedBackend:
                 for key, value in state.get(parameter, {}).items()
             }
             self._engine.send_state(shard.number, step, encode_state(own))
+
+    # Moving averages.
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        if self._averages_loaded_after == step:
+            return self._loaded_averages
+        if step == 0:  # rank 0's values may still be on their way to the servers
+            return [start_average(parameter) for parameter in self._setup.parameters]
+        pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
+        slices = self._engine.slices
+        numbers = [piece.number for piece in slices]
+        answers = self._engine.fetch_states(numbers, step, flags=Flag.AVERAGES)
+        for piece in slices:
+            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
+            pieces[piece.parameter].append(state[AVERAGE])
+        return [
+            torch.cat(parts) if parts else start_average(parameter)  # an empty one has no slices
+            for parts, parameter in zip(pieces, self._setup.parameters, strict=True)
+        ]
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
+        if self.engine.is_rank_zero:
+            for piece in self._engine.slices:
+                flat = averages[piece.parameter].reshape(-1)
+                data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
+                self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+        self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.
     def refuse(self, error: BaseException) -> None:

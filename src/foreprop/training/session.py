@@ -9,7 +9,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ from foreprop.training.compute_trace import ComputeTrace
 from foreprop.training.embeddings import Embeddings
 from foreprop.training.hybrid import connect
 from foreprop.training.lookahead import lookahead
+from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
 from foreprop.training.memory import Memory
+from foreprop.training.moving_average import averaged_state_dict, averages_from
 from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.rows import RowParameter
@@ -49,7 +51,12 @@ class Session:
     """One model and optimizer in synchronous data-parallel training. Made by `parallelize`."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, config: Config
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        config: Config,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.config = config
         self.completed = 0  # steps since the backend was connected
@@ -58,8 +65,12 @@ class Session:
         self._model = model
         self._optimizer = optimizer
         self._closed = False
+        self._loss_scale: LossScale | None = None
+        if scaler is not None and scaler.is_enabled():
+            self._loss_scale = LossScale(scaler, optimizer)
         self._named = list(named_parameters(model, optimizer))
-        self._embeddings = Embeddings(model, self._named, optimizer, config)
+        scaled = self._loss_scale is not None
+        self._embeddings = Embeddings(model, self._named, optimizer, config, scaled=scaled)
         self._managed_ids = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
         _check_unmanaged(self._named)
         self._buffers = buffers.ModelBuffers(model)
@@ -124,6 +135,7 @@ class Session:
             buffers=self._buffers,
             memory=self._parameters,
             make_trace=self._make_trace,
+            loss_scale=self._loss_scale,
         )
 
     def _synchronised(
@@ -142,6 +154,9 @@ class Session:
     def _adopt(self) -> None:
         self._adopt_optimizer()
         self._adopt_model()
+        if self._loss_scale is not None:
+            session = weakref.ref(self)
+            self._restore.append(self._loss_scale.adopt(lambda: _alive(session).grad_norm))
         self._restore += [*give_advice(), compiled.watch_entries(self)]
         if self._embeddings.row_wise or self._embeddings.candidates:
             self._restore.append(lookahead.join())
@@ -157,6 +172,7 @@ class Session:
 
         @torch.optim.Optimizer.profile_hook_step
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            refuse_scaler(self)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -169,6 +185,7 @@ class Session:
             _alive(session)._discard_gradients(set_to_none)
             own_zero_grad(set_to_none=set_to_none)
 
+        self._restore.append(announce_scalers(optimizer))
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -230,6 +247,43 @@ class Session:
         for parameter in self._parameters:
             parameter.check_stepped()
             parameter.settle()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global 2-norm of the last step's aggregated gradients, before clipping.
+
+        What ``torch.nn.utils.clip_grad_norm_`` returns. Blocks until all ranks' gradients of that
+        step are aggregated, so ask late: after the next forward pass it is there. None before the
+        first step, and unless ``clip_grad_norm`` is set or a scaler was given.
+        """
+        return self.engine.grad_norm(self.completed) if self.completed else None
+
+    def ema_state_dict(self) -> dict[str, Any]:
+        """A copy of the model's state dict with the moving averages instead of the parameters.
+
+        Any rank may ask by itself, between steps. The averages are in float32 at least. Needs
+        ``ema``; raises `ConfigError` otherwise.
+        """
+        self._check_averages()
+        self.flush()
+        averages = self._backend.pull_averages(self.completed)
+        return averaged_state_dict(self._model, self._own_parameters(), averages)
+
+    def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `ema_state_dict` gave, on every rank alike; buffers are left alone."""
+        self._check_averages()
+        self.flush()
+        averages = averages_from(state, self._model, self._own_parameters())
+        self._backend.replace_averages(self.completed, averages)
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return [synchronised.parameter for synchronised in self._parameters]
+
+    def _check_averages(self) -> None:
+        if self.config.ema is None:
+            raise ConfigError(
+                "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
+            )
 
     def stats(self) -> dict[str, Any]:
         """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
@@ -334,6 +388,8 @@ class Session:
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
+        if self._loss_scale is not None:
+            self._loss_scale.check_stepping()
         self._check_optimizer_unchanged()
         if self.completed == 0:
             self._learn_priorities()

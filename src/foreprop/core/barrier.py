@@ -1,0 +1,115 @@
+"""The barrier between the sums of a step and its updates, when these need the global norm.
+
+Theory of operation. A server's slice whose gradients have been summed is *held*. When all slices
+of the server are, its part of the norm goes to rank 0, which adds up the servers' parts and tells
+all of them the total; then the held slices are updated, the most urgent first. So pushes go on
+during the backward pass, and replies during the next forward pass; between are only two small
+frames per server.
+
+Rules: every rank pushes every parameter in every step, with a gradient or without, or the barrier
+would wait for ever. Rank 0 stays until it has told the norm of the last step: a session flushes
+before it closes. A slice enters the next step only after its update, so at most two steps are
+in the barrier: one whose updates are queued, and one that is being summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from foreprop.core.norm import ZERO, SquareSum
+from foreprop.errors import RemoteProtocolError
+
+
+class Held(NamedTuple):
+    """A slice that is summed and waits for the norm."""
+
+    slice: int
+    priority: int
+    ranks: tuple[int, ...]
+
+
+class StepBarrier:
+    """A server's side: holds summed slices back until the norm of their step is known."""
+
+    def __init__(self, slices: int) -> None:
+        self._slices = slices
+        self._step = 0  # of what is held
+        self._held: dict[int, Held] = {}
+        self._part = ZERO
+
+    def hold(self, step: int, held: Held, part: SquareSum) -> SquareSum | None:
+        """Take a summed slice; returns the server's part of the norm with the last one."""
+        if self._held and step != self._step:
+            raise RemoteProtocolError(
+                f"slice {held.slice} is at step {step} while others wait for the norm of step"
+                f" {self._step}"
+            )
+        self._step = step
+        self._held[held.slice] = held
+        self._part = self._part.plus(part)
+        return self._part if self._is_complete else None
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._held) == self._slices
+
+    def release(self, step: int) -> list[Held]:
+        """The norm of this step is known: all that is held; raises `RemoteProtocolError`."""
+        if not self._slices:
+            return []
+        if step != self._step or not self._is_complete:
+            raise RemoteProtocolError(
+                f"the norm of step {step} came while {len(self._held)} of {self._slices} slices of"
+                f" step {self._step} are summed"
+            )
+        released = list(self._held.values())
+        self._held.clear()
+        self._part = ZERO
+        return released
+
+    def holds(self, slice_: int) -> bool:
+        return slice_ in self._held
+
+    def describe(self) -> str:
+        """What it waits for, in words."""
+        if self._is_complete:
+            return f"the global gradient norm of step {self._step}, which rank 0 adds up"
+        return (
+            f"the sums of this server's other slices: {len(self._held)} of {self._slices} are done"
+        )
+
+
+class NormCombiner:
+    """Rank 0's side: adds up the parts of ``servers``, those that own slices."""
+
+    def __init__(self, servers: Collection[int]) -> None:
+        self._servers = frozenset(servers)
+        self._step = 0
+        self._parts: dict[int, SquareSum] = {}
+
+    def add(self, server: int, step: int, part: SquareSum) -> SquareSum | None:
+        """The total, with the last part; raises `RemoteProtocolError`."""
+        if server not in self._servers or server in self._parts:
+            raise RemoteProtocolError(
+                f"server {server} sent a part of the norm of step {step}, which is not awaited"
+            )
+        if self._parts and step != self._step:
+            raise RemoteProtocolError(
+                f"server {server} sent a part of the norm of step {step} while the parts of step"
+                f" {self._step} come in"
+            )
+        self._step = step
+        self._parts[server] = part
+        if len(self._parts) < len(self._servers):
+            return None
+        total = ZERO
+        for each in self._parts.values():  # in any order: the sum is exact
+            total = total.plus(each)
+        self._parts.clear()
+        return total
+
+    @property
+    def missing(self) -> list[int]:
+        """The servers whose parts of the step under way are not in."""
+        return sorted(self._servers - self._parts.keys())

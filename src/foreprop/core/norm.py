@@ -1,0 +1,68 @@
+"""A sum of squares that is the same whatever parts it was added up from, and in which order.
+
+Theory of operation (binned summation: Demmel and Nguyen, "Parallel reproducible summation", 2015).
+The line of numbers is cut into bins of `BIN_BITS` bits, at fixed places. The bits that a square has
+in one bin are a whole number, and whole numbers add up exactly. Kept are the bits in `BINS` bins
+from the largest square's downwards: which those are depends on the largest square of all, not on
+the parts; a part that does not have that square keeps lower bins as well, which go when it is added
+to a part that does. What is lost is below 2**-56 of the largest square, per element.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+from foreprop.errors import RemoteProtocolError
+
+BIN_BITS = 28
+BINS = 3
+_LAYOUT = struct.Struct("!h3qd")
+_LEAST_BIN = -(2**15)
+
+
+class SquareSum(NamedTuple):
+    """The sum of some elements' squares."""
+
+    top: int = _LEAST_BIN
+    """The bin of the largest square; bin k has the bits from 2**(k * BIN_BITS) upwards."""
+    bins: tuple[int, int, int] = (0, 0, 0)
+    """What the bins ``top``, ``top - 1``, ... add up to, in units of their lowest bit."""
+    beyond: float = 0.0
+    """The sum of the squares that are infinite or not numbers; otherwise 0."""
+
+    def plus(self, other: SquareSum) -> SquareSum:
+        high, low = (self, other) if self.top >= other.top else (other, self)
+        lowered = (0,) * min(high.top - low.top, BINS) + low.bins
+        first, second, third = (a + b for a, b in zip(high.bins, lowered, strict=False))
+        return SquareSum(high.top, (first, second, third), self.beyond + other.beyond)
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum: infinite or not a number if an element was."""
+        first, second, third = self.bins
+        total = (((first << BIN_BITS) + second) << BIN_BITS) + third
+        if not total or self.beyond:
+            return math.sqrt(self.beyond) if self.beyond > 0 else self.beyond
+        try:
+            return math.sqrt(math.ldexp(total, (self.top - BINS + 1) * BIN_BITS))
+        except OverflowError:
+            return math.inf
+
+    def encode(self) -> bytes:
+        return _LAYOUT.pack(self.top, *self.bins, self.beyond)
+
+
+ENCODED_BYTES = _LAYOUT.size
+ZERO = SquareSum()
+
+
+def decode_square_sum(data: bytes | memoryview) -> SquareSum:
+    """The inverse of `SquareSum.encode`; raises `RemoteProtocolError`."""
+    if len(data) != ENCODED_BYTES:
+        raise RemoteProtocolError(f"a sum of squares has {ENCODED_BYTES} bytes, got {len(data)}")
+    top, first, second, third, beyond = _LAYOUT.unpack(data)
+    if min(first, second, third) < 0 or beyond < 0:
+        raise RemoteProtocolError(f"not a sum of squares: {first, second, third, beyond}")
+    return SquareSum(top, (first, second, third), beyond)

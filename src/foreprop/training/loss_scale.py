@@ -1,0 +1,151 @@
+"""The user's ``torch.amp.GradScaler``, for gradients that leave before anybody can unscale them.
+
+What a scaler does with gradients is done where they are aggregated: they are divided by the scale,
+and a step in which any of them is not finite is skipped, on all ranks alike. The scaler stays the
+user's object; its ``step``, ``unscale_`` and ``update`` know what has become of the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from foreprop.errors import TrainingLoopError
+
+_UNSCALE_HINT = (
+    "scaler.unscale_(optimizer) cannot be called: the gradients may have been sent already, and are"
+    " unscaled when they have been aggregated. To clip them, use parallelize(...,"
+    " clip_grad_norm=...) or clip_grad_value=...; session.grad_norm is their norm."
+)
+
+
+_SCALER_HINT = (
+    "a GradScaler that foreprop does not know has called optimizer.step(): the gradients have been"
+    " sent with the loss's scale in them. Give it to parallelize(..., scaler=scaler): then they are"
+    " unscaled, and a step is skipped on all ranks alike."
+)
+_SUPPORTS = "_step_supports_amp_scaling"
+
+
+def announce_scalers(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Have a scaler say that it calls the optimizer's step; the returned function ends this.
+
+    Torch's own way: a scaler sets ``grad_scale`` on an optimizer that has this mark. Otherwise it
+    edits the gradients, which leaves no trace (their version stays the same).
+    """
+    before = vars(optimizer).get(_SUPPORTS)
+    setattr(optimizer, _SUPPORTS, True)
+
+    def end() -> None:
+        if before is None:
+            vars(optimizer).pop(_SUPPORTS, None)
+        else:
+            setattr(optimizer, _SUPPORTS, before)
+
+    return end
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Called first in the optimizer's step: raise if it is a scaler that calls it."""
+    attributes = vars(optimizer)
+    if "grad_scale" in attributes:
+        attributes.pop("grad_scale")
+        attributes.pop("found_inf", None)
+        raise TrainingLoopError(_SCALER_HINT)
+
+
+class LossScale:
+    """One session's hold on a scaler, which may serve several optimizers."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        self._scaler = scaler
+        self._optimizer = optimizer
+        self._stepping = False
+        self._held = True
+
+    @property
+    def factor(self) -> float:
+        """What the loss of this step is, or will be, multiplied by."""
+        return float(self._scaler.get_scale())
+
+    def check_stepping(self) -> None:
+        """The optimizer's step must come from the scaler's: so it does with a scaled loss."""
+        if not self._stepping:
+            raise TrainingLoopError(
+                "optimizer.step() was called directly, but a scaler was given to parallelize():"
+                " call scaler.step(optimizer), after scaler.scale(loss).backward()"
+            )
+
+    def adopt(self, norm: Callable[[], float | None]) -> Callable[[], None]:
+        """Put ours in the place of the scaler's methods; the returned function gives them back.
+
+        ``norm`` waits for the global norm of the last step's gradients.
+        """
+        scaler: Any = self._scaler
+        own_step, own_unscale, own_update = scaler.step, scaler.unscale_, scaler.update
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is not self._optimizer or not self._held:
+                return own_step(optimizer, *args, **kwargs)
+            return self._step(*args, **kwargs)
+
+        def unscale_(optimizer: torch.optim.Optimizer) -> None:
+            if optimizer is self._optimizer and self._held:
+                raise TrainingLoopError(_UNSCALE_HINT)
+            own_unscale(optimizer)
+
+        def update(new_scale: float | torch.Tensor | None = None) -> None:
+            if self._held and new_scale is None:
+                self._tell_verdict(norm)
+            own_update(new_scale)
+
+        ours = {"step": step, "unscale_": unscale_, "update": update}
+        before = {name: vars(scaler).get(name) for name in ours}
+        vars(scaler).update(ours)
+
+        def give_back() -> None:
+            self._held = False  # another session's may still call ours
+            for name, function in ours.items():
+                if vars(scaler).get(name) is function:
+                    vars(scaler).pop(name)
+                    if before[name] is not None:
+                        vars(scaler)[name] = before[name]
+
+        return give_back
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            raise RuntimeError("a closure is not supported with a GradScaler")
+        scaler: Any = self._scaler
+        scaler._check_scale_growth_tracker("step")
+        state = self._state
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        self._stepping = True
+        try:
+            result = self._optimizer.step()
+        finally:
+            self._stepping = False
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _tell_verdict(self, norm: Callable[[], float | None]) -> None:
+        """Let the scaler know whether the step was skipped; blocks until that is known."""
+        state = self._state
+        if state["stage"] is not OptState.STEPPED:
+            return
+        found = norm()
+        skipped = found is not None and not math.isfinite(found)
+        scale: torch.Tensor = self._scaler._scale  # type: ignore[assignment]  # there was a step
+        verdict = torch.full((), float(skipped), dtype=torch.float32, device=scale.device)
+        state["found_inf_per_device"] = {scale.device: verdict}
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        scaler: Any = self._scaler
+        state: dict[str, Any] = scaler._per_optimizer_states[id(self._optimizer)]
+        return state
