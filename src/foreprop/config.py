@@ -24,6 +24,8 @@ from foreprop.errors import ConfigError
 
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 
+WholeTables = Literal["all", "rank0", "none"]
+
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
@@ -122,6 +124,11 @@ class Config:
     )
     dense_parameters: str | None = _setting(
         None, "names of embeddings not to be held row by row; patterns, with commas"
+    )
+    whole_tables: WholeTables = _setting(
+        "all",
+        "who gets all rows of tables held row by row in state_dict() and close(); others keep what"
+        " they have: all, rank0 or none",
     )
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1

@@ -643,3 +643,25 @@ def test_what_is_of_all_parameters_is_not_there_yet_for_rows(settings: dict[str,
     _refused(model, optimizer, r"table\.weight: name it in dense_parameters", **settings)
     build, dense = with_optimizer(Words), {"dense_parameters": "*", **settings}
     run_foreprop(build, train_classifier, ranks(2), **dense)
+
+
+@pytest.mark.parametrize("whole", ["all", "rank0", "none"])
+def test_who_gets_whole_tables(whole: str) -> None:
+    """In state_dict() and close(); every other use still sees every row."""
+
+    def work(world: World) -> list[torch.Tensor]:
+        model: Any
+        model, optimizer = build_seeded(with_optimizer(Words), world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, whole_tables=whole):
+            train_classifier(model, optimizer, words_of(world.rank))
+            saved = model.state_dict()["table.weight"].clone()
+            copied = copy.deepcopy(model).state_dict()["table.weight"]
+            train_classifier(model, optimizer, words_of(world.rank, 1))
+            seen = model.table.weight.detach().clone()
+            train_classifier(model, optimizer, words_of(world.rank, 1))
+        return [saved, copied, seen, model.table.weight.detach()]
+
+    first, second = run_cluster(2, work)
+    equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert equal == [whole == "all", True, True, whole != "rank0"]  # none: both as of "seen"
+    assert torch.equal(first[0], first[1]) == (whole != "none")

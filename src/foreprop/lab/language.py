@@ -23,6 +23,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.config import Config
+from foreprop.engine.main import die_with_parent
 from foreprop.errors import ConfigError
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.profile import Layer, Profile, ProfiledArray
@@ -175,16 +176,16 @@ class LanguageSystem:
         self._batches = lookahead.follow(text.batches())  # as a loader from `shard` does
         self._forward: Callable[..., torch.Tensor] = self._model
         self._close: Callable[[], None] = lambda: None
-        self._server: subprocess.Popen[bytes] | None = None
         if name in (DDP_SPARSE, DDP_DENSE):
             self._forward = DistributedDataParallel(
                 self._model, bucket_cap_mb=25 / setting.scale, gradient_as_bucket_view=not sparse
             )
             return
         if name == FEW_SERVERS and node < _FEW:
-            self._server = subprocess.Popen(
+            subprocess.Popen(
                 [sys.executable, "-m", "foreprop.cli.main", "server"],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
+                preexec_fn=die_with_parent,  # it would wait for other sessions
             )
         session = parallelize(self._model, self._optimizer, config=_config(name, setting))
         self._close = session.close
@@ -208,9 +209,6 @@ class LanguageSystem:
 
     def close(self) -> None:
         self._close()
-        if self._server is not None:  # it would wait for another session
-            self._server.terminate()
-            self._server.wait()
 
 
 def _config(name: str, setting: LanguageSetting) -> Config:
@@ -219,6 +217,7 @@ def _config(name: str, setting: LanguageSetting) -> Config:
         architecture=name,  # type: ignore[arg-type]
         dedicated_servers=min(_FEW, setting.nodes) if name == FEW_SERVERS else 0,
         workers_per_node=1,
+        whole_tables="none",
         chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
         slice_elems=setting.scaled(setting.slice_elems),
         unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),

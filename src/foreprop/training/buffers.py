@@ -25,6 +25,9 @@ class BufferSource(Protocol):
     def flush(self) -> None:
         """Wait for all pending parameters."""
 
+    def saving(self, begins: bool) -> None:
+        """The model's ``state_dict()`` begins, or ends."""
+
     def forward_started(self) -> None:
         """The model's forward pass begins."""
 
@@ -62,6 +65,20 @@ class FirstForward(ModelHook):
 class BeforeStateDict(ModelHook):
     def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         _synchronise(self)
+
+
+class StateDictBegins(ModelHook):
+    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        source = self._get()
+        if source is not None:
+            source.saving(True)
+
+
+class StateDictEnds(ModelHook):
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        source = self._get()
+        if source is not None:
+            source.saving(False)
 
 
 class BeforeLoadStateDict(ModelHook):

@@ -39,6 +39,9 @@ class SessionState(Protocol):
     completed: int
     """Steps that `optimizer.step()` has ended."""
 
+    leaves_rows: bool
+    """Whether nobody wants all rows of a table now."""
+
     fixed_passes: int | None
     """Backward passes per step as configured; None: to be learned."""
 

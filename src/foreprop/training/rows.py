@@ -156,7 +156,7 @@ class RowParameter(SynchronisedParameter):
 
     def settle_whole(self) -> None:
         """Fetch every row that has not been fetched since the last step."""
-        if self._whole_step == self._pushed_step:
+        if self._whole_step == self._pushed_step or self._session.leaves_rows:
             return
         self._land_pulls()
         missing = self._missing(torch.arange(len(self._fresh)))

@@ -81,6 +81,7 @@ class Session:
         self._count: SparsityCount | None = None
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
+        self.leaves_rows = False
         try:
             self._connect(self._embeddings.row_wise)
             if self.rank != 0:
@@ -220,6 +221,9 @@ class Session:
             for module in model.modules()  # a part may be loaded by itself
             if next(module.parameters(recurse=False), None) is not None
         ]
+        if self.config.whole_tables != "all":
+            handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(self)))
+            handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(self)))
         if self._buffers:
             handles.append(model.register_forward_pre_hook(buffers.BeforeForward(self)))
             handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(self)))
@@ -237,8 +241,16 @@ class Session:
     def flush(self) -> None:
         """Wait until every parameter shows the result of the last `optimizer.step()`."""
         self._settle_all()
+        self._settle_tables()
+
+    def _settle_tables(self) -> None:
         for parameter in self._parameters:
             parameter.settle_whole()
+
+    def saving(self, begins: bool) -> None:
+        """What is read until it ends is a checkpoint's: see `Config.whole_tables`."""
+        keepers = {"all": True, "rank0": self.rank == 0, "none": False}
+        self.leaves_rows = begins and not keepers[self.config.whole_tables]
 
     def _settle_all(self) -> None:
         """Wait for what the servers send by themselves."""
@@ -315,7 +327,9 @@ class Session:
             return
         try:
             if not self.engine.failed:
-                self.flush()
+                self._settle_all()
+                self.saving(True)
+                self._settle_tables()
         except ForepropError as error:
             self._release(failure=error)
             raise
@@ -388,6 +402,7 @@ class Session:
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
+        self.saving(False)  # if a state_dict() was broken off
         if self._loss_scale is not None:
             self._loss_scale.check_stepping()
         self._check_optimizer_unchanged()
