@@ -19,7 +19,7 @@ from foreprop.engine.slicestore import AVERAGE, decode_state, encode_state, stat
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
 from foreprop.training import buffers
-from foreprop.training.backend import Engine, RowEngine, Setup, Starting
+from foreprop.training.backend import RowEngine, Setup, Starting
 from foreprop.training.memory import Memory, MemoryFactory
 from foreprop.training.optimizer import (
     check_elementwise,
@@ -84,7 +84,7 @@ class ServedBackend:
         )
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> WorkerEngine:
         return self._engine
 
     @property
@@ -133,6 +133,7 @@ class ServedBackend:
         if self._loaded is not None and self._loaded_after == step:
             self._optimizer.state.update(self._loaded)
             return
+        self._engine.settle_rows()
         pieces: dict[int, list[dict[str, Any]]] = {}
         slices, shards = self._engine.slices, self._engine.rows.shards
         answers = self._engine.fetch_states(range(len(slices) + len(shards)), step)
@@ -169,6 +170,7 @@ class ServedBackend:
         Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
         """
         if self.engine.is_rank_zero:
+            self._engine.settle_rows()  # the updates so far go by the old state
             self._send_state(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
         self._optimizer.state.clear()
