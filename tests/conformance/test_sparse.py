@@ -53,9 +53,9 @@ class Words(nn.Module):
 
 
 class Bags(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=True)
+        self.table = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=sparse)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.table(words)
@@ -64,9 +64,9 @@ class Bags(nn.Module):
 class Pairs(nn.Module):
     """Looks into the same table twice, at other rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, CLASSES, sparse=True)
+        self.table = nn.Embedding(ROWS, CLASSES, sparse=sparse)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         left, right = words[:, :2], words[:, 2:]
@@ -637,7 +637,7 @@ def test_the_sum_and_the_clipping_of_elements(settings: dict[str, Any], architec
     check_close(ours[0].model, wanted.model)
 
 
-@pytest.mark.parametrize("settings", [{"clip_grad_norm": 1.0}, {"ema": 0.9}], ids=str)
+@pytest.mark.parametrize("settings", [{"ema": 0.9}], ids=str)
 def test_what_is_of_all_parameters_is_not_there_yet_for_rows(settings: dict[str, float]) -> None:
     model, optimizer = build_seeded(with_optimizer(Words))
     _refused(model, optimizer, r"table\.weight: name it in dense_parameters", **settings)

@@ -30,11 +30,9 @@ class Embeddings:
         named: Named,
         optimizer: torch.optim.Optimizer,
         config: Config,
-        *,
-        scaled: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._unsupported = _unsupported(config, scaled=scaled)
+        self._unsupported = "ema" if config.ema is not None else ""
         self._modules: dict[str, list[Any]] = {}
         found = {id(parameter): (name, group) for name, parameter, group in named}
         self._group_of: dict[str, int] = {}
@@ -121,14 +119,6 @@ class Embeddings:
         except ConfigError:
             return False
         return True
-
-
-def _unsupported(config: Config, *, scaled: bool) -> str:
-    """A setting that is of all parameters, and not there yet for rows."""
-    if scaled:
-        return "a GradScaler"
-    settings = ("clip_grad_norm", "ema")
-    return next((name for name in settings if getattr(config, name) is not None), "")
 
 
 def _matches(name: str, patterns: str | None) -> bool:

@@ -53,7 +53,12 @@ class HybridBackend:
         self._is_sparse = [info.rows for info in setup.infos]
 
     def _dense_setup(self, chosen: Sequence[int]) -> Setup:
-        return dataclasses.replace(_part(self._setup, chosen), make_trace=self._make_trace)
+        """Its part of the global norm is added to the servers'."""
+        return dataclasses.replace(
+            _part(self._setup, chosen),
+            make_trace=self._make_trace,
+            tell_sum=lambda step, part: self._sparse.engine.add_norm_part(step, part),
+        )
 
     def _sparse_setup(self, chosen: Sequence[int]) -> Setup:
         """Buffers and frozen parameters are the other part's."""
@@ -175,6 +180,8 @@ class HybridEngine:
         self._number = {whole: own for own, whole in enumerate(dense_numbers)}
         self._row_number = {whole: own for own, whole in enumerate(sparse_numbers)}
         # whoever waits for one of them learns of the other's failure
+        if self._dense.chunks:
+            self._sparse.share_norm(self._dense)
         self._dense.progress.beside.append(self._sparse.progress)
         self._sparse.progress.beside.append(self._dense.progress)
 
@@ -235,8 +242,8 @@ class HybridEngine:
         return self._rows.wait_for_rows(pull)
 
     def grad_norm(self, step: int) -> float | None:
-        """Of dense parameters; settings that need one leave no others."""
-        return self._dense.grad_norm(step)
+        """Of all parameters: the servers' part is told the total."""
+        return self._sparse.grad_norm(step)
 
     # A step.
     def start_step(self) -> None:
