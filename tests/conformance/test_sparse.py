@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
+from foreprop.engine.worker import WorkerEngine
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.training.rows import RowParameter
@@ -306,6 +307,24 @@ def test_after_the_session_it_is_an_ordinary_parameter_with_all_rows() -> None:
 
     first, second = run_cluster(2, work)
     assert torch.equal(first, second)
+
+
+def test_a_flush_is_no_change_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After which rank 0 would send the whole table."""
+    sent: list[int] = []
+    send = WorkerEngine.send_row_values
+
+    def spy(self: WorkerEngine, parameter: int, step: int, table: torch.Tensor) -> None:
+        sent.append(step)
+        send(self, parameter, step, table)
+
+    monkeypatch.setattr(WorkerEngine, "send_row_values", spy)
+    model, optimizer = build_seeded(with_optimizer(Words))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
+        for batch in words_of(0):
+            train_classifier(model, optimizer, [batch])
+            session.flush()
+    assert sent == [0]
 
 
 # Changes by hand, and checkpoints.
@@ -635,11 +654,3 @@ def test_the_sum_and_the_clipping_of_elements(settings: dict[str, Any], architec
     wanted = run_plain(with_optimizer(lambda: Words(sparse=False)), plain, merged)
     check_same_bits(ours[1].model, ours[0].model)
     check_close(ours[0].model, wanted.model)
-
-
-@pytest.mark.parametrize("settings", [{"ema": 0.9}], ids=str)
-def test_what_is_of_all_parameters_is_not_there_yet_for_rows(settings: dict[str, float]) -> None:
-    model, optimizer = build_seeded(with_optimizer(Words))
-    _refused(model, optimizer, r"table\.weight: name it in dense_parameters", **settings)
-    build, dense = with_optimizer(Words), {"dense_parameters": "*", **settings}
-    run_foreprop(build, train_classifier, ranks(2), **dense)
