@@ -14,9 +14,11 @@ import torch
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.rows import Shard
-from foreprop.engine.aggregation import clip, finish_sum, square_sum
+from foreprop.engine.aggregation import clip, finish_sum, square_sum, start_average
+from foreprop.engine.rowaverages import RowAverages
 from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
 from foreprop.engine.slicestore import (
+    AVERAGE,
     DTYPES,
     bytes_of,
     decode_state,
@@ -24,6 +26,7 @@ from foreprop.engine.slicestore import (
     optimizer_arguments,
     state_limit_bytes,
 )
+from foreprop.errors import RemoteProtocolError
 
 SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
@@ -35,6 +38,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 class _ShardTensors:
     __slots__ = (
+        "averages",
         "gradients",
         "groups",
         "optimizer",
@@ -50,6 +54,7 @@ class _ShardTensors:
         self.parameter = torch.nn.Parameter(torch.zeros(shard.rows, shard.row_elems, dtype=dtype))
         self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
         self.staged: list[RowPart] = []  # values for the next update
+        self.averages: RowAverages | None = None  # moving, from the first update on
         self.total: RowPart | None = None  # the gradients' sum, if made before the update
         self.optimizer: torch.optim.Optimizer | None = None
         self.groups: Hyperparameters | None = None
@@ -137,13 +142,24 @@ class RowStore:
         Or of what has been aggregated ahead. Without ``groups`` nothing is applied. The calling
         thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
-        self.install_values(number)
         tensors = self._shards[number]
+        if tensors.averages is not None and tensors.staged:
+            tensors.averages.before_change()
+        self.install_values(number)
+        averages = tensors.averages = tensors.averages or self._new_averages(tensors)
         total, tensors.total = tensors.total, None
         if total is None:
             total = self._total(gradients, tensors.parameter)
         if total is not None and groups:
+            if averages is not None:
+                averages.before_change(total.numbers)
             self._apply(tensors, total, groups, coefficient)
+        if averages is not None:
+            averages.end_step()
+
+    def _new_averages(self, tensors: _ShardTensors) -> RowAverages | None:
+        decay = self._aggregation.ema
+        return None if decay is None else RowAverages(tensors.parameter, decay)
 
     def _apply(
         self,
@@ -228,6 +244,24 @@ class RowStore:
         } or None
         if tensors.state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    # Moving averages.
+    def export_average(self, number: int) -> bytes:
+        """The shard's moving averages, as a state of one tensor."""
+        tensors = self._shards[number]
+        if tensors.averages is None:
+            return encode_state({AVERAGE: start_average(tensors.parameter).reshape(-1)})
+        return encode_state({AVERAGE: tensors.averages.current().reshape(-1)})
+
+    def import_average(self, number: int, data: memoryview) -> None:
+        """Go on from these averages; raises `RemoteProtocolError` if they do not fit."""
+        tensors = self._shards[number]
+        value = decode_state(data, elems=tensors.parameter.numel()).get(AVERAGE)
+        averages = tensors.averages or self._new_averages(tensors)
+        if averages is None or not isinstance(value, torch.Tensor) or not value.dim():
+            raise RemoteProtocolError(f"a moving average for shard {number}, which has none")
+        averages.replace(value.view(tensors.parameter.shape))
+        tensors.averages = averages
 
     def state_limit_bytes(self, number: int) -> int:
         return state_limit_bytes(self._shards[number].parameter.numel())

@@ -402,8 +402,6 @@ class Server:
         if kind in ROW_KINDS:
             return _bounded(header, session.rows.limit_bytes(header))
         if kind == Kind.STATE:
-            if header.flags & Flag.AVERAGES:
-                session.machine.owned(header.slice)
             return _bounded(header, _state_store(session, header).state_limit_bytes(header.slice))
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
@@ -480,17 +478,14 @@ class Server:
             self._on_blob_pull(session, peer, header)
         elif kind == Kind.STATE:
             with self._lock:
-                if header.flags & Flag.AVERAGES:
-                    session.store.import_average(header.slice, payload)
-                else:
-                    _state_store(session, header).import_state(header.slice, payload)
+                store = _state_store(session, header)
+                averages = header.flags & Flag.AVERAGES
+                (store.import_average if averages else store.import_state)(header.slice, payload)
         elif kind == Kind.STATE_PULL:
             with self._lock:
-                if header.flags & Flag.AVERAGES:
-                    session.machine.owned(header.slice)
-                    data = session.store.export_average(header.slice)
-                else:
-                    data = _state_store(session, header).export_state(header.slice)
+                store = _state_store(session, header)
+                averages = header.flags & Flag.AVERAGES
+                data = (store.export_average if averages else store.export_state)(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)

@@ -32,7 +32,6 @@ class Embeddings:
         config: Config,
     ) -> None:
         self._optimizer = optimizer
-        self._unsupported = "ema" if config.ema is not None else ""
         self._modules: dict[str, list[Any]] = {}
         found = {id(parameter): (name, group) for name, parameter, group in named}
         self._group_of: dict[str, int] = {}
@@ -87,11 +86,6 @@ class Embeddings:
         return wanted
 
     def _check_row_wise(self, name: str) -> None:
-        if self._unsupported:
-            raise ConfigError(
-                f"{self._unsupported} cannot be used with a table that is held row by row, as"
-                f" {name}: name it in dense_parameters, or use architecture='ring'"
-            )
         self._check_optimizer([name])
         for module in self._modules[name]:
             for option in ("max_norm", "scale_grad_by_freq"):

@@ -17,7 +17,6 @@ from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
 from foreprop.engine.worker import ParameterMemory
-from foreprop.errors import InternalError
 from foreprop.observe.trace import TraceRecorder
 from foreprop.training.backend import Backend, Engine, RowEngine, Setup, Starting
 from foreprop.training.buffers import ModelBuffers
@@ -51,6 +50,7 @@ class HybridBackend:
             raise
         self._engine = HybridEngine(setup.infos, self._dense, dense, self._sparse, sparse)
         self._is_sparse = [info.rows for info in setup.infos]
+        self._dense_numbers, self._sparse_numbers = dense, sparse
 
     def _dense_setup(self, chosen: Sequence[int]) -> Setup:
         """Its part of the global norm is added to the servers'."""
@@ -115,10 +115,14 @@ class HybridBackend:
         self._sparse.replace_state(step)
 
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
-        raise InternalError("there are no moving averages of rows")
+        dense, rows = self._dense.pull_averages(step), self._sparse.pull_averages(step)
+        found = dict(zip(self._dense_numbers, dense, strict=True))
+        found.update(zip(self._sparse_numbers, rows, strict=True))
+        return [found[number] for number in range(len(found))]
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
-        raise InternalError("there are no moving averages of rows")
+        self._dense.replace_averages(step, [averages[n] for n in self._dense_numbers])
+        self._sparse.replace_averages(step, [averages[n] for n in self._sparse_numbers])
 
     # The end.
     def refuse(self, error: BaseException) -> None:

@@ -199,17 +199,24 @@ class ServedBackend:
             return self._loaded_averages
         if step == 0:  # rank 0's values may still be on their way to the servers
             return [start_average(parameter) for parameter in self._setup.parameters]
+        self._engine.settle_rows()
         pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
-        slices = self._engine.slices
-        numbers = [piece.number for piece in slices]
+        slices, shards = self._engine.slices, self._engine.rows.shards
+        numbers = range(len(slices) + len(shards))
         answers = self._engine.fetch_states(numbers, step, flags=Flag.AVERAGES)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces[piece.parameter].append(state[AVERAGE])
-        return [
+        found = [
             torch.cat(parts) if parts else start_average(parameter)  # an empty one has no slices
             for parts, parameter in zip(pieces, self._setup.parameters, strict=True)
         ]
+        for shard in shards:
+            elems = shard.rows * shard.row_elems
+            part = decode_state(memoryview(answers[shard.number]), elems=elems)[AVERAGE]
+            rows = found[shard.parameter][shard.server :: self.connections.servers]
+            rows.copy_(part.view(rows.shape))
+        return found
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
         """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
@@ -218,6 +225,11 @@ class ServedBackend:
                 flat = averages[piece.parameter].reshape(-1)
                 data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
                 self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+            self._engine.settle_rows()  # the steps so far move the old ones
+            for shard in self._engine.rows.shards:
+                rows = averages[shard.parameter][shard.server :: self.connections.servers]
+                data = encode_state({AVERAGE: rows.reshape(-1)})
+                self._engine.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.

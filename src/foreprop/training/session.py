@@ -434,6 +434,7 @@ class Session:
         state = dict(self._optimizer.state)
         self.flush()
         self._norm_before = self.grad_norm
+        averages = self.ema_state_dict() if self.config.ema is not None else None
         self._disconnect(None)
         self._let_go()
         self._optimizer.state.clear()
@@ -441,6 +442,8 @@ class Session:
         self._completed_before += self.completed
         self._embeddings.make_sparse(row_wise)
         self._connect(row_wise)
+        if averages is not None:
+            self.load_ema_state_dict(averages)
 
     def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
