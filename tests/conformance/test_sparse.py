@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -385,6 +387,22 @@ def test_a_checkpoint_goes_on_where_it_was(
 
     for wanted, got in run_cluster(2, work):
         check_same_bits(got, wanted)
+
+
+def test_a_state_that_is_loaded_counts_from_the_next_step_on() -> None:
+    """Rank 0 loads it while the last step's gradient of the other rank is not there yet."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        train_classifier(model, optimizer, batches[:1])
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["sum"] += 100.0
+        if threading.current_thread().name == "rank-1":
+            time.sleep(0.5)
+        train_classifier(model, optimizer, batches[1:2])
+        optimizer.load_state_dict(saved)
+        train_classifier(model, optimizer, batches[2:])
+
+    check_world_of_two(with_optimizer(Pairs, torch.optim.Adagrad), loop, ranks(2))
 
 
 def test_two_optimizers_for_one_model() -> None:

@@ -6,7 +6,8 @@ Against one process with the whole batch, and with dense gradients where torch c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -201,8 +202,11 @@ def test_half_precision(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("make", [Words, Pairs])  # there is nothing else to wait for in Pairs
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_optimizer_s_state_is_that_after_the_last_step(count: int, architecture: str) -> None:
+def test_the_optimizer_s_state_is_that_after_the_last_step(
+    count: int, make: Make, architecture: str
+) -> None:
     """Its rows have been updated when the norm is known, not when they have been pushed."""
 
     def states(
@@ -222,54 +226,99 @@ def test_the_optimizer_s_state_is_that_after_the_last_step(count: int, architect
         return states(model, optimizer, batches, lambda _: None)
 
     by_rank = ranks(count)
-    model, optimizer = build_seeded(
-        with_optimizer(lambda: Words(sparse=False), torch.optim.Adagrad)
-    )
+    model, optimizer = build_seeded(with_optimizer(lambda: make(sparse=False), torch.optim.Adagrad))
     wanted = states(model, optimizer, merge(by_rank), scaled_to(LIMIT))
     settings = {"clip_grad_norm": LIMIT, "architecture": architecture}
-    build = with_optimizer(Words, torch.optim.Adagrad)
+    build = with_optimizer(make, torch.optim.Adagrad)
     for trained in run_foreprop(build, loop, by_rank, **settings):
         for got, theirs in zip(trained.result, wanted, strict=True):
             check_close(got, theirs)
 
 
-def test_who_holds_up_the_norm_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """Rows whose own pushes are in wait for those of another table, and say so."""
+class Scaled(nn.Module):
+    """In the backward pass the table's gradient is ready first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 3, sparse=True)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        scale = self.scale.tanh()
+        return (self.table(words) * scale).mean(1)
+
+
+def told_while_waiting(
+    make: Callable[[], nn.Module],
+    late: Callable[[Any], torch.Tensor],
+    use: Callable[[Any], object],
+    **settings: Any,
+) -> str:
+    """The error of rank 0 that uses something while rank 1 does not get past ``late``."""
     told: list[str] = []
 
-    class Tables(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (nn.Embedding(ROWS, 3, sparse=True) for _ in range(2))
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            return (self.first(words) + self.second(words)).mean(1)
-
     def work(world: World) -> None:
-        model, optimizer = build_seeded(with_optimizer(Tables))
-        settings = {"clip_grad_norm": 1.0, "step_timeout_s": 3.0, "stall_report_s": 1.0}
-        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
-            table: Any = model.first
+        model, optimizer = build_seeded(with_optimizer(make))
+        options = {"clip_grad_norm": 1.0, "step_timeout_s": 3.0, "stall_report_s": 1.0, **settings}
+        with foreprop.parallelize(model, optimizer, world=world, **options) as session:
             train_classifier(model, optimizer, words_of(0, 2))
             session.flush()
             words, labels = words_of(0, 1)[0]
             optimizer.zero_grad()
             loss = F.cross_entropy(model(words), labels)
             if world.rank == 1:
-                table.weight.register_hook(lambda _: wait_for(told))
+                late(model).register_hook(lambda _: wait_for(told))
             loss.backward()
             optimizer.step()
             try:
-                model(words)
+                use(model)
             except ForepropError as error:
                 told.append(str(error))
                 raise
 
     with pytest.raises(ForepropError):
         run_cluster(2, work)
-    assert "rows of first.weight as of step 3" in told[0]
-    assert "server 0 says: the rows of first.weight wait for the push of rank 1" in told[0]
+    return told[0]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Reports of stalls are expected."""
+    yield
     capfd.readouterr()
+
+
+def test_slices_that_wait_for_rows_say_so() -> None:
+    told = told_while_waiting(
+        Words, lambda model: model.table.weight, lambda model: str(model.out.weight)
+    )
+    assert "parameter out.weight, step 3" in told
+    assert re.search(
+        r"server \d says: out\.weight is summed and waits for .*: 1 of 2 are done;"
+        r" the rows of table\.weight wait for the push of rank 1",
+        told,
+    )
+
+
+def test_rows_that_wait_for_slices_say_so() -> None:
+    told = told_while_waiting(
+        Scaled, lambda model: model.scale, lambda model: model.table(torch.tensor([0]))
+    )
+    assert "1 rows of table.weight as of step 3" in told
+    assert "server 0 says: the rows of table.weight are summed and wait for" in told
+    assert "scale waits for the push of rank 1" in told
+
+
+def test_rows_that_wait_for_a_collective_say_so() -> None:
+    told = told_while_waiting(
+        Scaled,
+        lambda model: model.scale,
+        lambda model: model.table(torch.tensor([0])),
+        architecture="hybrid",
+    )
+    assert "wait for the global gradient norm of step 3, which rank 0 adds up" in told
+    assert "the collective of scale, step 3 is under way" in told
+    assert "rank 1 has not said what it waits for" in told
 
 
 # A GradScaler.

@@ -57,6 +57,10 @@ def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
     assert ring.next_chunk == (1, 1)
     assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(1, 1), ReduceChunk(0, 1)]
     assert ring.queue_depth == 0
+    assert ring.under_way == (0, 1)
+    for chunk in (0, 1):
+        ring.handle(ChunkReduced(chunk))
+    assert ring.under_way is None
 
 
 def test_keeps_so_many_in_flight() -> None:

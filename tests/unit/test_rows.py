@@ -175,6 +175,14 @@ def test_slices_share_the_barrier() -> None:
     assert "wait for the global gradient norm of step 1" in machine.describe_wait(A, 1)
 
 
+def test_a_wait_at_the_barrier_is_told_with_what_is_missing() -> None:
+    machine = make(barrier=StepBarrier(2))
+    handle_all(machine, [push(0), push(1), push(0, B), RowsSummed(A, ONE)])
+    assert machine.describe_wait(A, 1).endswith(
+        "1 of 2 are done; the rows of c wait for the push of rank 1"
+    )
+
+
 def test_sums_that_nobody_started() -> None:
     with pytest.raises(InternalError, match="a sum of rows finished that nobody started"):
         make(barrier=StepBarrier(1)).handle(RowsSummed(A, ONE))

@@ -193,6 +193,14 @@ class RingMachine:
         """(parameter, step) of the chunk whose turn it is: what everything behind it waits for."""
         return self._chunks[self._order[self._position]].parameter, self._step
 
+    @property
+    def under_way(self) -> tuple[int, int] | None:
+        """(parameter, step) of a chunk that was issued and is not reduced, if there is any."""
+        if not self._issued:
+            return None
+        parameter = self._chunks[min(self._issued)].parameter
+        return parameter, self._ready_step[parameter]
+
     # Handlers.
     def _on_parameter_ready(self, event: ParameterReady) -> list[RingInstruction]:
         parameter, step = event

@@ -207,12 +207,18 @@ class RowsMachine:
         if state.done_step >= step:
             return f"the rows of {name} are updated"
         if state.updating == step:
-            if self._barrier is not None and shard in self._held:
-                return f"the rows of {name} are summed and wait for {self._barrier.describe()}"
+            if shard in self._held:
+                return f"the rows of {name} are summed and wait for {self._describe_barrier()}"
             return f"the rows of {name} are being updated"
         missing = self._missing(state, step)
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return f"the rows of {name} wait for the push of {ranks}"
+
+    def _describe_barrier(self) -> str:
+        text = self._barrier.describe() if self._barrier is not None else ""
+        for shard, step in self.incomplete():
+            return f"{text}; {self.describe_wait(shard, step)}"
+        return text
 
     # Handlers.
     def _on_pushed(self, event: RowsPushed) -> list[RowsInstruction]:

@@ -248,7 +248,7 @@ class RingEngine:
             step,
             lambda: self._machine.is_complete(parameter),
             lambda: self._describe_wait(parameter, step),
-            self._look_around,
+            self.look_around,
         )
         with self._work:
             self._observer.waited(time.monotonic() - started)
@@ -495,13 +495,19 @@ class RingEngine:
         return f"parameter {name}, step {step}, stage {stage}; {self.describe()}"
 
     def describe(self) -> str:
-        """What is to be reduced next, and what other ranks have told of themselves."""
+        """What is being reduced, what comes next, and what other ranks have told of themselves."""
         with self._work:
-            parameter, step = self._machine.next_chunk
-        name = self.parameters[parameter].name
-        return f"the next collective here is that of {name}, step {step}; {self._group.states()}"
+            under_way, following = self._machine.under_way, self._machine.next_chunk
+        text = f"the next collective here is that of {self._name_and_step(following)}"
+        if under_way is not None:
+            text = f"the collective of {self._name_and_step(under_way)} is under way; {text}"
+        return f"{text}; {self._group.states()}"
 
-    def _look_around(self) -> None:
+    def _name_and_step(self, chunk: tuple[int, int]) -> str:
+        parameter, step = chunk
+        return f"{self.parameters[parameter].name}, step {step}"
+
+    def look_around(self) -> None:
         """Nothing goes on: tell the others what is missing here, and hear what they have told."""
         with self._work:
             parameter, step = self._machine.next_chunk

@@ -142,7 +142,7 @@ class RowServer:
 
     def _work(self, work: list[UpdateRows | SumRows]) -> None:
         while work:
-            instruction = work.pop()
+            instruction = work.pop(0)
             sums = isinstance(instruction, SumRows)
             event = self._sum(*instruction) if sums else self._update(*instruction)
             with self._lock:

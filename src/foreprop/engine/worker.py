@@ -94,6 +94,9 @@ class NormOutside(Protocol):
     def describe(self) -> str:
         """What they wait for, in words."""
 
+    def look_around(self) -> None:
+        """Nothing goes on: tell others so, and raise what they have told. Training thread."""
+
 
 class WorkerEngine:
     """One worker's part in one session.
@@ -720,8 +723,14 @@ class WorkerEngine:
 
     def _ask_status(self, parameter: int) -> None:
         step = self._machine.step_of(parameter)
-        for server, slice_ in self._whom_to_ask(parameter).items():
-            self._ask(server, slice_, step)
+        self._ask_all(self._whom_to_ask(parameter), step)
+
+    def _ask_all(self, asked: Mapping[int, int], step: int) -> None:
+        """By server, about this slice or shard."""
+        for server, number in asked.items():
+            self._ask(server, number, step)
+        if self._norm_outside is not None:
+            self._norm_outside.look_around()
 
     def _ask(self, server: int, number: int, step: int) -> None:
         """What does this slice or shard wait for? The answer comes some time, or never."""
@@ -745,8 +754,7 @@ class WorkerEngine:
         return self._with_all_servers({server: shards[server].number for server in servers})
 
     def _ask_about_rows(self, pull: Pull) -> None:
-        for server, number in self._whom_to_ask_about_rows(pull).items():
-            self._ask(server, number, pull.step)
+        self._ask_all(self._whom_to_ask_about_rows(pull), pull.step)
 
     def _tell(self, server: int, header: bytes, payload: memoryview = _EMPTY) -> None:
         if not self._sending[server].acquire(timeout=_GOODBYE_S):

@@ -199,7 +199,6 @@ class ServedBackend:
             return self._loaded_averages
         if step == 0:  # rank 0's values may still be on their way to the servers
             return [start_average(parameter) for parameter in self._setup.parameters]
-        self._engine.settle_rows()
         pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
         slices, shards = self._engine.slices, self._engine.rows.shards
         numbers = range(len(slices) + len(shards))
@@ -225,7 +224,6 @@ class ServedBackend:
                 flat = averages[piece.parameter].reshape(-1)
                 data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
                 self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
-            self._engine.settle_rows()  # the steps so far move the old ones
             for shard in self._engine.rows.shards:
                 rows = averages[shard.parameter][shard.server :: self.connections.servers]
                 data = encode_state({AVERAGE: rows.reshape(-1)})
