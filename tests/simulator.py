@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreprop.core.barrier import NormCombiner
+from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import Order
@@ -27,7 +27,6 @@ from foreprop.core.server import (
     ServerMachine,
     SliceSummed,
     SumSlice,
-    TellNormPart,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -345,7 +344,7 @@ class _Server:
             order=setup.order,
             reply=setup.reply,
             names=[f"p{i}" for i in range(len(setup.sizes_elems))],
-            needs_norm=setup.needs_norm,
+            barrier=StepBarrier(len(self.stories)) if setup.needs_norm else None,
         )
         self._parts: list[SquareSum] = []  # by token
         self._summing: SumSlice | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
+from foreprop.engine.worker import WorkerEngine
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.training.rows import RowParameter
@@ -53,9 +56,9 @@ class Words(nn.Module):
 
 
 class Bags(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=True)
+        self.table = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=sparse)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.table(words)
@@ -64,9 +67,9 @@ class Bags(nn.Module):
 class Pairs(nn.Module):
     """Looks into the same table twice, at other rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, CLASSES, sparse=True)
+        self.table = nn.Embedding(ROWS, CLASSES, sparse=sparse)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         left, right = words[:, :2], words[:, 2:]
@@ -308,6 +311,24 @@ def test_after_the_session_it_is_an_ordinary_parameter_with_all_rows() -> None:
     assert torch.equal(first, second)
 
 
+def test_a_flush_is_no_change_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After which rank 0 would send the whole table."""
+    sent: list[int] = []
+    send = WorkerEngine.send_row_values
+
+    def spy(self: WorkerEngine, parameter: int, step: int, table: torch.Tensor) -> None:
+        sent.append(step)
+        send(self, parameter, step, table)
+
+    monkeypatch.setattr(WorkerEngine, "send_row_values", spy)
+    model, optimizer = build_seeded(with_optimizer(Words))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
+        for batch in words_of(0):
+            train_classifier(model, optimizer, [batch])
+            session.flush()
+    assert sent == [0]
+
+
 # Changes by hand, and checkpoints.
 @pytest.mark.parametrize("architecture", SERVED)
 def test_changed_by_hand_on_every_rank(architecture: str) -> None:
@@ -366,6 +387,22 @@ def test_a_checkpoint_goes_on_where_it_was(
 
     for wanted, got in run_cluster(2, work):
         check_same_bits(got, wanted)
+
+
+def test_a_state_that_is_loaded_counts_from_the_next_step_on() -> None:
+    """Rank 0 loads it while the last step's gradient of the other rank is not there yet."""
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        train_classifier(model, optimizer, batches[:1])
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["sum"] += 100.0
+        if threading.current_thread().name == "rank-1":
+            time.sleep(0.5)
+        train_classifier(model, optimizer, batches[1:2])
+        optimizer.load_state_dict(saved)
+        train_classifier(model, optimizer, batches[2:])
+
+    check_world_of_two(with_optimizer(Pairs, torch.optim.Adagrad), loop, ranks(2))
 
 
 def test_two_optimizers_for_one_model() -> None:
@@ -635,14 +672,6 @@ def test_the_sum_and_the_clipping_of_elements(settings: dict[str, Any], architec
     wanted = run_plain(with_optimizer(lambda: Words(sparse=False)), plain, merged)
     check_same_bits(ours[1].model, ours[0].model)
     check_close(ours[0].model, wanted.model)
-
-
-@pytest.mark.parametrize("settings", [{"clip_grad_norm": 1.0}, {"ema": 0.9}], ids=str)
-def test_what_is_of_all_parameters_is_not_there_yet_for_rows(settings: dict[str, float]) -> None:
-    model, optimizer = build_seeded(with_optimizer(Words))
-    _refused(model, optimizer, r"table\.weight: name it in dense_parameters", **settings)
-    build, dense = with_optimizer(Words), {"dense_parameters": "*", **settings}
-    run_foreprop(build, train_classifier, ranks(2), **dense)
 
 
 @pytest.mark.parametrize("whole", ["all", "rank0", "none"])

@@ -58,14 +58,15 @@ def test_a_killed_worker_is_named_by_all_others(
         run.check_nothing_left()
 
 
+@pytest.mark.parametrize("norm", [{}, {"clip_grad_norm": 0.1}], ids=["", "norm"])
 @pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_killed_worker_of_a_model_with_a_table(
-    zygote: Zygote, tmp_path: Path, phase: Phase, architecture: str
+    zygote: Zygote, tmp_path: Path, phase: Phase, architecture: str, norm: dict[str, float]
 ) -> None:
-    """Some wait for its rows and others for its part of an all-reduce."""
+    """Some wait for its rows and others for its part of an all-reduce, or all for the norm."""
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).kill()
-    told = scenario(injector, size="words", settings={"architecture": architecture})
+    told = scenario(injector, size="words", settings={"architecture": architecture, **norm})
     with workers(zygote, tmp_path, 3, told) as run:
         run.wait(30)
         (fault,) = injector.fired()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.barrier import Held, NormCombiner, StepBarrier
+from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.server import (
@@ -13,7 +13,6 @@ from foreprop.core.server import (
     ServerMachine,
     SliceSummed,
     SumSlice,
-    TellNormPart,
     UpdateFinished,
     UpdateSlice,
 )
@@ -29,6 +28,7 @@ PRIORITY = {0: 5, 2: 3}
 
 
 def make(*, needs_norm: bool = True, reply: Reply = "broadcast", index: int = 0) -> ServerMachine:
+    own = sum(piece.server == index for piece in SLICES)
     return ServerMachine(
         SLICES,
         index=index,
@@ -36,7 +36,7 @@ def make(*, needs_norm: bool = True, reply: Reply = "broadcast", index: int = 0)
         order="priority",
         reply=reply,
         names=["a", "b"],
-        needs_norm=needs_norm,
+        barrier=StepBarrier(own) if needs_norm else None,
     )
 
 
@@ -148,9 +148,26 @@ def test_a_server_without_slices_has_nothing_to_hold() -> None:
 
 def test_slices_of_two_steps_cannot_wait_for_one_norm() -> None:
     barrier = StepBarrier(2)
-    barrier.hold(1, Held(0, 0, ()), ZERO)
+    barrier.hold(1, 0, ZERO)
     with pytest.raises(RemoteProtocolError, match="slice 2 is at step 2 while others wait"):
-        barrier.hold(2, Held(2, 0, ()), ZERO)
+        barrier.hold(2, 2, ZERO)
+
+
+def test_without_priorities_updates_go_in_the_order_of_the_sums() -> None:
+    barrier = StepBarrier(2)
+    machine = ServerMachine(
+        SLICES,
+        index=0,
+        workers=1,
+        order="fifo",
+        reply="broadcast",
+        names=["a", "b"],
+        barrier=barrier,
+    )
+    for slice_ in (2, 0):
+        push(machine, slice_, 0)
+        machine.handle(SliceSummed(ONE))
+    assert machine.handle(NormArrived(0, 1)) == [UpdateSlice(2, 1, (0,))]
 
 
 def test_rank_zero_adds_up_one_part_of_each_server() -> None:
@@ -166,3 +183,9 @@ def test_rank_zero_adds_up_one_part_of_each_server() -> None:
         combiner.add(0, 2, ONE)
     assert combiner.add(0, 1, TWO) == SquareSum(0, (0, 0, 3))
     assert combiner.add(0, 2, ONE) is None
+
+
+def test_what_is_not_on_servers_may_have_a_part() -> None:
+    combiner = NormCombiner({0, OUTSIDE})
+    assert combiner.add(0, 1, ONE) is None
+    assert combiner.add(OUTSIDE, 1, ONE) == TWO

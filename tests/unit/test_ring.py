@@ -14,6 +14,7 @@ from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
     MeasureParameter,
+    NormTold,
     OrderLearned,
     ParameterComplete,
     ParameterMeasured,
@@ -23,19 +24,30 @@ from foreprop.core.ring import (
     ReduceChunk,
     RingFinished,
     RingMachine,
+    TellSum,
     UpdateParameter,
     UseNorm,
 )
-from foreprop.errors import InternalError, LocalProtocolError
+from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 ONE = SquareSum(0, (0, 0, 1))
 
 
 def machine(
-    sizes: list[int], *, chunk_elems: int = 1, in_flight: int = 4, needs_norm: bool = False
+    sizes: list[int],
+    *,
+    chunk_elems: int = 1,
+    in_flight: int = 4,
+    needs_norm: bool = False,
+    shares_norm: bool = False,
 ) -> RingMachine:
-    chunks = cut_chunks(sizes, chunk_elems)
-    return RingMachine(chunks, parameters=len(sizes), in_flight=in_flight, needs_norm=needs_norm)
+    return RingMachine(
+        cut_chunks(sizes, chunk_elems),
+        parameters=len(sizes),
+        in_flight=in_flight,
+        needs_norm=needs_norm,
+        shares_norm=shares_norm,
+    )
 
 
 def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
@@ -45,6 +57,10 @@ def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
     assert ring.next_chunk == (1, 1)
     assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(1, 1), ReduceChunk(0, 1)]
     assert ring.queue_depth == 0
+    assert ring.under_way == (0, 1)
+    for chunk in (0, 1):
+        ring.handle(ChunkReduced(chunk))
+    assert ring.under_way is None
 
 
 def test_keeps_so_many_in_flight() -> None:
@@ -110,10 +126,54 @@ def test_updates_wait_for_the_norm_of_all_parameters_and_go_by_priority() -> Non
     assert ring.handle(ParameterMeasured(0, ONE)) == []
     assert ring.handle(ChunkReduced(1)) == [MeasureParameter(2, 1)]
     assert ring.handle(ParameterMeasured(2, ONE)) == [
-        UseNorm(1, SquareSum(0, (0, 0, 2))),
+        UseNorm(1, SquareSum(0, (0, 0, 2)).norm),
         UpdateParameter(2, 1),
         UpdateParameter(0, 1),
     ]
+
+
+def measured(sizes: list[int]) -> RingMachine:
+    """All parameters are reduced, and all but the last measured."""
+    ring = machine(sizes, needs_norm=True, shares_norm=True)
+    for parameter in range(len(sizes)):
+        ring.handle(ParameterReady(parameter, 1))
+    for parameter in range(len(sizes)):
+        ring.handle(ChunkReduced(parameter))
+    for parameter in range(len(sizes) - 1):
+        assert ring.handle(ParameterMeasured(parameter, ONE)) == []
+    return ring
+
+
+def test_updates_wait_for_a_norm_that_others_have_a_part_in() -> None:
+    ring = measured([1, 1])
+    assert ring.handle(ParameterMeasured(1, ONE)) == [TellSum(1, SquareSum(0, (0, 0, 2)))]
+    updates = [UpdateParameter(0, 1), UpdateParameter(1, 1)]
+    assert ring.handle(NormTold(1, 0.5)) == [UseNorm(1, 0.5), *updates]
+
+
+def test_the_norm_may_be_told_before_this_rank_has_measured_its_part() -> None:
+    ring = measured([1, 1])
+    assert ring.handle(NormTold(1, 0.5)) == []
+    instructions = ring.handle(ParameterMeasured(1, ONE))
+    assert instructions == [
+        TellSum(1, SquareSum(0, (0, 0, 2))),
+        UseNorm(1, 0.5),
+        UpdateParameter(0, 1),
+        UpdateParameter(1, 1),
+    ]
+
+
+def test_norms_that_nobody_awaits_are_refused() -> None:
+    ring = measured([1, 1])
+    ring.handle(NormTold(1, 0.5))
+    with pytest.raises(RemoteProtocolError, match="the norm of step 2 came, which is not awaited"):
+        ring.handle(NormTold(2, 0.5))
+    with pytest.raises(RemoteProtocolError, match="which is not awaited"):
+        machine([1], needs_norm=True).handle(NormTold(1, 0.5))
+    ring = measured([1])
+    ring.handle(ParameterMeasured(0, ONE))
+    with pytest.raises(RemoteProtocolError, match="the norm of step 2 came, not of step 1"):
+        ring.handle(NormTold(2, 0.5))
 
 
 def test_finishes_when_everything_begun_is_done() -> None:
@@ -156,9 +216,17 @@ class Rank:
         steps: int,
         chooser: random.Random,
         *,
-        needs_norm: bool,
+        norm: str,
     ) -> None:
-        self.ring = machine(sizes, chunk_elems=2, in_flight=in_flight, needs_norm=needs_norm)
+        self.ring = machine(
+            sizes,
+            chunk_elems=2,
+            in_flight=in_flight,
+            needs_norm=norm != "none",
+            shares_norm=norm == "shared",
+        )
+        self.sums: list[TellSum] = []
+        self.told = 0  # norms
         self.measures: list[int] = []
         self.norms: list[UseNorm] = []
         self.issued: list[tuple[int, int]] = []  # (step, chunk)
@@ -179,6 +247,8 @@ class Rank:
                 self.updates.append(instruction.parameter)
             elif isinstance(instruction, MeasureParameter):
                 self.measures.append(instruction.parameter)
+            elif isinstance(instruction, TellSum):
+                self.sums.append(instruction)
             elif isinstance(instruction, UseNorm):
                 assert not self.updates, "the updates of the step before are not done"
                 self.norms.append(instruction)
@@ -193,7 +263,8 @@ class Rank:
 
     @property
     def done(self) -> bool:
-        busy = self._script or self.under_way or self.updates or self.measures
+        untold = self.told < len(self.sums)
+        busy = self._script or self.under_way or self.updates or self.measures or untold
         return not busy
 
 
@@ -201,14 +272,14 @@ class Rank:
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     in_flight=st.integers(1, 3),
     seed=st.integers(0, 2**32),
-    needs_norm=st.booleans(),
+    norm=st.sampled_from(["none", "own", "shared"]),
 )
 def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_ever(
-    sizes: list[int], in_flight: int, seed: int, needs_norm: bool
+    sizes: list[int], in_flight: int, seed: int, norm: str
 ) -> None:
     chooser = random.Random(seed)
     steps = 4
-    ranks = [Rank(sizes, in_flight, steps, chooser, needs_norm=needs_norm) for _ in range(3)]
+    ranks = [Rank(sizes, in_flight, steps, chooser, norm=norm) for _ in range(3)]
     chunks = len(cut_chunks(sizes, 2))
     order = tuple(chooser.sample(range(chunks), chunks))
     for rank in ranks:
@@ -220,6 +291,8 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
         for index, rank in enumerate(ranks):
             moves += [("update", index, parameter) for parameter in rank.updates]
             moves += [("measure", index, parameter) for parameter in rank.measures]
+            if rank.told < len(ranks[0].sums):  # the first rank's sum makes the total known
+                moves.append(("tell", index, ranks[0].sums[rank.told]))
             for step, chunk in set(rank.issued) - ended[index]:
                 if all((step, chunk) in other.issued for other in ranks):
                     moves.append(("end", index, (step, chunk)))
@@ -237,6 +310,9 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
         elif kind == "measure":
             ranks[index].measures.remove(what)
             ranks[index].do(ParameterMeasured(what, ONE))
+        elif kind == "tell":
+            ranks[index].told += 1
+            ranks[index].do(NormTold(what.step, what.part.norm))
         else:
             ended[index].add(what)
             ranks[index].under_way.remove(what[1])
@@ -245,7 +321,7 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
     assert ranks[0].issued == ranks[1].issued == ranks[2].issued
     assert reduced == 3 * steps * chunks
     with_elements = sum(map(bool, sizes))
-    norms = [UseNorm(s, SquareSum(0, (0, 0, with_elements))) for s in range(1, steps + 1)]
+    norms = [UseNorm(s, SquareSum(0, (0, 0, with_elements)).norm) for s in range(1, steps + 1)]
     for rank in ranks:
-        assert rank.norms == (norms if needs_norm and with_elements else [])
+        assert rank.norms == (norms if norm != "none" and with_elements else [])
     assert [chunk for step, chunk in ranks[0].issued if step >= 3] == 2 * list(order)

@@ -12,17 +12,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreprop.core.barrier import StepBarrier, TellNormPart
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.rows import (
     AnswerRows,
     FailRows,
     InstallRows,
+    NormKnown,
     RankLeft,
     RowsMachine,
     RowsPulled,
     RowsPushed,
+    RowsSummed,
     RowsUpdated,
     RowsValued,
     Shard,
+    SumRows,
     UpdateRows,
     plan_shards,
     rows_of,
@@ -41,10 +46,12 @@ from foreprop.errors import InternalError, RemoteProtocolError
 
 SHARDS = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5)
 A, B = 5, 7  # server 0's shards, of the parameters "a" and "c"
+ONE, TWO = (SquareSum(0, (0, 0, n)) for n in (1, 2))
 
 
-def make(workers: int = 2) -> RowsMachine:
-    machine = RowsMachine(SHARDS, index=0, workers=workers, names=["a", "b", "c"])
+def make(workers: int = 2, barrier: StepBarrier | None = None) -> RowsMachine:
+    names = ["a", "b", "c"]
+    machine = RowsMachine(SHARDS, index=0, workers=workers, names=names, barrier=barrier)
     for shard in (A, B):
         assert machine.handle(RowsValued(0, shard, 0)) == [InstallRows(shard)]
     return machine
@@ -108,6 +115,77 @@ def test_one_update_of_a_shard_at_a_time() -> None:
     assert handle_all(machine, events) == [UpdateRows(A, 1, (0, 1)), UpdateRows(B, 1, (0, 1))]
     assert machine.handle(RowsUpdated(A)) == [UpdateRows(A, 2, (0, 1))]
     assert machine.handle(RowsUpdated(A)) == []
+
+
+# The barrier.
+def test_updates_wait_for_the_norm_of_all_shards() -> None:
+    barrier = StepBarrier(2)
+    machine = make(barrier=barrier)
+    assert handle_all(machine, [push(0), push(1)]) == [SumRows(A, 1, (0, 1))]
+    assert handle_all(machine, [RowsSummed(A, ONE), pull(0, step=1)]) == []
+    assert handle_all(machine, [push(0, B), push(1, B)]) == [SumRows(B, 1, (0, 1))]
+    assert machine.handle(RowsSummed(B, ONE)) == [TellNormPart(1, TWO)]
+    barrier.release(1)
+    updates = [UpdateRows(A, 1, (0, 1)), UpdateRows(B, 1, (0, 1))]
+    assert machine.handle(NormKnown(1)) == updates
+    assert machine.handle(RowsUpdated(A)) == [answer(0, step=1)]
+
+
+def test_a_step_that_is_left_out_updates_nothing_and_is_answered() -> None:
+    barrier = StepBarrier(1)
+    machine = make(barrier=barrier)
+    handle_all(machine, [push(0), push(1), RowsSummed(A, ONE), pull(0, step=1)])
+    barrier.release(1)
+    assert machine.handle(NormKnown(1, skip=True)) == [UpdateRows(A, 1, ())]
+    assert machine.handle(RowsUpdated(A)) == [answer(0, step=1)]
+
+
+def test_shards_that_no_rank_uses_count_as_zeros_and_stay() -> None:
+    barrier = StepBarrier(1)
+    machine = make(barrier=barrier)
+    nothing = [push(rank, flags=Flag.NO_GRADIENT) for rank in (0, 1)]
+    assert handle_all(machine, nothing) == [TellNormPart(1, ZERO)]
+    barrier.release(1)
+    assert machine.handle(NormKnown(1)) == [UpdateRows(A, 1, ())]
+
+
+def test_the_next_step_s_sum_waits_for_this_one_s_update() -> None:
+    barrier = StepBarrier(1)
+    machine = make(workers=1, barrier=barrier)
+    assert handle_all(machine, [push(0), push(0, step=2)]) == [SumRows(A, 1, (0,))]
+    machine.handle(RowsSummed(A, ONE))
+    with pytest.raises(InternalError, match="an update of rows finished that nobody started"):
+        machine.handle(RowsUpdated(A))
+    barrier.release(1)
+    machine.handle(NormKnown(1))
+    assert machine.handle(RowsUpdated(A)) == [SumRows(A, 2, (0,))]
+    assert machine.handle(RowsSummed(A, TWO)) == [TellNormPart(2, TWO)]
+
+
+def test_slices_share_the_barrier() -> None:
+    barrier = StepBarrier(2)
+    machine = make(workers=1, barrier=barrier)
+    machine.handle(push(0))
+    assert machine.handle(RowsSummed(A, ONE)) == []
+    assert machine.describe_wait(A, 1) == (
+        "the rows of a are summed and wait for the sums of this server's other slices: 1 of 2 are"
+        " done"
+    )
+    assert barrier.hold(1, 0, ONE) == [TellNormPart(1, TWO)]
+    assert "wait for the global gradient norm of step 1" in machine.describe_wait(A, 1)
+
+
+def test_a_wait_at_the_barrier_is_told_with_what_is_missing() -> None:
+    machine = make(barrier=StepBarrier(2))
+    handle_all(machine, [push(0), push(1), push(0, B), RowsSummed(A, ONE)])
+    assert machine.describe_wait(A, 1).endswith(
+        "1 of 2 are done; the rows of c wait for the push of rank 1"
+    )
+
+
+def test_sums_that_nobody_started() -> None:
+    with pytest.raises(InternalError, match="a sum of rows finished that nobody started"):
+        make(barrier=StepBarrier(1)).handle(RowsSummed(A, ONE))
 
 
 def test_steps_may_be_left_out() -> None:
@@ -191,32 +269,55 @@ def test_what_a_shard_waits_for() -> None:
     assert machine.describe_wait(A, 1) == "the rows of a are updated"
 
 
+@pytest.mark.parametrize("needs_norm", [False, True])
 @pytest.mark.parametrize("seed", range(200))
-def test_random_schedules(seed: int) -> None:
-    """Whatever the order of arrival, each pull is answered once, with its step's rows."""
+def test_random_schedules(seed: int, needs_norm: bool) -> None:
+    """Whatever the order of arrival, each pull is answered once, with its step's rows.
+
+    With a norm no update of a step begins before both shards' sums are in it, once each.
+    """
     chance = random.Random(seed)
     workers, steps = chance.randint(1, 4), chance.randint(1, 5)
-    machine = RowsMachine(SHARDS, index=0, workers=workers, names=["a", "b", "c"])
+    barrier = StepBarrier(2) if needs_norm else None
+    machine = RowsMachine(SHARDS, index=0, workers=workers, names=["a", "b", "c"], barrier=barrier)
     queues = [_events_of(rank, steps, chance) for rank in range(workers)]
-    done, updating, answered, asked = {A: -1, B: -1}, set[int](), [], []
-    while any(queues) or updating:
+    done, answered, asked = {A: -1, B: -1}, [], []
+    work: dict[int, UpdateRows | SumRows] = {}  # under way, by shard
+    norms: list[TellNormPart] = []  # that are not known yet
+    while any(queues) or work or norms:
         ready = [queue for queue in queues if queue]
-        if updating and (not ready or chance.random() < 0.4):
-            shard = chance.choice(sorted(updating))
-            updating.remove(shard)
-            done[shard] += 1
-            event: Any = RowsUpdated(shard)
-        else:
+        if norms and (not (ready or work) or chance.random() < 0.3):
+            known = norms.pop()
+            assert barrier is not None
+            barrier.release(known.step)
+            event: Any = NormKnown(known.step, skip=chance.random() < 0.2)
+        elif work and (not ready or chance.random() < 0.4):
+            doing = work.pop(chance.choice(sorted(work)))
+            if isinstance(doing, SumRows):
+                event = RowsSummed(doing.shard, ONE)
+            else:
+                done[doing.shard] += 1
+                event = RowsUpdated(doing.shard)
+        elif ready:
             event = chance.choice(ready).pop(0)
             asked += [event] if isinstance(event, RowsPulled) else []
+        else:
+            continue
         for instruction in machine.handle(event):
-            if isinstance(instruction, UpdateRows):
-                assert instruction.shard not in updating
+            if isinstance(instruction, (UpdateRows, SumRows)):
+                assert instruction.shard not in work
                 assert instruction.step == done[instruction.shard] + 1
-                updating.add(instruction.shard)
+                assert isinstance(instruction, UpdateRows) == (
+                    not needs_norm or isinstance(event, NormKnown)
+                )
+                work[instruction.shard] = instruction
+            elif isinstance(instruction, TellNormPart):
+                assert instruction == TellNormPart(min(done.values()) + 1, TWO)
+                norms.append(instruction)
             elif isinstance(instruction, InstallRows):
                 done[instruction.shard] = 0
             else:
+                assert isinstance(instruction, AnswerRows)
                 assert instruction.step == done[instruction.shard]
                 answered.append(tuple(instruction))
     assert done == {A: steps, B: steps}

@@ -1,15 +1,16 @@
 """The barrier between the sums of a step and its updates, when these need the global norm.
 
-Theory of operation. A server's slice whose gradients have been summed is *held*. When all slices
-of the server are, its part of the norm goes to rank 0, which adds up the servers' parts and tells
-all of them the total; then the held slices are updated, the most urgent first. So pushes go on
-during the backward pass, and replies during the next forward pass; between are only two small
-frames per server.
+Theory of operation. A server's slice, or shard of rows, whose gradients have been summed is *held*.
+When all that the server has are, its part of the norm goes to rank 0, which adds up the servers'
+parts and tells all of them the total; then what is held is updated, the most urgent slice first. So
+pushes go on during the backward pass, and replies during the next forward pass; between are only
+two small frames per server. One barrier is shared by a server's two state machines, of slices and
+of rows; what it lets go of, each of them knows itself.
 
 Rules: every rank pushes every parameter in every step, with a gradient or without, or the barrier
 would wait for ever. Rank 0 stays until it has told the norm of the last step: a session flushes
-before it closes. A slice enters the next step only after its update, so at most two steps are
-in the barrier: one whose updates are queued, and one that is being summed.
+before it closes. Slices and shards enter the next step only after their update, so at most two
+steps are in the barrier: one whose updates are queued, and one that is being summed.
 """
 
 from __future__ import annotations
@@ -21,67 +22,77 @@ from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import RemoteProtocolError
 
 
-class Held(NamedTuple):
-    """A slice that is summed and waits for the norm."""
+class TellNormPart(NamedTuple):
+    """Instruction of whoever held the last one: send this to rank 0."""
 
-    slice: int
-    priority: int
-    ranks: tuple[int, ...]
+    step: int
+    part: SquareSum
 
 
 class StepBarrier:
-    """A server's side: holds summed slices back until the norm of their step is known."""
+    """A server's side: holds summed slices and shards until the norm of their step is known.
 
-    def __init__(self, slices: int) -> None:
-        self._slices = slices
+    ``members`` is how many there are; their numbers do not collide.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._members = members
         self._step = 0  # of what is held
-        self._held: dict[int, Held] = {}
+        self._held: set[int] = set()
         self._part = ZERO
 
-    def hold(self, step: int, held: Held, part: SquareSum) -> SquareSum | None:
-        """Take a summed slice; returns the server's part of the norm with the last one."""
+    def hold(self, step: int, number: int, part: SquareSum) -> list[TellNormPart]:
+        """Take a summed slice or shard; with the last one the server's part of the norm is due."""
         if self._held and step != self._step:
             raise RemoteProtocolError(
-                f"slice {held.slice} is at step {step} while others wait for the norm of step"
+                f"slice {number} is at step {step} while others wait for the norm of step"
                 f" {self._step}"
             )
         self._step = step
-        self._held[held.slice] = held
+        self._held.add(number)
         self._part = self._part.plus(part)
-        return self._part if self._is_complete else None
+        return [TellNormPart(step, self._part)] if self._is_complete else []
 
     @property
     def _is_complete(self) -> bool:
-        return len(self._held) == self._slices
+        return len(self._held) == self._members
 
-    def release(self, step: int) -> list[Held]:
-        """The norm of this step is known: all that is held; raises `RemoteProtocolError`."""
-        if not self._slices:
-            return []
+    def release(self, step: int) -> None:
+        """The norm of this step is known: nothing is held any more. Once per step.
+
+        Raises `RemoteProtocolError` if it cannot be known yet.
+        """
+        if not self._members:
+            return
         if step != self._step or not self._is_complete:
             raise RemoteProtocolError(
-                f"the norm of step {step} came while {len(self._held)} of {self._slices} slices of"
+                f"the norm of step {step} came while {len(self._held)} of {self._members} slices of"
                 f" step {self._step} are summed"
             )
-        released = list(self._held.values())
         self._held.clear()
         self._part = ZERO
-        return released
 
-    def holds(self, slice_: int) -> bool:
-        return slice_ in self._held
+    def holds(self, number: int) -> bool:
+        return number in self._held
 
     def describe(self) -> str:
         """What it waits for, in words."""
         if self._is_complete:
             return f"the global gradient norm of step {self._step}, which rank 0 adds up"
         return (
-            f"the sums of this server's other slices: {len(self._held)} of {self._slices} are done"
+            f"the sums of this server's other slices: {len(self._held)} of {self._members} are done"
         )
 
 
+OUTSIDE = -1
+"""In the place of a server: the part of parameters that no server has, but collectives."""
+
+
 class NormCombiner:
-    """Rank 0's side: adds up the parts of ``servers``, those that own slices."""
+    """Rank 0's side: adds up the parts of ``servers``, those that own slices or shards.
+
+    `OUTSIDE` may be one of them.
+    """
 
     def __init__(self, servers: Collection[int]) -> None:
         self._servers = frozenset(servers)

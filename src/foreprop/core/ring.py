@@ -8,7 +8,9 @@ without. At most ``in_flight`` chunks are under way, so that the order is decide
 is never idle between two. A parameter whose last chunk is in is updated, then complete; an empty
 one is so at once. If updates need the norm of all gradients (``needs_norm``), a reduced parameter
 is measured first, and the updates of a step begin, the most urgent first, when all have been. Every
-rank has the same sums, so nothing more is sent.
+rank has the same sums, so nothing more is sent. If other parameters have a part in that norm
+(``shares_norm``), the updates begin when the total has been told, which may be before this rank has
+measured all of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.plan import Chunk, backward_order
-from foreprop.errors import InternalError, LocalProtocolError
+from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 
 # Events: what has happened.
@@ -37,6 +39,13 @@ class ParameterMeasured(NamedTuple):
     parameter: int
     part: SquareSum
     """Of its aggregated gradient."""
+
+
+class NormTold(NamedTuple):
+    """The global norm of a step's gradients, with those that the ring does not have."""
+
+    step: int
+    norm: float
 
 
 class ParameterUpdated(NamedTuple):
@@ -70,11 +79,18 @@ class MeasureParameter(NamedTuple):
     step: int
 
 
-class UseNorm(NamedTuple):
-    """For the updates that follow: this is the sum of the squares of all gradients of the step."""
+class TellSum(NamedTuple):
+    """The sum of the squares of all the ring's gradients of a step, for who adds up the total."""
 
     step: int
-    total: SquareSum
+    part: SquareSum
+
+
+class UseNorm(NamedTuple):
+    """For the updates that follow: this is the global norm of the step's gradients."""
+
+    step: int
+    norm: float
 
 
 class UpdateParameter(NamedTuple):
@@ -92,7 +108,13 @@ class RingFinished(NamedTuple):
 
 
 RingInstruction = (
-    ReduceChunk | MeasureParameter | UseNorm | UpdateParameter | ParameterComplete | RingFinished
+    ReduceChunk
+    | MeasureParameter
+    | TellSum
+    | UseNorm
+    | UpdateParameter
+    | ParameterComplete
+    | RingFinished
 )
 
 
@@ -106,6 +128,7 @@ class RingMachine:
         parameters: int,
         in_flight: int,
         needs_norm: bool = False,
+        shares_norm: bool = False,
     ) -> None:
         if in_flight < 1:
             raise InternalError(f"{in_flight} collectives in flight")
@@ -124,12 +147,16 @@ class RingMachine:
         self._missing = list(self._chunks_of)
         self._finishing = False
         self._needs_norm = needs_norm
+        self._shares_norm = shares_norm
         self._measured: dict[int, SquareSum] = {}  # of one step, by parameter
+        self._held_step = 0  # for whose norm all measured parameters wait, or 0
+        self._norm: NormTold | None = None  # of a step that is not measured yet
         self._priority: Sequence[int] = range(parameters)
         self._handlers: dict[type, Any] = {
             ParameterReady: self._on_parameter_ready,
             ChunkReduced: self._on_chunk_reduced,
             ParameterMeasured: self._on_parameter_measured,
+            NormTold: self._on_norm_told,
             ParameterUpdated: self._on_parameter_updated,
             PrioritiesKnown: self._on_priorities_known,
             OrderLearned: self._on_order_learned,
@@ -166,6 +193,14 @@ class RingMachine:
         """(parameter, step) of the chunk whose turn it is: what everything behind it waits for."""
         return self._chunks[self._order[self._position]].parameter, self._step
 
+    @property
+    def under_way(self) -> tuple[int, int] | None:
+        """(parameter, step) of a chunk that was issued and is not reduced, if there is any."""
+        if not self._issued:
+            return None
+        parameter = self._chunks[min(self._issued)].parameter
+        return parameter, self._ready_step[parameter]
+
     # Handlers.
     def _on_parameter_ready(self, event: ParameterReady) -> list[RingInstruction]:
         parameter, step = event
@@ -200,9 +235,28 @@ class RingMachine:
         step, total = self._ready_step[event.parameter], ZERO
         for part in self._measured.values():  # in any order: the sum is exact
             total = total.plus(part)
+        self._held_step = step
+        if self._shares_norm:
+            return [TellSum(step, total), *self._release()]
+        self._norm = NormTold(step, total.norm)
+        return self._release()
+
+    def _on_norm_told(self, event: NormTold) -> list[RingInstruction]:
+        if not self._shares_norm or self._norm is not None:
+            raise RemoteProtocolError(f"the norm of step {event.step} came, which is not awaited")
+        self._norm = event
+        return self._release()
+
+    def _release(self) -> list[RingInstruction]:
+        """Let the updates begin that wait for the norm, if it is known."""
+        told, step = self._norm, self._held_step
+        if told is None or not step:
+            return []
+        if told.step != step:
+            raise RemoteProtocolError(f"the norm of step {told.step} came, not of step {step}")
         urgent_first = sorted(self._measured, key=self._priority.__getitem__)
-        self._measured = {}
-        return [UseNorm(step, total), *(UpdateParameter(p, step) for p in urgent_first)]
+        self._measured, self._norm, self._held_step = {}, None, 0
+        return [UseNorm(*told), *(UpdateParameter(p, step) for p in urgent_first)]
 
     def _on_priorities_known(self, event: PrioritiesKnown) -> list[RingInstruction]:
         places = {parameter: place for place, parameter in enumerate(event.order)}

@@ -5,7 +5,9 @@ rows. So every server holds a shard of the rows; a worker pulls the rows of its 
 looks them up, and pushes row numbers with those rows' gradients. When every worker has pushed, the
 server adds the gradients up in rank order and updates the touched rows. Nothing is sent back by
 itself: the next batch needs other rows. A pull names the step after which it wants the rows, so it
-may come early, and waits on the server until that step's update is done.
+may come early, and waits on the server until that step's update is done. If updates need the norm
+of all gradients, sum and update are two operations, with a ``barrier`` between them that the shards
+share with the server's slices (`core.barrier`).
 
 Row r lies on server r mod S, as its row r div S: word numbers often go by frequency, and so every
 server gets its share of the frequent ones.
@@ -16,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from foreprop.core.barrier import StepBarrier, TellNormPart
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 
@@ -80,6 +84,21 @@ class RowsUpdated(NamedTuple):
     shard: int
 
 
+class RowsSummed(NamedTuple):
+    """The sum of this shard that was under way is done; ``part`` is that of its squares."""
+
+    shard: int
+    part: SquareSum
+
+
+class NormKnown(NamedTuple):
+    """The barrier has let go of this step."""
+
+    step: int
+    skip: bool = False
+    """Nothing is to be updated in this step."""
+
+
 class RankLeft(NamedTuple):
     rank: int
 
@@ -89,7 +108,15 @@ class UpdateRows(NamedTuple):
     shard: int
     step: int
     ranks: tuple[int, ...]
-    """The ranks that had a gradient, ascending."""
+    """The ranks that had a gradient, ascending. Empty: no update."""
+
+
+class SumRows(NamedTuple):
+    """Add up the gradients, and keep the sum for the update."""
+
+    shard: int
+    step: int
+    ranks: tuple[int, ...]
 
 
 class InstallRows(NamedTuple):
@@ -115,7 +142,7 @@ class FailRows(NamedTuple):
     step: int
 
 
-RowsInstruction = UpdateRows | InstallRows | AnswerRows | FailRows
+RowsInstruction = UpdateRows | SumRows | TellNormPart | InstallRows | AnswerRows | FailRows
 
 
 class _ShardState:
@@ -123,7 +150,7 @@ class _ShardState:
 
     def __init__(self) -> None:
         self.done_step = -1
-        self.updating = 0  # the step of the update under way, or 0
+        self.updating = 0  # the step of the sum or update under way, or 0
         self.collected: dict[int, dict[int, int]] = {}  # by step and rank: the push's flags
         self.pulls: list[RowsPulled] = []  # that wait for their step
         self.valued_step = -1
@@ -136,17 +163,28 @@ class RowsMachine:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], *, index: int, workers: int, names: Sequence[str]
+        self,
+        shards: Sequence[Shard],
+        *,
+        index: int,
+        workers: int,
+        names: Sequence[str],
+        barrier: StepBarrier | None = None,
     ) -> None:
         self._index = index
         self._workers = workers
         self._names = {shard.number: names[shard.parameter] for shard in shards}
         self._states = {shard.number: _ShardState() for shard in shards if shard.server == index}
+        self._barrier = barrier
+        self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
+        self._held: dict[int, tuple[int, ...]] = {}  # likewise, of those at the barrier
         self._left: set[int] = set()
         self._handlers: dict[type, Callable[[Any], list[RowsInstruction]]] = {
             RowsPushed: self._on_pushed,
             RowsValued: self._on_valued,
             RowsPulled: self._on_pulled,
+            RowsSummed: self._on_summed,
+            NormKnown: self._on_norm_known,
             RowsUpdated: self._on_updated,
             RankLeft: self._on_left,
         }
@@ -169,10 +207,18 @@ class RowsMachine:
         if state.done_step >= step:
             return f"the rows of {name} are updated"
         if state.updating == step:
+            if shard in self._held:
+                return f"the rows of {name} are summed and wait for {self._describe_barrier()}"
             return f"the rows of {name} are being updated"
         missing = self._missing(state, step)
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return f"the rows of {name} wait for the push of {ranks}"
+
+    def _describe_barrier(self) -> str:
+        text = self._barrier.describe() if self._barrier is not None else ""
+        for shard, step in self.incomplete():
+            return f"{text}; {self.describe_wait(shard, step)}"
+        return text
 
     # Handlers.
     def _on_pushed(self, event: RowsPushed) -> list[RowsInstruction]:
@@ -220,9 +266,32 @@ class RowsMachine:
         state.pulls.append(event)
         return []
 
+    def _on_summed(self, event: RowsSummed) -> list[RowsInstruction]:
+        ranks = self._summing.pop(event.shard, None)
+        if ranks is None:
+            raise InternalError("a sum of rows finished that nobody started")
+        return self._hold(event.shard, ranks, event.part)
+
+    def _hold(self, shard: int, ranks: tuple[int, ...], part: SquareSum) -> list[RowsInstruction]:
+        """At the barrier until the step's norm is known."""
+        if self._barrier is None:
+            raise InternalError(f"shard {shard} was summed, but no norm is needed")
+        told = self._barrier.hold(self._state(shard).updating, shard, part)
+        self._held[shard] = ranks
+        return list(told)
+
+    def _on_norm_known(self, event: NormKnown) -> list[RowsInstruction]:
+        held, self._held = self._held, {}
+        updates: list[RowsInstruction] = [
+            UpdateRows(shard, event.step, () if event.skip else ranks)
+            for shard, ranks in held.items()
+        ]
+        return updates
+
     def _on_updated(self, event: RowsUpdated) -> list[RowsInstruction]:
         state = self._state(event.shard)
-        if not state.updating:
+        waits = event.shard in self._summing or event.shard in self._held
+        if not state.updating or waits:
             raise InternalError("an update of rows finished that nobody started")
         state.done_step, state.updating = state.updating, 0
         return [*self._answers(state), *self._next(event.shard, state)]
@@ -254,7 +323,7 @@ class RowsMachine:
         return [rank for rank in range(self._workers) if rank not in pushed]
 
     def _next(self, shard: int, state: _ShardState) -> list[RowsInstruction]:
-        """Start the oldest step's update if every worker has pushed it, one at a time."""
+        """Start the oldest step's update, or sum, if every worker has pushed it; one at a time."""
         if state.updating or not state.collected:
             return []
         step = min(state.collected)
@@ -272,8 +341,13 @@ class RowsMachine:
             return [FailRows(reason, -1, step)]
         del state.collected[step]
         state.updating = step
-        ranks = sorted(rank for rank, flags in pushed.items() if not flags & Flag.NO_GRADIENT)
-        return [UpdateRows(shard, step, tuple(ranks))]
+        ranks = tuple(sorted(r for r, flags in pushed.items() if not flags & Flag.NO_GRADIENT))
+        if self._barrier is None:
+            return [UpdateRows(shard, step, ranks)]
+        if not ranks:
+            return self._hold(shard, ranks, ZERO)
+        self._summing[shard] = ranks
+        return [SumRows(shard, step, ranks)]
 
     def _never(self, shard: int, state: _ShardState, step: int) -> FailRows | None:
         """Whether somebody will never push what the others have pushed."""

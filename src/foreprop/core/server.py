@@ -4,8 +4,8 @@ Theory of operation. A slice that has been pushed by every worker enters the upd
 update is under way at a time, the most urgent first. The shell sums the gradients in rank order,
 whatever order they came in, so the bits never depend on timing. An updated slice goes back to
 every worker at once, with the priority that its pushes carried, through one send queue in front
-of the server's link. If updates need the norm of all gradients (``needs_norm``), sum and update are
-two operations, with a barrier between them (`core.barrier`).
+of the server's link. If updates need the norm of all gradients, sum and update are two operations,
+with a ``barrier`` between them (`core.barrier`).
 
 Rules: every worker pushes a slice for the same step, once; steps of a slice increase. A worker
 that has said goodbye is not waited for: whoever still needs it makes the session fail with its
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from foreprop.core.barrier import Held, StepBarrier
+from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import Order, SendLanes, SendQueue
@@ -102,13 +102,6 @@ class SumSlice(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class TellNormPart(NamedTuple):
-    """All slices of the step are summed: send this to rank 0."""
-
-    step: int
-    part: SquareSum
-
-
 class InstallValue(NamedTuple):
     """Take the received values as the slice's parameters (start of the session)."""
 
@@ -158,7 +151,7 @@ class ServerMachine:
         order: Order,
         reply: Reply,
         names: Sequence[str],
-        needs_norm: bool = False,
+        barrier: StepBarrier | None = None,
     ) -> None:
         self._index = index
         self._workers = workers
@@ -166,7 +159,8 @@ class ServerMachine:
         self._names = names
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {slice_: _SliceState() for slice_ in self._slices}
-        self._barrier = StepBarrier(len(self._slices)) if needs_norm else None
+        self._barrier = barrier
+        self._held: dict[int, tuple[int, ...]] = {}  # at the barrier: by slice, whose gradients
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._lanes: SendLanes[SendFrame] = SendLanes(order)
         self._updating: UpdateSlice | SumSlice | None = None
@@ -314,9 +308,9 @@ class ServerMachine:
         if self._barrier is None:
             raise InternalError(f"slice {summed.slice} was summed, but no norm is needed")
         slice_, step, ranks = summed
-        held = Held(slice_, self._states[slice_].priority, ranks)
-        whole = self._barrier.hold(step, held, part)
-        return [] if whole is None else [TellNormPart(step, whole)]
+        told = self._barrier.hold(step, slice_, part)
+        self._held[slice_] = ranks
+        return list(told)
 
     def _on_slice_summed(self, event: SliceSummed) -> list[ServerInstruction]:
         summed, self._updating = self._updating, None
@@ -329,9 +323,11 @@ class ServerMachine:
             raise RemoteProtocolError(
                 f"rank {event.rank} sent the norm of step {event.step}, which is not awaited"
             )
-        for slice_, priority, ranks in self._barrier.release(event.step):
+        self._barrier.release(event.step)
+        for slice_, ranks in self._held.items():
             update = UpdateSlice(slice_, event.step, () if event.skip else ranks)
-            self._updates.push(event.step, priority, update)
+            self._updates.push(event.step, self._states[slice_].priority, update)
+        self._held.clear()
         return self._next_update()
 
     def _on_value_arrived(self, event: ValueArrived) -> list[ServerInstruction]:

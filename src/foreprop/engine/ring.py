@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +20,13 @@ import torch
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
-from foreprop.core.norm import ZERO
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
     MeasureParameter,
+    NormTold,
     OrderLearned,
     ParameterComplete,
     ParameterMeasured,
@@ -35,6 +36,7 @@ from foreprop.core.ring import (
     ReduceChunk,
     RingFinished,
     RingMachine,
+    TellSum,
     UpdateParameter,
     UseNorm,
 )
@@ -89,7 +91,9 @@ class _Settings:
 class RingEngine:
     """One rank's part in one session over collectives.
 
-    Errors from any thread are kept and raised in the training thread at its next call.
+    Errors from any thread are kept and raised in the training thread at its next call. With
+    ``tell_sum`` the global norm is also of other parameters: it is told each step's sum of squares,
+    by any thread, and answers with `use_norm`.
     """
 
     every_parameter = True
@@ -104,6 +108,7 @@ class RingEngine:
         config: Config,
         trace: TraceRecorder | None = None,
         aggregation: Aggregation | None = None,
+        tell_sum: Callable[[int, SquareSum], None] | None = None,
     ) -> None:
         self.parameters = parameters
         self._memory = memory
@@ -117,6 +122,7 @@ class RingEngine:
         self.progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self.progress.counters
         self._norms = GradientNorms(self.progress, config)
+        self._tell_sum = tell_sum
         self._coefficient = 1.0
         self._skip = False
         """Whether the step whose updates are under way is left out."""
@@ -132,6 +138,7 @@ class RingEngine:
             parameters=len(parameters),
             in_flight=config.chunks_in_flight,
             needs_norm=self._aggregation.needs_norm,
+            shares_norm=tell_sum is not None,
         )
         self._forward_order: Sequence[int] = range(len(parameters))
         self.order: tuple[int, ...] | None = None
@@ -241,7 +248,7 @@ class RingEngine:
             step,
             lambda: self._machine.is_complete(parameter),
             lambda: self._describe_wait(parameter, step),
-            self._look_around,
+            self.look_around,
         )
         with self._work:
             self._observer.waited(time.monotonic() - started)
@@ -252,6 +259,11 @@ class RingEngine:
             return None
         self.raise_if_failed()
         return self._norms.of(step) if self.chunks else 0.0
+
+    def use_norm(self, step: int, norm: float) -> None:
+        """The global norm of the step, with what is not in the ring. Any thread."""
+        if self.chunks:
+            self._dispatch(NormTold(step, norm))
 
     def raise_if_failed(self) -> None:
         self.progress.raise_if_failed()
@@ -325,14 +337,16 @@ class RingEngine:
                     self._todo.append(instruction)
                     self._work.notify()
                 elif isinstance(instruction, UseNorm):
-                    norm = instruction.total.norm
+                    norm = instruction.norm
                     self._coefficient = self._aggregation.coefficient(norm)
                     self._skip = self._aggregation.skips(norm)
                     self._norms.note(instruction.step, norm)
                 elif isinstance(instruction, RingFinished):
                     self._finished.set()
         for instruction in instructions:
-            if isinstance(instruction, ParameterComplete):
+            if isinstance(instruction, TellSum) and self._tell_sum is not None:
+                self._tell_sum(*instruction)
+            elif isinstance(instruction, ParameterComplete):
                 self.progress.parameter_complete(instruction.parameter, instruction.step)
 
     def _run(self) -> None:
@@ -476,15 +490,24 @@ class RingEngine:
 
     # Waiting and failing.
     def _describe_wait(self, parameter: int, step: int) -> str:
-        with self._work:
-            next_parameter, next_step = self._machine.next_chunk
-        name, following = (self.parameters[p].name for p in (parameter, next_parameter))
-        return (
-            f"parameter {name}, step {step}, stage {RingStage.CHUNK_REDUCED.value}; the next"
-            f" collective here is that of {following}, step {next_step}; {self._group.states()}"
-        )
+        name = self.parameters[parameter].name
+        stage = RingStage.CHUNK_REDUCED.value
+        return f"parameter {name}, step {step}, stage {stage}; {self.describe()}"
 
-    def _look_around(self) -> None:
+    def describe(self) -> str:
+        """What is being reduced, what comes next, and what other ranks have told of themselves."""
+        with self._work:
+            under_way, following = self._machine.under_way, self._machine.next_chunk
+        text = f"the next collective here is that of {self._name_and_step(following)}"
+        if under_way is not None:
+            text = f"the collective of {self._name_and_step(under_way)} is under way; {text}"
+        return f"{text}; {self._group.states()}"
+
+    def _name_and_step(self, chunk: tuple[int, int]) -> str:
+        parameter, step = chunk
+        return f"{self.parameters[parameter].name}, step {step}"
+
+    def look_around(self) -> None:
         """Nothing goes on: tell the others what is missing here, and hear what they have told."""
         with self._work:
             parameter, step = self._machine.next_chunk

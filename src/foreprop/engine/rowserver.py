@@ -8,20 +8,25 @@ from typing import Any, Protocol
 
 import torch
 
+from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.rows import (
     AnswerRows,
     FailRows,
     InstallRows,
+    NormKnown,
     RankLeft,
     RowsMachine,
     RowsPulled,
     RowsPushed,
+    RowsSummed,
     RowsUpdated,
     RowsValued,
+    SumRows,
     UpdateRows,
 )
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.engine.hyperparameters import scale_of
 from foreprop.engine.rowparts import decode_pull, pulled_shard
 from foreprop.engine.rowstore import RowStore
 from foreprop.errors import RemoteProtocolError
@@ -36,20 +41,32 @@ class RowHost(Protocol):
         """Queue a frame with the rows."""
 
     def fail_rows(self, failure: FailRows) -> None: ...
+    def tell_norm_part(self, told: TellNormPart) -> None:
+        """Queue a frame to rank 0."""
+
     def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
         """The optimizer's, as all ranks agree. Called with the server's lock held."""
 
 
 class RowServer:
-    """The shards of one server. ``lock`` is the server's."""
+    """The shards of one server. ``lock`` is the server's, ``barrier`` too, if there is one."""
 
     def __init__(
-        self, manifest: Manifest, index: int, host: RowHost, lock: threading.RLock
+        self,
+        manifest: Manifest,
+        index: int,
+        host: RowHost,
+        lock: threading.RLock,
+        barrier: StepBarrier | None = None,
     ) -> None:
         shards = manifest.shards(len(manifest.slices()))
         names = [info.name for info in manifest.parameters]
         self.names = {shard.number: names[shard.parameter] for shard in shards}
-        self._machine = RowsMachine(shards, index=index, workers=manifest.world_size, names=names)
+        self._machine = RowsMachine(
+            shards, index=index, workers=manifest.world_size, names=names, barrier=barrier
+        )
+        self._coefficient = 1.0
+        """For the gradients of the step whose updates are under way."""
         self.store = RowStore(manifest, shards, index)
         self._wanted: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         """By rank and request: shard and row numbers of the pulls that are not answered yet."""
@@ -84,8 +101,8 @@ class RowServer:
                 self.store.put_value(number, payload)
                 if not header.flags & Flag.MORE:
                     instructions = self._machine.handle(RowsValued(rank, number, step))
-            updates = self._decide(instructions)
-        self._update(updates)
+            work = self._decide(instructions)
+        self._work(work)
 
     def _on_pull(self, rank: int, header: Header, payload: memoryview) -> Sequence[Any]:
         number = pulled_shard(payload)
@@ -99,12 +116,21 @@ class RowServer:
         with self._lock:
             self._decide(self._machine.handle(RankLeft(rank)))
 
-    def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows]:
-        """Do what must be done under the lock; returns the updates, which need not be."""
-        updates = []
+    def use_norm(self, step: int, coefficient: float, *, skip: bool) -> None:
+        """The norm of this step is known: make its updates."""
+        with self._lock:
+            self._coefficient = coefficient
+            work = self._decide(self._machine.handle(NormKnown(step, skip)))
+        self._work(work)
+
+    def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows | SumRows]:
+        """Do what must be done under the lock; returns the sums and updates, which need not be."""
+        work: list[UpdateRows | SumRows] = []
         for instruction in instructions:
-            if isinstance(instruction, UpdateRows):
-                updates.append(instruction)
+            if isinstance(instruction, (UpdateRows, SumRows)):
+                work.append(instruction)
+            elif isinstance(instruction, TellNormPart):
+                self._host.tell_norm_part(instruction)
             elif isinstance(instruction, AnswerRows):
                 shard, numbers = self._wanted.pop((instruction.rank, instruction.request))
                 self._host.answer_rows(instruction, self.store.rows(shard, numbers))
@@ -112,17 +138,29 @@ class RowServer:
                 self.store.install_values(instruction.shard)
             else:
                 self._host.fail_rows(instruction)
-        return updates
+        return work
 
-    def _update(self, updates: list[UpdateRows]) -> None:
-        while updates:
-            shard, step, ranks = updates.pop()
+    def _work(self, work: list[UpdateRows | SumRows]) -> None:
+        while work:
+            instruction = work.pop(0)
+            sums = isinstance(instruction, SumRows)
+            event = self._sum(*instruction) if sums else self._update(*instruction)
             with self._lock:
-                groups = self._host.settings_at(step) if ranks else ()
-                gradients = self.store.take_gradients(shard, step, ranks)
-            self.store.update(shard, gradients, groups)
-            with self._lock:
-                updates += self._decide(self._machine.handle(RowsUpdated(shard)))
+                work += self._decide(self._machine.handle(event))
+
+    def _sum(self, shard: int, step: int, ranks: Sequence[int]) -> RowsSummed:
+        with self._lock:
+            scale = scale_of(self._host.settings_at(step))
+            gradients = self.store.take_gradients(shard, step, ranks)
+        return RowsSummed(shard, self.store.aggregate(shard, gradients, scale))
+
+    def _update(self, shard: int, step: int, ranks: Sequence[int]) -> RowsUpdated:
+        with self._lock:
+            groups = self._host.settings_at(step) if ranks else ()
+            gradients = self.store.take_gradients(shard, step, ranks)
+            coefficient = self._coefficient
+        self.store.update(shard, gradients, groups, coefficient)
+        return RowsUpdated(shard)
 
     # Optimizer state and reports.
     def export_state(self, shard: int) -> bytes:

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.rows import Shard
-from foreprop.engine.aggregation import clip, finish_sum
+from foreprop.engine.aggregation import clip, finish_sum, square_sum, start_average
+from foreprop.engine.rowaverages import RowAverages
 from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
 from foreprop.engine.slicestore import (
+    AVERAGE,
     DTYPES,
     bytes_of,
     decode_state,
@@ -23,6 +26,7 @@ from foreprop.engine.slicestore import (
     optimizer_arguments,
     state_limit_bytes,
 )
+from foreprop.errors import RemoteProtocolError
 
 SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
@@ -33,13 +37,25 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class _ShardTensors:
-    __slots__ = ("gradients", "groups", "optimizer", "parameter", "shard", "staged", "state")
+    __slots__ = (
+        "averages",
+        "gradients",
+        "groups",
+        "optimizer",
+        "parameter",
+        "shard",
+        "staged",
+        "state",
+        "total",
+    )
 
     def __init__(self, shard: Shard, dtype: torch.dtype) -> None:
         self.shard = shard
         self.parameter = torch.nn.Parameter(torch.zeros(shard.rows, shard.row_elems, dtype=dtype))
         self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
         self.staged: list[RowPart] = []  # values for the next update
+        self.averages: RowAverages | None = None  # moving, from the first update on
+        self.total: RowPart | None = None  # the gradients' sum, if made before the update
         self.optimizer: torch.optim.Optimizer | None = None
         self.groups: Hyperparameters | None = None
         self.state: dict[str, Any] | None = None  # received, to be used from the next update on
@@ -48,7 +64,8 @@ class _ShardTensors:
 class RowStore:
     """The tensors of one server's shards.
 
-    Methods are called with the server's lock held, but for `update`: one thread per shard.
+    Methods are called with the server's lock held, but for `aggregate` and `update`: one thread per
+    shard.
     """
 
     def __init__(self, manifest: Manifest, shards: Sequence[Shard], index: int) -> None:
@@ -102,24 +119,77 @@ class RowStore:
             del gradients[key]
         return taken
 
-    def update(
-        self, number: int, gradients: Sequence[list[RowPart]], groups: Sequence[Hyperparameters]
-    ) -> None:
-        """Aggregate the gradients, adding in rank order, and apply them.
+    def aggregate(
+        self, number: int, gradients: Sequence[list[RowPart]], scale: float = 1.0
+    ) -> SquareSum:
+        """Do the first half of `update` ahead; returns the sum of the gradient's squares.
 
-        The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
+        ``scale`` is that of the loss.
         """
-        self.install_values(number)
         tensors = self._shards[number]
-        parts = [part for of_rank in gradients for part in of_rank]
-        if not parts:
-            return  # nobody had a gradient; one without rows is another matter: a step is counted
+        tensors.total = self._total(gradients, tensors.parameter, scale)
+        return ZERO if tensors.total is None else square_sum(tensors.total.rows)
+
+    def update(
+        self,
+        number: int,
+        gradients: Sequence[list[RowPart]],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
+        """Aggregate the gradients, adding in rank order, and apply ``coefficient`` of them.
+
+        Or of what has been aggregated ahead. Without ``groups`` nothing is applied. The calling
+        thread must have gradients disabled (``torch.set_grad_enabled(False)``).
+        """
+        tensors = self._shards[number]
+        if tensors.averages is not None and tensors.staged:
+            tensors.averages.before_change()
+        self.install_values(number)
+        averages = tensors.averages = tensors.averages or self._new_averages(tensors)
+        total, tensors.total = tensors.total, None
+        if total is None:
+            total = self._total(gradients, tensors.parameter)
+        if total is not None and groups:
+            if averages is not None:
+                averages.before_change(total.numbers)
+            self._apply(tensors, total, groups, coefficient)
+        if averages is not None:
+            averages.end_step()
+
+    def _new_averages(self, tensors: _ShardTensors) -> RowAverages | None:
+        decay = self._aggregation.ema
+        return None if decay is None else RowAverages(tensors.parameter, decay)
+
+    def _apply(
+        self,
+        tensors: _ShardTensors,
+        total: RowPart,
+        groups: Sequence[Hyperparameters],
+        coefficient: float,
+    ) -> None:
         optimizer = self._optimizer(tensors, groups[self._group_of[tensors.shard.parameter]])
-        tensors.parameter.grad = self._aggregate(parts, tensors.parameter)
+        clip(total.rows, self._aggregation, coefficient)
+        tensors.parameter.grad = torch.sparse_coo_tensor(
+            total.numbers[None],
+            total.rows.to(tensors.parameter.dtype),
+            tensors.parameter.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
         optimizer.step()
         tensors.parameter.grad = None
 
-    def _aggregate(self, parts: Sequence[RowPart], table: torch.Tensor) -> torch.Tensor:
+    def _total(
+        self, gradients: Sequence[list[RowPart]], table: torch.Tensor, scale: float = 1.0
+    ) -> RowPart | None:
+        """The aggregated gradient, not clipped; None if nobody had one.
+
+        One without rows is another matter: a step is counted.
+        """
+        parts = [part for of_rank in gradients for part in of_rank]
+        if not parts:
+            return None
         touched, places = torch.unique(
             torch.cat([part.numbers for part in parts]), return_inverse=True
         )
@@ -132,15 +202,8 @@ class RowStore:
             # a part has each row once, so that this adds in one order only
             total.index_add_(0, places[start:stop], part.rows.to(dtype))
             start = stop
-        finish_sum(total, self._aggregation, workers=self._world_size)
-        clip(total, self._aggregation)
-        return torch.sparse_coo_tensor(
-            touched[None],
-            total.to(table.dtype),
-            table.shape,
-            is_coalesced=True,
-            check_invariants=False,
-        )
+        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
+        return RowPart(touched, total)
 
     def rows(self, number: int, numbers: torch.Tensor) -> bytes:
         """A copy of these rows' bytes."""
@@ -181,6 +244,24 @@ class RowStore:
         } or None
         if tensors.state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    # Moving averages.
+    def export_average(self, number: int) -> bytes:
+        """The shard's moving averages, as a state of one tensor."""
+        tensors = self._shards[number]
+        if tensors.averages is None:
+            return encode_state({AVERAGE: start_average(tensors.parameter).reshape(-1)})
+        return encode_state({AVERAGE: tensors.averages.current().reshape(-1)})
+
+    def import_average(self, number: int, data: memoryview) -> None:
+        """Go on from these averages; raises `RemoteProtocolError` if they do not fit."""
+        tensors = self._shards[number]
+        value = decode_state(data, elems=tensors.parameter.numel()).get(AVERAGE)
+        averages = tensors.averages or self._new_averages(tensors)
+        if averages is None or not isinstance(value, torch.Tensor) or not value.dim():
+            raise RemoteProtocolError(f"a moving average for shard {number}, which has none")
+        averages.replace(value.view(tensors.parameter.shape))
+        tensors.averages = averages
 
     def state_limit_bytes(self, number: int) -> int:
         return state_limit_bytes(self._shards[number].parameter.numel())

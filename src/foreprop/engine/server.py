@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from foreprop.config import Config
+from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import (
     Hyperparameters,
     Manifest,
@@ -40,7 +41,6 @@ from foreprop.core.server import (
     ServerMachine,
     SliceSummed,
     SumSlice,
-    TellNormPart,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -125,7 +125,12 @@ class _Session:
         self.manifest = manifest
         self.slices = slices
         self.names = [names[piece.parameter] for piece in slices]
-        self.names += [names[shard.parameter] for shard in manifest.shards(len(slices))]
+        shards = manifest.shards(len(slices))
+        self.names += [names[shard.parameter] for shard in shards]
+        self.barrier: StepBarrier | None = None
+        if manifest.knobs.aggregation.needs_norm:
+            owners = [piece.server for piece in slices] + [shard.server for shard in shards]
+            self.barrier = StepBarrier(owners.count(index))
         self.machine = ServerMachine(
             slices,
             index=index,
@@ -133,7 +138,7 @@ class _Session:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             names=names,
-            needs_norm=manifest.knobs.aggregation.needs_norm,
+            barrier=self.barrier,
         )
         scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
         self.groups = with_scale(manifest.optimizer.groups, scale)
@@ -141,7 +146,7 @@ class _Session:
         self.coefficient = 1.0
         """For the gradients of the step whose updates are under way."""
         self.store = store_class(manifest, slices, index)
-        self.rows = RowServer(manifest, index, server, server._lock)
+        self.rows = RowServer(manifest, index, server, server._lock, self.barrier)
         self.hyperparameters = HyperparameterHistory(manifest.world_size)
         self.blobs = BlobShelf(readers=manifest.world_size - 1)
 
@@ -397,8 +402,6 @@ class Server:
         if kind in ROW_KINDS:
             return _bounded(header, session.rows.limit_bytes(header))
         if kind == Kind.STATE:
-            if header.flags & Flag.AVERAGES:
-                session.machine.owned(header.slice)
             return _bounded(header, _state_store(session, header).state_limit_bytes(header.slice))
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
@@ -475,17 +478,14 @@ class Server:
             self._on_blob_pull(session, peer, header)
         elif kind == Kind.STATE:
             with self._lock:
-                if header.flags & Flag.AVERAGES:
-                    session.store.import_average(header.slice, payload)
-                else:
-                    _state_store(session, header).import_state(header.slice, payload)
+                store = _state_store(session, header)
+                averages = header.flags & Flag.AVERAGES
+                (store.import_average if averages else store.import_state)(header.slice, payload)
         elif kind == Kind.STATE_PULL:
             with self._lock:
-                if header.flags & Flag.AVERAGES:
-                    session.machine.owned(header.slice)
-                    data = session.store.export_average(header.slice)
-                else:
-                    data = _state_store(session, header).export_state(header.slice)
+                store = _state_store(session, header)
+                averages = header.flags & Flag.AVERAGES
+                data = (store.export_average if averages else store.export_state)(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)
@@ -499,8 +499,7 @@ class Server:
     def _tell_status(self, session: _Session, peer: _Peer, header: Header) -> None:
         """Past the queue, whose head may be just what everybody waits for."""
         with self._lock:
-            part = session.rows if header.slice in session.rows.store else session.machine
-            text = part.describe_wait(header.slice, header.step)
+            text = self._describe_wait(session, header.slice, header.step)
         sending_to = self._outbox.sending_to()
         if sending_to:
             text += f"; it is sending to rank{'s' * (len(sending_to) > 1)} "
@@ -509,6 +508,15 @@ class Server:
         about = (header.step, header.slice, CONTROL_PRIORITY, len(data))
         frame = encode_header(Kind.STATUS_REPLY, 0, self._index, *about)
         _tell(peer, frame, memoryview(data))
+
+    def _describe_wait(self, session: _Session, number: int, step: int) -> str:
+        """Of a slice or shard. What is at the barrier waits for all others, too."""
+        of_rows = number in session.rows.store
+        text = (session.rows if of_rows else session.machine).describe_wait(number, step)
+        if session.barrier is not None and session.barrier.holds(number):
+            for other, at_step in (session.machine if of_rows else session.rows).incomplete():
+                return f"{text}; {self._describe_wait(session, other, at_step)}"
+        return text
 
     def _started(self) -> _Session:
         if self._session is None:
@@ -585,12 +593,13 @@ class Server:
     def _on_norm(self, session: _Session, header: Header, payload: memoryview) -> None:
         norm, aggregation = decode_norm(header, payload), session.manifest.knobs.aggregation
         with self._lock:
-            event = NormArrived(header.rank, header.step, aggregation.skips(norm))
-            instructions = session.machine.handle(event)
-            session.coefficient = aggregation.coefficient(norm)
+            skip, coefficient = aggregation.skips(norm), aggregation.coefficient(norm)
+            instructions = session.machine.handle(NormArrived(header.rank, header.step, skip))
+            session.coefficient = coefficient
         if self._index == 0:
             for rank in range(1, session.manifest.world_size):
                 self._answer(rank, Kind.NORM, header, bytes(payload))
+        session.rows.use_norm(header.step, coefficient, skip=skip)  # look-ups often come first
         self._execute(instructions)
 
     def _sum(self, summed: SumSlice) -> Sequence[object]:
@@ -601,10 +610,6 @@ class Server:
         part = session.store.aggregate(summed.slice, summed.ranks, scale)
         with self._lock:
             return session.machine.handle(SliceSummed(part))
-
-    def _tell_norm_part(self, told: TellNormPart) -> None:
-        about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
-        self._answer(0, Kind.NORM_PART, about, told.part.encode())
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
@@ -625,7 +630,7 @@ class Server:
                 elif isinstance(instruction, SumSlice):
                     following = self._sum(instruction)
                 elif isinstance(instruction, TellNormPart):
-                    self._tell_norm_part(instruction)
+                    self.tell_norm_part(instruction)
                 elif isinstance(instruction, FailSession):
                     self._fail_as_told(instruction)
                 elif isinstance(instruction, FinishSession):
@@ -684,6 +689,10 @@ class Server:
     def answer_rows(self, answer: AnswerRows, data: bytes) -> None:
         rank, _, step, request, priority = answer
         self._queue_answer(rank, Kind.ROWS_REPLY, step, priority, request, data)
+
+    def tell_norm_part(self, told: TellNormPart) -> None:
+        about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
+        self._answer(0, Kind.NORM_PART, about, told.part.encode())
 
     def fail_rows(self, failure: FailRows) -> None:
         self._fail_as_told(FailSession(*failure))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from foreprop.config import Config
-from foreprop.core.barrier import NormCombiner
+from foreprop.core.barrier import OUTSIDE, NormCombiner
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.norm import ENCODED_BYTES, decode_square_sum
+from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
@@ -85,6 +85,19 @@ class ParameterMemory(Protocol):
         """
 
 
+class NormOutside(Protocol):
+    """Parameters that no server has, but which have a part in the global norm."""
+
+    def use_norm(self, step: int, norm: float) -> None:
+        """The step's global norm is known. Any thread; must not block."""
+
+    def describe(self) -> str:
+        """What they wait for, in words."""
+
+    def look_around(self) -> None:
+        """Nothing goes on: tell others so, and raise what they have told. Training thread."""
+
+
 class WorkerEngine:
     """One worker's part in one session.
 
@@ -113,7 +126,6 @@ class WorkerEngine:
         self.progress = Progress(names, rank=rank, config=config, trace=trace)
         self.counters = self.progress.counters
         self._norms = GradientNorms(self.progress, config)
-        self._norm_combiner = NormCombiner({piece.server for piece in self.slices})
         self._memory = memory
         self._streams = streams
         self._rank = rank
@@ -134,6 +146,12 @@ class WorkerEngine:
             priority_of=self._machine.priority_of,
             changed=self.progress.notify,
         )
+        self._owners = {piece.server for piece in self.slices}
+        self._owners |= {shard.server for shard in self.rows.shards}
+        self._norm_combiner = NormCombiner(self._owners)
+        self._norm_outside: NormOutside | None = None
+        self._rows_step: dict[int, int] = {}
+        """By row-wise parameter: the step of its last push."""
         self._lock = threading.Lock()
         self._closing = False
         self._finished = threading.Event()
@@ -207,6 +225,7 @@ class WorkerEngine:
     def push_rows(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> None:
         """Send the gradient's rows, or word that there are none. Any thread."""
         self.progress.gradient_ready(parameter, step)
+        self._rows_step[parameter] = step
         sent_bytes = self.rows.push(parameter, step, gradient, flags=flags)
         with self._lock:
             self.counters.pushes += 1
@@ -232,6 +251,18 @@ class WorkerEngine:
                 lambda: self._ask_about_rows(pull),
             )
         return pull.rows
+
+    def settle_rows(self) -> None:
+        """Block until the servers have updated all tables as of their last pushes."""
+        pulls = []
+        for parameter in {shard.parameter for shard in self.rows.shards}:
+            of_each_server = torch.arange(
+                min(len(self._streams), self.parameters[parameter].shape[0])
+            )
+            step = self._rows_step.get(parameter, 0)
+            pulls.append(self.rows.pull(parameter, step, of_each_server))
+        for pull in pulls:
+            self.wait_for_rows(pull)
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
         """Tell every server the optimizer's numbers for this step and the following ones."""
@@ -271,7 +302,7 @@ class WorkerEngine:
         if not self._aggregation.needs_norm:
             return None
         self.progress.raise_if_failed()
-        return self._norms.of(step) if self.slices else 0.0
+        return self._norms.of(step) if self.slices or self.rows.shards else 0.0
 
     def raise_if_failed(self) -> None:
         self.progress.raise_if_failed()
@@ -287,6 +318,17 @@ class WorkerEngine:
     @property
     def queue_depth(self) -> int:
         return self._machine.queue_depth
+
+    # The global norm, if it is also of parameters that no server has.
+    def share_norm(self, outside: NormOutside) -> None:
+        """Before the first step: wait for their part, too; see `add_norm_part`."""
+        self._norm_outside = outside
+        self._norm_combiner = NormCombiner({OUTSIDE, *self._owners})
+
+    def add_norm_part(self, step: int, part: SquareSum) -> None:
+        """The outside part of this step is known; it is the same on all ranks. Any thread."""
+        if self._rank == 0:
+            self._combine_norm(OUTSIDE, step, part)
 
     # Buffers, frozen parameters and optimizer state.
     def publish_blob(self, which: int, step: int, data: bytes) -> None:
@@ -609,15 +651,24 @@ class WorkerEngine:
                 f"server {server} sent rank {self._rank} {Kind(kind).name}, which is not awaited"
             )
         if kind == Kind.NORM:
-            self._norms.note(step, decode_norm(header, payload))
-            return
+            self._use_norm(step, decode_norm(header, payload))
+        else:
+            self._combine_norm(server, step, decode_square_sum(payload))
+
+    def _combine_norm(self, whose: int, step: int, part: SquareSum) -> None:
+        """Rank 0: with the last part the norm is known, and told."""
         with self._lock:
-            total = self._norm_combiner.add(server, step, decode_square_sum(payload))
+            total = self._norm_combiner.add(whose, step, part)
         if total is None:
             return
         for peer in range(len(self._streams)):
             self._send_message(peer, Kind.NORM, step, CONTROL_PRIORITY, encode_norm(total.norm))
-        self._norms.note(step, total.norm)
+        self._use_norm(step, total.norm)
+
+    def _use_norm(self, step: int, norm: float) -> None:
+        self._norms.note(step, norm)
+        if self._norm_outside is not None:
+            self._norm_outside.use_norm(step, norm)
 
     # Waiting and failing.
     def _describe_wait(self, parameter: int, step: int) -> str:
@@ -637,31 +688,49 @@ class WorkerEngine:
         sending_to = self._outbox.sending_to()
         if sending_to:
             text += f"; it is sending to {', '.join(self._servers[peer] for peer in sending_to)}"
+        return "; ".join([text, *self._describe_answers(self._whom_to_ask(parameter))])
+
+    def _describe_answers(self, asked: Mapping[int, int]) -> list[str]:
+        """What servers have said about these slices or shards, by server."""
         parts = []
-        for server, slice_ in sorted(self._whom_to_ask(parameter).items()):
-            status = self._answers.get((Kind.STATUS_REPLY, slice_))
+        for server, number in sorted(asked.items()):
+            status = self._answers.get((Kind.STATUS_REPLY, number))
             parts.append(
                 f"server {server} says: {status.decode(errors='replace')}"
                 if status is not None
                 else f"{self._servers[server]} has not answered"
             )
-        return f"{text}; " + "; ".join(parts)
+        return parts + ([self._norm_outside.describe()] if self._norm_outside else [])
 
     def _whom_to_ask(self, parameter: int) -> dict[int, int]:
         """By server, a slice that the parameter waits for: its own, or any that the norm needs."""
-        others = range(len(self.parameters)) if self._aggregation.needs_norm else ()
-        asked: dict[int, int] = {}
-        for awaited in (parameter, *others):
+        with self._lock:
+            missing = self._machine.missing_slices(parameter)
+        return self._with_all_servers({piece.server: piece.number for piece, _ in missing[::-1]})
+
+    def _with_all_servers(self, asked: dict[int, int]) -> dict[int, int]:
+        """Also the other servers, if what waits for its update waits for the norm."""
+        if not self._aggregation.needs_norm:
+            return asked
+        for awaited in range(len(self.parameters)):
             with self._lock:
                 missing = self._machine.missing_slices(awaited)
             for piece, _ in missing:
                 asked.setdefault(piece.server, piece.number)
+        for shard in self.rows.shards:
+            asked.setdefault(shard.server, shard.number)
         return asked
 
     def _ask_status(self, parameter: int) -> None:
         step = self._machine.step_of(parameter)
-        for server, slice_ in self._whom_to_ask(parameter).items():
-            self._ask(server, slice_, step)
+        self._ask_all(self._whom_to_ask(parameter), step)
+
+    def _ask_all(self, asked: Mapping[int, int], step: int) -> None:
+        """By server, about this slice or shard."""
+        for server, number in asked.items():
+            self._ask(server, number, step)
+        if self._norm_outside is not None:
+            self._norm_outside.look_around()
 
     def _ask(self, server: int, number: int, step: int) -> None:
         """What does this slice or shard wait for? The answer comes some time, or never."""
@@ -675,22 +744,17 @@ class WorkerEngine:
 
     def _describe_pull(self, pull: Pull) -> str:
         name = self.manifest.parameters[pull.parameter].name
-        parts = []
-        for server in sorted(set(pull.missing.values())):
-            shard = self.rows.shards_of(pull.parameter)[server]
-            status = self._answers.get((Kind.STATUS_REPLY, shard.number))
-            parts.append(
-                f"server {server} says: {status.decode(errors='replace')}"
-                if status is not None
-                else f"{self._servers[server]} has not answered"
-            )
-        count = len(pull.numbers)
-        return f"{count} rows of {name} as of step {pull.step}; " + "; ".join(parts)
+        text = f"{len(pull.numbers)} rows of {name} as of step {pull.step}"
+        return "; ".join([text, *self._describe_answers(self._whom_to_ask_about_rows(pull))])
+
+    def _whom_to_ask_about_rows(self, pull: Pull) -> dict[int, int]:
+        """By server, the shard that the rows are in, or any that the norm needs."""
+        shards = self.rows.shards_of(pull.parameter)
+        servers = set(pull.missing.values())
+        return self._with_all_servers({server: shards[server].number for server in servers})
 
     def _ask_about_rows(self, pull: Pull) -> None:
-        for server in set(pull.missing.values()):
-            shard = self.rows.shards_of(pull.parameter)[server]
-            self._ask(server, shard.number, pull.step)
+        self._ask_all(self._whom_to_ask_about_rows(pull), pull.step)
 
     def _tell(self, server: int, header: bytes, payload: memoryview = _EMPTY) -> None:
         if not self._sending[server].acquire(timeout=_GOODBYE_S):

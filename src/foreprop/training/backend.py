@@ -12,6 +12,7 @@ import torch
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo
+from foreprop.core.norm import SquareSum
 from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
@@ -114,6 +115,8 @@ class Setup:
     part: str = ""
     """Of a session that has several backends: what this one is called."""
     loss_scale: LossScale | None = None
+    tell_sum: Callable[[int, SquareSum], None] | None = None
+    """For collectives, if other parameters have a part in the global norm: see `RingEngine`."""
 
     @property
     def aggregation(self) -> Aggregation:

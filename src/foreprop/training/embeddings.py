@@ -30,11 +30,8 @@ class Embeddings:
         named: Named,
         optimizer: torch.optim.Optimizer,
         config: Config,
-        *,
-        scaled: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._unsupported = _unsupported(config, scaled=scaled)
         self._modules: dict[str, list[Any]] = {}
         found = {id(parameter): (name, group) for name, parameter, group in named}
         self._group_of: dict[str, int] = {}
@@ -89,11 +86,6 @@ class Embeddings:
         return wanted
 
     def _check_row_wise(self, name: str) -> None:
-        if self._unsupported:
-            raise ConfigError(
-                f"{self._unsupported} cannot be used with a table that is held row by row, as"
-                f" {name}: name it in dense_parameters, or use architecture='ring'"
-            )
         self._check_optimizer([name])
         for module in self._modules[name]:
             for option in ("max_norm", "scale_grad_by_freq"):
@@ -121,14 +113,6 @@ class Embeddings:
         except ConfigError:
             return False
         return True
-
-
-def _unsupported(config: Config, *, scaled: bool) -> str:
-    """A setting that is of all parameters, and not there yet for rows."""
-    if scaled:
-        return "a GradScaler"
-    settings = ("clip_grad_norm", "ema")
-    return next((name for name in settings if getattr(config, name) is not None), "")
 
 
 def _matches(name: str, patterns: str | None) -> bool:

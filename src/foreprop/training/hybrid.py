@@ -17,7 +17,6 @@ from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
 from foreprop.engine.worker import ParameterMemory
-from foreprop.errors import InternalError
 from foreprop.observe.trace import TraceRecorder
 from foreprop.training.backend import Backend, Engine, RowEngine, Setup, Starting
 from foreprop.training.buffers import ModelBuffers
@@ -51,9 +50,15 @@ class HybridBackend:
             raise
         self._engine = HybridEngine(setup.infos, self._dense, dense, self._sparse, sparse)
         self._is_sparse = [info.rows for info in setup.infos]
+        self._dense_numbers, self._sparse_numbers = dense, sparse
 
     def _dense_setup(self, chosen: Sequence[int]) -> Setup:
-        return dataclasses.replace(_part(self._setup, chosen), make_trace=self._make_trace)
+        """Its part of the global norm is added to the servers'."""
+        return dataclasses.replace(
+            _part(self._setup, chosen),
+            make_trace=self._make_trace,
+            tell_sum=lambda step, part: self._sparse.engine.add_norm_part(step, part),
+        )
 
     def _sparse_setup(self, chosen: Sequence[int]) -> Setup:
         """Buffers and frozen parameters are the other part's."""
@@ -110,10 +115,14 @@ class HybridBackend:
         self._sparse.replace_state(step)
 
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
-        raise InternalError("there are no moving averages of rows")
+        dense, rows = self._dense.pull_averages(step), self._sparse.pull_averages(step)
+        found = dict(zip(self._dense_numbers, dense, strict=True))
+        found.update(zip(self._sparse_numbers, rows, strict=True))
+        return [found[number] for number in range(len(found))]
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
-        raise InternalError("there are no moving averages of rows")
+        self._dense.replace_averages(step, [averages[n] for n in self._dense_numbers])
+        self._sparse.replace_averages(step, [averages[n] for n in self._sparse_numbers])
 
     # The end.
     def refuse(self, error: BaseException) -> None:
@@ -175,6 +184,8 @@ class HybridEngine:
         self._number = {whole: own for own, whole in enumerate(dense_numbers)}
         self._row_number = {whole: own for own, whole in enumerate(sparse_numbers)}
         # whoever waits for one of them learns of the other's failure
+        if self._dense.chunks:
+            self._sparse.share_norm(self._dense)
         self._dense.progress.beside.append(self._sparse.progress)
         self._sparse.progress.beside.append(self._dense.progress)
 
@@ -235,8 +246,8 @@ class HybridEngine:
         return self._rows.wait_for_rows(pull)
 
     def grad_norm(self, step: int) -> float | None:
-        """Of dense parameters; settings that need one leave no others."""
-        return self._dense.grad_norm(step)
+        """Of all parameters: the servers' part is told the total."""
+        return self._sparse.grad_norm(step)
 
     # A step.
     def start_step(self) -> None:

@@ -18,7 +18,7 @@ from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.ring import RingEngine
 from foreprop.errors import ConfigError, HandshakeError, InternalError
-from foreprop.training.backend import Engine, RowEngine, Setup, Starting
+from foreprop.training.backend import RowEngine, Setup, Starting
 from foreprop.training.local_update import LocalUpdater, comparable, settings_of
 from foreprop.training.memory import Memory, MemoryFactory, Ready
 from foreprop.training.moving_average import LocalAverages
@@ -66,6 +66,7 @@ class RingBackend:
                 config=setup.config,
                 trace=setup.make_trace(self.session_id),
                 aggregation=setup.aggregation,
+                tell_sum=setup.tell_sum,
             )
         except BaseException as error:
             self.refuse(error)
@@ -109,7 +110,7 @@ class RingBackend:
         )
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RingEngine:
         return self._engine
 
     @property

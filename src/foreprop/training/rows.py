@@ -158,10 +158,11 @@ class RowParameter(SynchronisedParameter):
         """Fetch every row that has not been fetched since the last step."""
         if self._whole_step == self._pushed_step or self._session.leaves_rows:
             return
-        self._land_pulls()
-        missing = self._missing(torch.arange(len(self._fresh)))
-        if missing is not None:
-            self._land(self._rows.pull_rows(self.index, self._pushed_step, missing))
+        with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
+            self._land_pulls()
+            missing = self._missing(torch.arange(len(self._fresh)))
+            if missing is not None:
+                self._land(self._rows.pull_rows(self.index, self._pushed_step, missing))
         self._whole_step = self._pushed_step
 
     def settle_if_stepped(self) -> None:

@@ -19,7 +19,7 @@ from foreprop.engine.slicestore import AVERAGE, decode_state, encode_state, stat
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
 from foreprop.training import buffers
-from foreprop.training.backend import Engine, RowEngine, Setup, Starting
+from foreprop.training.backend import RowEngine, Setup, Starting
 from foreprop.training.memory import Memory, MemoryFactory
 from foreprop.training.optimizer import (
     check_elementwise,
@@ -84,7 +84,7 @@ class ServedBackend:
         )
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> WorkerEngine:
         return self._engine
 
     @property
@@ -133,6 +133,7 @@ class ServedBackend:
         if self._loaded is not None and self._loaded_after == step:
             self._optimizer.state.update(self._loaded)
             return
+        self._engine.settle_rows()
         pieces: dict[int, list[dict[str, Any]]] = {}
         slices, shards = self._engine.slices, self._engine.rows.shards
         answers = self._engine.fetch_states(range(len(slices) + len(shards)), step)
@@ -169,6 +170,7 @@ class ServedBackend:
         Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
         """
         if self.engine.is_rank_zero:
+            self._engine.settle_rows()  # the updates so far go by the old state
             self._send_state(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
         self._optimizer.state.clear()
@@ -198,16 +200,22 @@ class ServedBackend:
         if step == 0:  # rank 0's values may still be on their way to the servers
             return [start_average(parameter) for parameter in self._setup.parameters]
         pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
-        slices = self._engine.slices
-        numbers = [piece.number for piece in slices]
+        slices, shards = self._engine.slices, self._engine.rows.shards
+        numbers = range(len(slices) + len(shards))
         answers = self._engine.fetch_states(numbers, step, flags=Flag.AVERAGES)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces[piece.parameter].append(state[AVERAGE])
-        return [
+        found = [
             torch.cat(parts) if parts else start_average(parameter)  # an empty one has no slices
             for parts, parameter in zip(pieces, self._setup.parameters, strict=True)
         ]
+        for shard in shards:
+            elems = shard.rows * shard.row_elems
+            part = decode_state(memoryview(answers[shard.number]), elems=elems)[AVERAGE]
+            rows = found[shard.parameter][shard.server :: self.connections.servers]
+            rows.copy_(part.view(rows.shape))
+        return found
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
         """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
@@ -216,6 +224,10 @@ class ServedBackend:
                 flat = averages[piece.parameter].reshape(-1)
                 data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
                 self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+            for shard in self._engine.rows.shards:
+                rows = averages[shard.parameter][shard.server :: self.connections.servers]
+                data = encode_state({AVERAGE: rows.reshape(-1)})
+                self._engine.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.

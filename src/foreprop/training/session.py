@@ -69,8 +69,7 @@ class Session:
         if scaler is not None and scaler.is_enabled():
             self._loss_scale = LossScale(scaler, optimizer)
         self._named = list(named_parameters(model, optimizer))
-        scaled = self._loss_scale is not None
-        self._embeddings = Embeddings(model, self._named, optimizer, config, scaled=scaled)
+        self._embeddings = Embeddings(model, self._named, optimizer, config)
         self._managed_ids = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
         _check_unmanaged(self._named)
         self._buffers = buffers.ModelBuffers(model)
@@ -78,6 +77,7 @@ class Session:
         self._restore: list[Callable[[], None]] = [self._embeddings.restore]
         self._trace: TraceRecorder | None = None
         self._completed_before = 0
+        self._norm_before: float | None = None  # of the last of those steps
         self._count: SparsityCount | None = None
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
@@ -268,7 +268,7 @@ class Session:
         step are aggregated, so ask late: after the next forward pass it is there. None before the
         first step, and unless ``clip_grad_norm`` is set or a scaler was given.
         """
-        return self.engine.grad_norm(self.completed) if self.completed else None
+        return self.engine.grad_norm(self.completed) if self.completed else self._norm_before
 
     def ema_state_dict(self) -> dict[str, Any]:
         """A copy of the model's state dict with the moving averages instead of the parameters.
@@ -448,6 +448,8 @@ class Session:
         self._pull_state()
         state = dict(self._optimizer.state)
         self.flush()
+        self._norm_before = self.grad_norm
+        averages = self.ema_state_dict() if self.config.ema is not None else None
         self._disconnect(None)
         self._let_go()
         self._optimizer.state.clear()
@@ -455,6 +457,8 @@ class Session:
         self._completed_before += self.completed
         self._embeddings.make_sparse(row_wise)
         self._connect(row_wise)
+        if averages is not None:
+            self.load_ema_state_dict(averages)
 
     def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)

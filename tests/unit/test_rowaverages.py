@@ -1,0 +1,77 @@
+"""Averages moved when it matters, against averages moved in every step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from foreprop.engine.rowaverages import RowAverages
+
+DECAY = 0.9
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_late_moves_come_to_what_moves_in_every_step_do(seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    rows = chance.randint(1, 6)
+    table = torch.randn(rows, 3, dtype=torch.float64)
+    lazy, wanted = RowAverages(table, DECAY), table.clone()
+    for _ in range(chance.randint(1, 40)):
+        if chance.random() < 0.1:  # the whole table is replaced, then rows are updated
+            lazy.before_change()
+            table.copy_(torch.randn(rows, 3))
+        touched = torch.tensor(
+            [row for row in range(rows) if chance.random() < 0.2], dtype=torch.int64
+        )
+        lazy.before_change(touched)
+        table[touched] += 1.0
+        lazy.end_step()
+        wanted.lerp_(table, 1 - DECAY)
+        if chance.random() < 0.1:
+            wanted = torch.randn(rows, 3, dtype=torch.float64)
+            lazy.replace(wanted)
+        if chance.random() < 0.5:
+            torch.testing.assert_close(lazy.current(), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lazy.current(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_reading_changes_nothing() -> None:
+    tables = [torch.zeros(2, 1), torch.zeros(2, 1)]
+    read, unread = (RowAverages(table, 0.3) for table in tables)
+    for step in range(20):
+        for table, averages in zip(tables, (read, unread), strict=True):
+            if step % 7 == 0:
+                averages.before_change(torch.tensor([0]))
+                table[0] += 0.1
+            averages.end_step()
+        read.current()
+    assert torch.equal(read.current(), unread.current())
+
+
+def test_a_row_that_is_touched_in_every_step_is_moved_as_torch_moves_it() -> None:
+    table = torch.randn(4, 3)
+    lazy, wanted = RowAverages(table, 0.75), table.clone()
+    for _ in range(10):
+        lazy.before_change()
+        table += torch.randn(4, 3)
+        lazy.end_step()
+        wanted.lerp_(table, 0.25)
+    assert torch.equal(lazy.current(), wanted)
+
+
+def test_a_row_that_is_never_touched_keeps_its_bits() -> None:
+    table = torch.randn(3, 5)
+    averages = RowAverages(table, 0.999)
+    for _ in range(100):
+        averages.end_step()
+    assert torch.equal(averages.current(), table)
+
+
+def test_halves_have_averages_in_float32_which_are_copies() -> None:
+    table = torch.ones(2, 2, dtype=torch.bfloat16)
+    averages = RowAverages(table, 0.5)
+    averages.current().zero_()
+    assert torch.equal(averages.current(), torch.ones(2, 2, dtype=torch.float32))
