@@ -388,9 +388,10 @@ class Server:
             session.machine.owned(header.slice)
             if kind == Kind.PUSH and header.flags & Flag.NO_GRADIENT:
                 return _exactly(header, 0)
-            _check_size(header, session.store.size_bytes(header.slice))
+            value = kind == Kind.VALUE
+            _check_size(header, session.store.size_bytes(header.slice, value=value))
             with self._lock:
-                peer.incoming = session.store.take_buffer(header.slice)
+                peer.incoming = session.store.take_buffer(header.slice, value=value)
             return peer.incoming.view
         if kind == Kind.BLOB:
             return _exactly(header, session.manifest.blob_bytes[_which_blob(header, session)])

@@ -180,3 +180,8 @@ class Backend(Protocol):
 
     def describe(self) -> str:
         """Who synchronises, and how, for the line that is printed at the start."""
+
+
+def describe_wire_dtype(config: Config) -> str:
+    """For the line that is printed at the start, if it is not the parameters' own."""
+    return f" wire_dtype={config.wire_dtype}" if config.wire_dtype is not None else ""

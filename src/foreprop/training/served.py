@@ -19,7 +19,7 @@ from foreprop.engine.slicestore import AVERAGE, decode_state, encode_state, stat
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
 from foreprop.training import buffers
-from foreprop.training.backend import Engine, RowEngine, Setup, Starting
+from foreprop.training.backend import Engine, RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.training.memory import Memory, MemoryFactory
 from foreprop.training.optimizer import (
     check_elementwise,
@@ -236,7 +236,8 @@ class ServedBackend:
             f"{self._setup.world.size} workers on {connections.nodes} node(s),"
             f" {connections.servers} server(s) {kind}; granularity={config.granularity}"
             f" order={config.order} reply={config.reply} placement={config.placement}"
-            f" slice_elems={config.slice_elems}; address {connections.address}"
+            f" slice_elems={config.slice_elems}{describe_wire_dtype(config)}; address"
+            f" {connections.address}"
         )
 
 
