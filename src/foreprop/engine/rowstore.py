@@ -33,10 +33,20 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class _ShardTensors:
-    __slots__ = ("gradients", "groups", "optimizer", "parameter", "shard", "staged", "state")
+    __slots__ = (
+        "gradients",
+        "groups",
+        "optimizer",
+        "parameter",
+        "shard",
+        "staged",
+        "state",
+        "wire_dtype",
+    )
 
-    def __init__(self, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(self, shard: Shard, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
         self.shard = shard
+        self.wire_dtype = wire_dtype
         self.parameter = torch.nn.Parameter(torch.zeros(shard.rows, shard.row_elems, dtype=dtype))
         self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
         self.staged: list[RowPart] = []  # values for the next update
@@ -58,8 +68,12 @@ class RowStore:
             manifest.optimizer.name, torch.optim.Optimizer
         )
         self._group_of = [info.group for info in manifest.parameters]
+        dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._shards = {
-            shard.number: _ShardTensors(shard, DTYPES[manifest.parameters[shard.parameter].dtype])
+            shard.number: _ShardTensors(
+                shard, dtypes[shard.parameter], wire_dtypes[shard.parameter]
+            )
             for shard in shards
             if shard.server == index
         }
@@ -80,18 +94,28 @@ class RowStore:
     def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> None:
         """Keep a part of a worker's gradient; raises `RemoteProtocolError` if it does not fit."""
         tensors = self._shards[number]
-        part = decode_part(data, tensors.shard, tensors.parameter.dtype)
+        part = decode_part(data, tensors.shard, tensors.wire_dtype)
         tensors.gradients.setdefault((step, rank), []).append(part)
 
     def put_value(self, number: int, data: memoryview) -> None:
         tensors = self._shards[number]
         tensors.staged.append(decode_part(data, tensors.shard, tensors.parameter.dtype))
 
-    def install_values(self, number: int) -> None:
-        """Take the values that rank 0 sent. Gradients must be disabled."""
+    def install_values(self, number: int, *, shown: bool = False) -> None:
+        """Take the values that rank 0 sent. Gradients must be disabled.
+
+        If rows have been ``shown`` in the wire's type, an element that is still what was shown was
+        not changed by hand, and keeps what the cast had rounded off.
+        """
         tensors = self._shards[number]
-        for part in tensors.staged:
-            tensors.parameter[part.numbers] = part.rows
+        cast = tensors.wire_dtype != tensors.parameter.dtype
+        for numbers, values in tensors.staged:
+            if cast and shown:
+                kept = tensors.parameter[numbers]
+                same = values == kept.to(tensors.wire_dtype)
+                tensors.parameter[numbers] = torch.where(same, kept, values)
+            else:
+                tensors.parameter[numbers] = values
         tensors.staged.clear()
 
     def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[list[RowPart]]:
@@ -109,7 +133,7 @@ class RowStore:
 
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
-        self.install_values(number)
+        self.install_values(number, shown=True)
         tensors = self._shards[number]
         parts = [part for of_rank in gradients for part in of_rank]
         if not parts:
@@ -142,9 +166,11 @@ class RowStore:
             check_invariants=False,
         )
 
-    def rows(self, number: int, numbers: torch.Tensor) -> bytes:
-        """A copy of these rows' bytes."""
-        return bytes(bytes_of(self._shards[number].parameter.detach().index_select(0, numbers)))
+    def rows(self, number: int, numbers: torch.Tensor, step: int) -> bytes:
+        """A copy of these rows' bytes: in the wire's type, but in full as they are at the start."""
+        tensors = self._shards[number]
+        found = tensors.parameter.detach().index_select(0, numbers)
+        return bytes(bytes_of(found.to(tensors.wire_dtype) if step else found))
 
     def _optimizer(self, tensors: _ShardTensors, group: Hyperparameters) -> torch.optim.Optimizer:
         if tensors.optimizer is None:
