@@ -89,6 +89,19 @@ def test_every_step_has_the_bits_of_the_casts(model: str, wire_dtype: str, ranks
     assert any(not torch.equal(got[-1][name], exact[-1][name]) for name in exact[-1])
 
 
+def test_another_layout_is_staged_and_cast() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = MODELS["cnn"][0]().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    by_rank = data_of("cnn", 2)[1]
+    got = together(build, by_rank, wire_dtype="bfloat16", slice_elems=11)
+    check_bits(got, emulate(build, by_rank, "bfloat16"))
+    for master, seen in masters_of(build, by_rank, wire_dtype="bfloat16", slice_elems=11):
+        for name, value in seen.items():
+            assert torch.equal(master[name] if RING else master[name].bfloat16().float(), value)
+
+
 @servers_only
 @pytest.mark.parametrize("wire_dtype", HALVES)
 @pytest.mark.parametrize("preset", PRESETS)
@@ -276,6 +289,63 @@ def test_a_checkpoint_goes_on_within_rounding() -> None:
     for name, value in wanted.items():
         limit = 4 * ROUNDING["bfloat16"] * float(value.abs().max())
         assert torch.allclose(got[name], value, rtol=0, atol=limit), name
+
+
+def masters_of(build: Build, by_rank: Sequence[Sequence[Batch]], **settings: Any) -> Any:
+    """By rank, the parameters in full after all batches, and as they are seen."""
+
+    def work(world: World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        model, optimizer = build_seeded(build, seed=world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            wanted = values_of(model)
+            check_same_bits(session.master_state_dict(), wanted)
+            train_classifier(model, optimizer, by_rank[world.rank])
+            return session.master_state_dict(), values_of(model)
+
+    return run_cluster(len(by_rank), work)
+
+
+@pytest.mark.parametrize("settings", [{}, {"slice_elems": 7, "servers_per_node": 2}])
+@pytest.mark.parametrize("wire_dtype", [None, *HALVES])
+def test_the_parameters_can_be_had_in_full(wire_dtype: Any, settings: dict[str, Any]) -> None:
+    settings = {} if RING else settings
+    for master, seen in masters_of(with_sgd(), batches_of(2), wire_dtype=wire_dtype, **settings):
+        if wire_dtype is None or RING:
+            check_same_bits(master, seen)
+            continue
+        for name, value in master.items():
+            assert torch.equal(value.to(DTYPES[wire_dtype]).float(), seen[name])
+            assert not torch.equal(value, seen[name])
+
+
+@servers_only
+@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
+def test_rows_can_be_had_in_full(architecture: str) -> None:
+    by_rank = [words_of(seed) for seed in range(2)]
+    settings = {"architecture": architecture, "servers_per_node": 2, "wire_dtype": "bfloat16"}
+    for master, seen in masters_of(with_optimizer(Words), by_rank, **settings):
+        table, rounded = master["table.weight"], seen["table.weight"]
+        assert torch.equal(table.bfloat16().float(), rounded)
+        assert not torch.equal(table, rounded)
+        if architecture == "hybrid":
+            assert torch.equal(master["out.weight"], seen["out.weight"])
+
+
+def test_in_full_what_was_changed_by_hand_counts_before_the_next_step() -> None:
+    model, optimizer = build_seeded(with_sgd(One, lr=1e-4, momentum=0))
+    with foreprop.parallelize(
+        model, optimizer, world=worlds(1)[0], wire_dtype="bfloat16"
+    ) as session:
+        for _ in range(3):
+            model(*[torch.ones(1)] * 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.flush()
+        with torch.no_grad():
+            model.weight[0] = 1 / 3
+        master = session.master_state_dict()["weight"]
+        assert float(master[0]) == pytest.approx(1 / 3)
+        assert torch.allclose(master[1:], torch.tensor(1 - 3e-4), rtol=0, atol=1e-6)
 
 
 @servers_only

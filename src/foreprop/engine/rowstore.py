@@ -17,6 +17,7 @@ from foreprop.engine.aggregation import clip, finish_sum
 from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
 from foreprop.engine.slicestore import (
     DTYPES,
+    MASTER,
     bytes_of,
     decode_state,
     encode_state,
@@ -195,6 +196,10 @@ class RowStore:
         elif tensors.optimizer is not None:
             state = tensors.optimizer.state.get(tensors.parameter, {})
         return encode_state(state)
+
+    def export_master(self, number: int) -> bytes:
+        """The shard's values in full, as a state of one tensor."""
+        return encode_state({MASTER: self._shards[number].parameter})
 
     def import_state(self, number: int, data: memoryview) -> None:
         """Replace the shard's optimizer state; raises `RemoteProtocolError` if it does not fit."""

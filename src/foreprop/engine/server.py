@@ -485,6 +485,8 @@ class Server:
                 if header.flags & Flag.AVERAGES:
                     session.machine.owned(header.slice)
                     data = session.store.export_average(header.slice)
+                elif header.flags & Flag.MASTER:
+                    data = _state_store(session, header).export_master(header.slice)
                 else:
                     data = _state_store(session, header).export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)

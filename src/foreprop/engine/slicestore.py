@@ -59,6 +59,8 @@ _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
 AVERAGE = "ema"
 """The name of the one entry of a slice's moving average."""
+MASTER = "master"
+"""The name of the one entry of a slice's values in full."""
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
@@ -326,6 +328,11 @@ class SliceStore:
         } or None
         if tensors.new_state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
+
+    def export_master(self, slice_: int) -> bytes:
+        """The slice's values in full, as a state of one tensor."""
+        tensors = self._slices[slice_]
+        return encode_state({MASTER: tensors.extent.part(tensors.parameter)})
 
     # Moving averages.
     def export_average(self, slice_: int) -> bytes:

@@ -318,7 +318,7 @@ class WorkerEngine:
         self._send_message(server, *about, slice_=slice_, flags=flags)
 
     def fetch_states(self, slices: Sequence[int], step: int, *, flags: int = 0) -> dict[int, bytes]:
-        """The optimizer state (or moving average) of these slices and shards."""
+        """The optimizer state of these slices and shards, or what the flags say instead."""
         keys = [(int(Kind.STATE_REPLY), slice_) for slice_ in slices]
         about = (Kind.STATE_PULL, step, CONTROL_PRIORITY, b"")
         for slice_ in slices:

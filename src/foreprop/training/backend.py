@@ -163,6 +163,9 @@ class Backend(Protocol):
     def replace_state(self, step: int) -> None:
         """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
 
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        """The parameters in full after ``step``, which they show as they came over the wire."""
+
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         """The parameters' moving averages after ``step``, flat or not, by number."""
 

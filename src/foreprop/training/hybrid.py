@@ -109,6 +109,10 @@ class HybridBackend:
         self._dense.replace_state(step)
         self._sparse.replace_state(step)
 
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        dense, sparse = (iter(part.pull_masters(step)) for part in (self._dense, self._sparse))
+        return [next(sparse if rows else dense) for rows in self._is_sparse]
+
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         raise InternalError("there are no moving averages of rows")
 

@@ -180,6 +180,9 @@ class RingBackend:
         """Every rank goes on from what it has loaded itself."""
         self._updater.take_state()
 
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        return self._setup.parameters
+
     # Moving averages: every rank has its own, which are alike.
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         return self._averages.values if self._averages is not None else ()
