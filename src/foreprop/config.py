@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from foreprop.core.aggregation import Aggregation, Reduction
-from foreprop.core.manifest import Knobs, Reply
+from foreprop.core.manifest import Knobs, Reply, WireDtype
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Placement
 from foreprop.errors import ConfigError
@@ -145,6 +145,11 @@ class Config:
     ema: float | None = _setting(
         None, "keep moving averages of the parameters with this decay, above 0 and below 1"
     )
+    wire_dtype: WireDtype | None = _setting(
+        None,
+        "send float32 parameters' gradients and new values as bfloat16 or float16, half the bytes;"
+        " updates stay in float32",
+    )
     step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
     join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
     stall_report_s: float = _setting(10.0, "a wait this long is reported on standard error", 0.1)
@@ -236,6 +241,7 @@ class Config:
             big_array_elems=self.big_array_elems,
             placement_seed=self.placement_seed,
             aggregation=self.aggregation,
+            wire_dtype=self.wire_dtype,
         )
 
     @property

@@ -288,6 +288,31 @@ def test_a_worker_that_does_not_read_holds_up_no_reply_to_another() -> None:
         assert text.endswith(b"it is sending to rank 1")
 
 
+CAST: dict[str, tuple[Callable[[Client], None], str]] = {
+    "gradient in full": (
+        lambda c: c.send(Kind.PUSH, gradient(1), step=1),
+        "carries 24 bytes, not 12",
+    ),
+    "value that is cast": (
+        lambda c: c.send(Kind.VALUE, gradient(1)[:12], step=1),
+        "carries 12 bytes, not 24",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_what_does_not_fit_the_wires_type(name: str) -> None:
+    say, reason = CAST[name]
+    with session(joined=False) as running:
+        worker = running.stranger(0)
+        knobs = msgspec.structs.replace(manifest_of().knobs, wire_dtype="bfloat16")
+        worker.hello(manifest_of(1, knobs=knobs))
+        worker.expect(Kind.WELCOME)
+        say(worker)
+        assert reason in worker.expect_failure().message
+        running.wait()
+
+
 # The worker's side.
 SERVERS: dict[str, tuple[Callable[[FakeServer], None], str]] = {
     "garbage": (lambda s: s.raw(b"\xaa" * HEADER_BYTES), "not a foreprop peer"),
@@ -320,6 +345,16 @@ def test_a_server_that_breaks_the_rules_is_an_error_in_the_training_thread(name:
         assert fake.expect(Kind.PUSH) == gradient(1.0)
         say(fake)
         with pytest.raises(RemoteProtocolError, match=reason):
+            made.wait(0, 1)
+
+
+@pytest.mark.parametrize("size_bytes", [2, 11, 22, 48])
+def test_a_reply_that_is_neither_cast_nor_in_full(size_bytes: int) -> None:
+    with engine(wire_dtype="float16") as (made, (fake,)):
+        made.push(0, 1)
+        assert fake.expect(Kind.PUSH) == b"\x00\x3c" * 6
+        fake.send(Kind.REPLY, bytes(size_bytes), step=1)
+        with pytest.raises(RemoteProtocolError, match=f"{size_bytes} bytes where 12 belong"):
             made.wait(0, 1)
 
 

@@ -74,6 +74,19 @@ def test_elements_and_slices() -> None:
     ]
 
 
+def test_only_float32_is_cast_and_slices_are_dealt_by_bytes_on_the_wire() -> None:
+    parameters = tuple(
+        parameter(name, 100, dtype=dtype)
+        for name, dtype in (("a", "float64"), ("b", "float32"), ("c", "float32"), ("d", "bfloat16"))
+    )
+    plain = make(parameters=parameters)
+    cast = make(parameters=parameters, knobs=Config(wire_dtype="float16").knobs(2))
+    assert plain.wire_dtypes() == ["float64", "float32", "float32", "bfloat16"]
+    assert cast.wire_dtypes() == ["float64", "float16", "float16", "bfloat16"]
+    assert [piece.server for piece in plain.slices()] == [0, 1, 1, 0]
+    assert [piece.server for piece in cast.slices()] == [0, 1, 1, 1]
+
+
 @given(st.one_of(st.binary(max_size=100), st.text(max_size=50).map(str.encode)))
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_decode_or_raise_remote_protocol_error(data: bytes) -> None:
@@ -111,6 +124,10 @@ def test_deep_nesting_is_refused(data: bytes) -> None:
         ({"parameters": (parameter("a", -1),)}, r"parameter 'a': float32 \(-1,\)"),
         ({"parameters": (parameter("a", dtype="int8"),)}, r"parameter 'a': int8 \(\)"),
         ({"parameters": (parameter("a", group=1),)}, "parameter 'a' is in no group: 1"),
+        (
+            {"knobs": msgspec.structs.replace(Config().knobs(1), wire_dtype="int8")},  # type: ignore[arg-type]
+            r"Invalid enum value 'int8' .*wire_dtype",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -133,6 +150,9 @@ DIFFERENCES = {
     "knobs.slice_elems: rank 0 has 50000, rank 3 has 9": {"knobs": Config(slice_elems=9).knobs(2)},
     "knobs.order: rank 0 has 'priority', rank 3 has 'fifo'": {
         "knobs": Config(order="fifo").knobs(2)
+    },
+    "knobs.wire_dtype: rank 0 has None, rank 3 has 'float16'": {
+        "knobs": Config(wire_dtype="float16").knobs(2)
     },
     "parameters[0] (a).shape: rank 0 has (300, 400), rank 3 has (400, 300)": {
         "parameters": (parameter("a", 400, 300), make().parameters[1])

@@ -53,6 +53,7 @@ class Array:
         workers: int = 1,
         optimizer: str = "SGD",
         group: Hyperparameters | None = None,
+        **settings: Any,
     ) -> None:
         self.groups: Sequence[Hyperparameters] = (group or {"lr": 0.1},)
         dtype = str(values.dtype).removeprefix("torch.")
@@ -62,19 +63,23 @@ class Array:
             byteorder="little",
             session="",
             world_size=workers,
-            knobs=Config(slice_elems=slice_elems).knobs(1),
+            knobs=Config(slice_elems=slice_elems, **settings).knobs(1),
             optimizer=OptimizerInfo(name=optimizer, groups=tuple(self.groups)),
             parameters=(ParameterInfo(name="p", shape=(len(values),), dtype=dtype, group=0),),
             blob_bytes=(0, 0),
         )
         self.slices = self.manifest.slices()
         self.store = SliceStore(self.manifest, self.slices, 0)
+        self.stage(values)
         for piece in self.slices:
-            buffer = self.store.take_buffer(piece.number)
-            buffer.view[:] = bytes_of(values[piece.start_elems : piece.stop_elems])
-            self.store.put_value(piece.number, buffer)
             self.store.install_value(piece.number)
         self._dtype = values.dtype
+
+    def stage(self, values: torch.Tensor) -> None:
+        for piece in self.slices:
+            buffer = self.store.take_buffer(piece.number, value=True)
+            buffer.view[:] = bytes_of(values[piece.start_elems : piece.stop_elems])
+            self.store.put_value(piece.number, buffer)
 
     def step(self, gradients: dict[int, torch.Tensor]) -> None:
         """Gradients by rank; they arrive in the order of the dictionary."""
@@ -125,6 +130,65 @@ def test_halves_are_summed_in_float32() -> None:
     array.step({rank: zeros + value for rank, value in enumerate([256, 1, 1])})
     assert array.values.tolist() == [-86.0] * 3
     assert ((zeros + 256 + 1 + 1) / 3).tolist() != [86.0] * 3
+
+
+HALVES = ("bfloat16", "float16")
+
+
+def on_wire(array: Array, dtype: str) -> torch.Tensor:
+    """What replies carry."""
+    data = b"".join(array.store.values(piece.number) for piece in array.slices)
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_is_cast_is_summed_in_float32_and_shown_rounded(dtype: str, workers: int) -> None:
+    gradients = {rank: noise(rank, DTYPES[dtype]) for rank in range(workers)}
+    group = {"lr": 0.1, "momentum": 0.9}
+    for slice_elems in SLICE_ELEMS:
+        array = Array(
+            noise(9), slice_elems=slice_elems, workers=workers, group=group, wire_dtype=dtype
+        )
+        full = Array(noise(9), slice_elems=slice_elems, workers=workers, group=group)
+        for _ in range(3):
+            array.step(gradients)
+            full.step({rank: gradient.float() for rank, gradient in gradients.items()})
+            assert same_bits(on_wire(array, dtype), full.values.to(DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_values_are_shown_in_full_until_the_first_update(dtype: str) -> None:
+    array = Array(noise(9), slice_elems=50, wire_dtype=dtype)
+    sizes = [(array.store.size_bytes(i), array.store.size_bytes(i, value=True)) for i in (0, 4)]
+    assert sizes == [(100, 200), (6, 12)]
+    assert same_bits(array.values, noise(9))
+    array.step({})
+    array.stage(noise(8))
+    array.step({})
+    assert same_bits(array.values, noise(8))
+    array.step({0: torch.zeros(ELEMS, dtype=DTYPES[dtype])})
+    assert same_bits(on_wire(array, dtype), noise(8).to(DTYPES[dtype]))
+    array.stage(noise(7))
+    array.step({})
+    assert same_bits(on_wire(array, dtype), noise(7).to(DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_elements_that_were_not_changed_by_hand_keep_what_was_rounded_off(dtype: str) -> None:
+    array = Array(torch.ones(5), slice_elems=2, group={"lr": 1e-4}, wire_dtype=dtype)
+    one = torch.ones(5, dtype=DTYPES[dtype])
+    for _ in range(100):
+        array.step({0: one})
+        array.stage(on_wire(array, dtype).float())
+    assert same_bits(on_wire(array, dtype), (one.float() * 0.99).to(DTYPES[dtype]))
+    values = on_wire(array, dtype).float()
+    values[1] = 0.5
+    array.stage(values)
+    for _ in range(50):
+        array.step({0: one})
+    wanted = torch.tensor([0.985, 0.495, 0.985, 0.985, 0.985])
+    assert same_bits(on_wire(array, dtype), wanted.to(DTYPES[dtype]))
 
 
 def test_missing_gradients_count_as_zeros() -> None:

@@ -23,6 +23,8 @@ Reply = Literal["broadcast", "notify", "pull"]
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The parameter types that can be synchronised."""
 
+WireDtype = Literal["bfloat16", "float16"]
+
 BUFFERS_BLOB = 0
 """The number of the blob that holds all buffers; the ones after it are frozen parameters."""
 
@@ -42,6 +44,12 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     big_array_elems: int
     placement_seed: int
     aggregation: Aggregation = Aggregation()
+    wire_dtype: WireDtype | None = None
+
+
+def wire_dtype_of(dtype: str, wire_dtype: WireDtype | None) -> str:
+    """What gradients and new values of a parameter of this type travel in: only float32 is cast."""
+    return wire_dtype if wire_dtype is not None and dtype == "float32" else dtype
 
 
 class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +85,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     blob_bytes: tuple[int, ...]
     """Bytes of all buffers (first), and of each parameter that the optimizer does not have."""
 
+    def wire_dtypes(self) -> list[str]:
+        """By parameter, what its gradients and new values travel in."""
+        return [wire_dtype_of(info.dtype, self.knobs.wire_dtype) for info in self.parameters]
+
     def slices(self) -> tuple[Slice, ...]:
         partition = Partition(
             granularity=self.knobs.granularity,
@@ -87,7 +99,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             seed=self.knobs.placement_seed,
         )
         sizes = [0 if info.rows else info.elems for info in self.parameters]
-        return plan_slices(sizes, [ITEMSIZE_BYTES[p.dtype] for p in self.parameters], partition)
+        itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in self.wire_dtypes()]
+        return plan_slices(sizes, itemsizes, partition)
 
     def shards(self, slices: int) -> tuple[Shard, ...]:
         """Of the row-wise parameters; ``slices`` is the number of slices."""

@@ -64,6 +64,7 @@ class Flag(IntEnum):
     UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
     MORE = 8  # ROWS_VALUE, ROWS_PUSH: another part follows
     AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
+    MASTER = 32  # STATE_PULL: the values in full instead of the optimizer's state
 
 
 class Header(NamedTuple):

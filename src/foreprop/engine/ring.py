@@ -19,7 +19,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
 from foreprop.core.ring import (
@@ -52,11 +52,13 @@ from foreprop.errors import ForepropError, InternalError, TrainingLoopError
 from foreprop.observe.stages import RingStage
 from foreprop.observe.trace import TraceRecorder
 
-_MARKS = 3
+_DIGEST_BITS = 18
+_MARKS = 2 + _DIGEST_BITS
 """Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,
-and the sum of their settings' digests.
+and for each bit of the settings' digest, how many ranks have it. None exceeds the number of ranks.
 """
-_DIGEST_LIMIT = 2**18  # so that a float32 holds the sum of 64 of them
+MOST_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
+"""By type: up to these counts are exact, in whatever order they are added up."""
 _TOLD_S = 5.0
 _LEAVE_S = 1.0
 _FIRST_OBSERVED = 2  # in the first step gradients are pushed all at once, at its end
@@ -78,14 +80,15 @@ class Updater(Protocol):
 
 
 class _Settings:
-    """The optimizer's settings (JSON) from a step on, and a digest that can be summed."""
+    """The optimizer's settings (JSON) from a step on, and a digest whose bits can be summed."""
 
     def __init__(self, since: int, text: str, scale: float = 1.0) -> None:
         self.since = since
         self.scale = scale
         """Of the loss."""
         self.text = text
-        self.digest = zlib.crc32(text.encode()) % _DIGEST_LIMIT
+        digest = zlib.crc32(text.encode())
+        self.digest = [digest >> bit & 1 for bit in range(_DIGEST_BITS)]
 
 
 class RingEngine:
@@ -128,6 +131,7 @@ class RingEngine:
         """Whether the step whose updates are under way is left out."""
         self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
+        self._sum_dtypes = [_sum_dtype(info.dtype, config.wire_dtype) for info in parameters]
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
         """Aggregated and not applied yet."""
@@ -145,7 +149,8 @@ class RingEngine:
         """As planned; None until there is a plan."""
         self._told_order = ""
         sizes_bytes = [
-            (stop - start) * self._itemsize[parameter] for _, parameter, start, stop in self.chunks
+            (stop - start) * self._sum_dtypes[parameter].itemsize
+            for _, parameter, start, stop in self.chunks
         ]
         self._observer = Observer(len(parameters), sizes_bytes)
         self._work = threading.Condition()
@@ -399,10 +404,7 @@ class RingEngine:
         dtype = DTYPES[info.dtype]
         total = self._sums[parameter]
         if total is None:
-            # summing in half precision would lose small gradients
-            total = torch.empty(
-                info.elems + _MARKS, dtype=torch.promote_types(dtype, torch.float32)
-            )
+            total = torch.empty(info.elems + _MARKS, dtype=self._sum_dtypes[parameter])
             self._sums[parameter] = total
         flags = self._flags[parameter]
         if flags & Flag.NO_GRADIENT:
@@ -415,7 +417,7 @@ class RingEngine:
             marks = (
                 not flags & Flag.NO_GRADIENT,
                 bool(flags & Flag.VALUE_CHANGED),
-                self._settings_at(step).digest,
+                *self._settings_at(step).digest,
             )
             total[stop:] = torch.tensor(marks, dtype=total.dtype)
             stop += _MARKS
@@ -424,7 +426,7 @@ class RingEngine:
     def _note_reduced(self, instruction: ReduceChunk, started_ns: int) -> None:
         number, step = instruction
         _, parameter, start, stop = self.chunks[number]
-        size_bytes = (stop - start) * self._itemsize[parameter]
+        size_bytes = (stop - start) * self._sum_dtypes[parameter].itemsize
         with self._work:
             self.counters.pushes += 1
             self.counters.pushed_bytes += size_bytes
@@ -461,16 +463,18 @@ class RingEngine:
         if total is None:
             raise InternalError(f"{info.name} is to be updated and was never reduced")
         self._gradients[parameter] = None
-        with_gradient, changed, digests = (round(mark) for mark in total[info.elems :].tolist())
+        with_gradient, changed, *digests = (round(mark) for mark in total[info.elems :].tolist())
         if 0 < changed < self._group.size:
             raise TrainingLoopError(
                 f"{info.name} was changed by hand before step {step} on {changed} of"
                 f" {self._group.size} ranks; with architecture='ring' change it on every rank alike"
             )
-        if digests != self._group.size * self._settings_at(step).digest:
+        if digests != [self._group.size * bit for bit in self._settings_at(step).digest]:
             raise self._unlike_settings(step)
         if with_gradient:
-            gradient = total[: info.elems]
+            total = total[: info.elems]
+            # what follows is as if it had not been cast
+            gradient = total.to(torch.promote_types(total.dtype, torch.float32))
             scale = self._settings_at(step).scale
             finish_sum(gradient, self._aggregation, workers=self._group.size, scale=scale)
             self._gradients[parameter] = gradient
@@ -539,6 +543,16 @@ class RingEngine:
         if awaited == NOTHING:
             return "nothing"
         return self._describe_wait(awaited, self._machine.step_of(awaited))
+
+
+def _sum_dtype(dtype: str, wire_dtype: WireDtype | None) -> torch.dtype:
+    """What a parameter's gradients are summed in, which is also what they travel in.
+
+    Of half-precision parameters float32: summing in half precision would lose small gradients. With
+    a wire type that is what is asked for.
+    """
+    on_wire = DTYPES[wire_dtype_of(dtype, wire_dtype)]
+    return on_wire if dtype == "float32" else torch.promote_types(on_wire, torch.float32)
 
 
 def _plans_after(step: int) -> bool:

@@ -77,6 +77,7 @@ class RowExchange:
         for shard in self.shards:
             self._shards_of.setdefault(shard.parameter, []).append(shard)
         self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._part_elems = manifest.knobs.slice_elems
         self._send = send
         self._priority_of = priority_of
@@ -98,7 +99,8 @@ class RowExchange:
             for shard in self._shards_of[parameter]:
                 self._tell(Kind.ROWS_PUSH, shard, step, b"", flags | Flag.NO_GRADIENT)
             return 0
-        return self._send_parts(Kind.ROWS_PUSH, parameter, step, gradient, flags)
+        narrow = RowPart(gradient.numbers, gradient.rows.to(self._wire_dtypes[parameter]))
+        return self._send_parts(Kind.ROWS_PUSH, parameter, step, narrow, flags)
 
     def send_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
         """Rank 0: the whole table's values, that count from this step on."""
@@ -150,7 +152,9 @@ class RowExchange:
     def _register(self, pull: Pull, shard: Shard, places: torch.Tensor) -> int:
         request = self._next_request
         self._next_request = (request + 1) % _REQUESTS
-        arriving = torch.empty(len(places), shard.row_elems, dtype=pull.rows.dtype)
+        # the values at the start come in full, so that all ranks begin with the same
+        dtype = self._wire_dtypes[pull.parameter] if pull.step else pull.rows.dtype
+        arriving = torch.empty(len(places), shard.row_elems, dtype=dtype)
         self._requests[request] = _Request(pull, shard.server, places, arriving)
         pull.missing[request] = shard.server
         return request
@@ -170,7 +174,7 @@ class RowExchange:
         """A reply's rows are where `destination` said."""
         with self._lock:
             request = self._requests.pop(header.slice)
-        request.pull.rows[request.places] = request.arriving
+        request.pull.rows[request.places] = request.arriving.to(request.pull.rows.dtype)
         with self._lock:
             del request.pull.missing[header.slice]
             complete = not request.pull.missing

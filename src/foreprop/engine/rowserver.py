@@ -133,7 +133,8 @@ class RowServer:
                 self._host.tell_norm_part(instruction)
             elif isinstance(instruction, AnswerRows):
                 shard, numbers = self._wanted.pop((instruction.rank, instruction.request))
-                self._host.answer_rows(instruction, self.store.rows(shard, numbers))
+                rows = self.store.rows(shard, numbers, instruction.step)
+                self._host.answer_rows(instruction, rows)
             elif isinstance(instruction, InstallRows):
                 self.store.install_values(instruction.shard)
             else:

@@ -20,6 +20,7 @@ from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
 from foreprop.engine.slicestore import (
     AVERAGE,
     DTYPES,
+    MASTER,
     bytes_of,
     decode_state,
     encode_state,
@@ -47,10 +48,12 @@ class _ShardTensors:
         "staged",
         "state",
         "total",
+        "wire_dtype",
     )
 
-    def __init__(self, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(self, shard: Shard, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
         self.shard = shard
+        self.wire_dtype = wire_dtype
         self.parameter = torch.nn.Parameter(torch.zeros(shard.rows, shard.row_elems, dtype=dtype))
         self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
         self.staged: list[RowPart] = []  # values for the next update
@@ -75,8 +78,12 @@ class RowStore:
             manifest.optimizer.name, torch.optim.Optimizer
         )
         self._group_of = [info.group for info in manifest.parameters]
+        dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._shards = {
-            shard.number: _ShardTensors(shard, DTYPES[manifest.parameters[shard.parameter].dtype])
+            shard.number: _ShardTensors(
+                shard, dtypes[shard.parameter], wire_dtypes[shard.parameter]
+            )
             for shard in shards
             if shard.server == index
         }
@@ -97,18 +104,28 @@ class RowStore:
     def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> None:
         """Keep a part of a worker's gradient; raises `RemoteProtocolError` if it does not fit."""
         tensors = self._shards[number]
-        part = decode_part(data, tensors.shard, tensors.parameter.dtype)
+        part = decode_part(data, tensors.shard, tensors.wire_dtype)
         tensors.gradients.setdefault((step, rank), []).append(part)
 
     def put_value(self, number: int, data: memoryview) -> None:
         tensors = self._shards[number]
         tensors.staged.append(decode_part(data, tensors.shard, tensors.parameter.dtype))
 
-    def install_values(self, number: int) -> None:
-        """Take the values that rank 0 sent. Gradients must be disabled."""
+    def install_values(self, number: int, *, shown: bool = False) -> None:
+        """Take the values that rank 0 sent. Gradients must be disabled.
+
+        If rows have been ``shown`` in the wire's type, an element that is still what was shown was
+        not changed by hand, and keeps what the cast had rounded off.
+        """
         tensors = self._shards[number]
-        for part in tensors.staged:
-            tensors.parameter[part.numbers] = part.rows
+        cast = tensors.wire_dtype != tensors.parameter.dtype
+        for numbers, values in tensors.staged:
+            if cast and shown:
+                kept = tensors.parameter[numbers]
+                same = values == kept.to(tensors.wire_dtype)
+                tensors.parameter[numbers] = torch.where(same, kept, values)
+            else:
+                tensors.parameter[numbers] = values
         tensors.staged.clear()
 
     def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[list[RowPart]]:
@@ -145,7 +162,7 @@ class RowStore:
         tensors = self._shards[number]
         if tensors.averages is not None and tensors.staged:
             tensors.averages.before_change()
-        self.install_values(number)
+        self.install_values(number, shown=True)
         averages = tensors.averages = tensors.averages or self._new_averages(tensors)
         total, tensors.total = tensors.total, None
         if total is None:
@@ -205,9 +222,11 @@ class RowStore:
         finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
         return RowPart(touched, total)
 
-    def rows(self, number: int, numbers: torch.Tensor) -> bytes:
-        """A copy of these rows' bytes."""
-        return bytes(bytes_of(self._shards[number].parameter.detach().index_select(0, numbers)))
+    def rows(self, number: int, numbers: torch.Tensor, step: int) -> bytes:
+        """A copy of these rows' bytes: in the wire's type, but in full as they are at the start."""
+        tensors = self._shards[number]
+        found = tensors.parameter.detach().index_select(0, numbers)
+        return bytes(bytes_of(found.to(tensors.wire_dtype) if step else found))
 
     def _optimizer(self, tensors: _ShardTensors, group: Hyperparameters) -> torch.optim.Optimizer:
         if tensors.optimizer is None:
@@ -232,6 +251,10 @@ class RowStore:
         elif tensors.optimizer is not None:
             state = tensors.optimizer.state.get(tensors.parameter, {})
         return encode_state(state)
+
+    def export_master(self, number: int) -> bytes:
+        """The shard's values in full, as a state of one tensor."""
+        return encode_state({MASTER: self._shards[number].parameter})
 
     def import_state(self, number: int, data: memoryview) -> None:
         """Replace the shard's optimizer state; raises `RemoteProtocolError` if it does not fit."""

@@ -393,9 +393,10 @@ class Server:
             session.machine.owned(header.slice)
             if kind == Kind.PUSH and header.flags & Flag.NO_GRADIENT:
                 return _exactly(header, 0)
-            _check_size(header, session.store.size_bytes(header.slice))
+            value = kind == Kind.VALUE
+            _check_size(header, session.store.size_bytes(header.slice, value=value))
             with self._lock:
-                peer.incoming = session.store.take_buffer(header.slice)
+                peer.incoming = session.store.take_buffer(header.slice, value=value)
             return peer.incoming.view
         if kind == Kind.BLOB:
             return _exactly(header, session.manifest.blob_bytes[_which_blob(header, session)])
@@ -484,8 +485,12 @@ class Server:
         elif kind == Kind.STATE_PULL:
             with self._lock:
                 store = _state_store(session, header)
-                averages = header.flags & Flag.AVERAGES
-                data = (store.export_average if averages else store.export_state)(header.slice)
+                if header.flags & Flag.AVERAGES:
+                    data = store.export_average(header.slice)
+                elif header.flags & Flag.MASTER:
+                    data = store.export_master(header.slice)
+                else:
+                    data = store.export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)

@@ -59,6 +59,8 @@ _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
 AVERAGE = "ema"
 """The name of the one entry of a slice's moving average."""
+MASTER = "master"
+"""The name of the one entry of a slice's values in full."""
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
@@ -115,16 +117,22 @@ class _SliceTensors:
         "optimizer",
         "parameter",
         "piece",
+        "shown",
         "staged",
         "total",
         "view",
+        "wire_dtype",
     )
 
-    def __init__(self, piece: Slice, parameter_elems: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, piece: Slice, parameter_elems: int, dtype: torch.dtype, wire_dtype: torch.dtype
+    ) -> None:
         self.piece = piece
         self.extent = extent_of(piece, parameter_elems)
         self.parameter = torch.nn.Parameter(self.extent.zeros(dtype))
-        self.view = bytes_of(self.extent.part(self.parameter))
+        self.wire_dtype = wire_dtype
+        self.shown: torch.Tensor | None = None  # the parameter as cast for the last replies
+        self.view = bytes_of(self.extent.part(self.parameter))  # what replies carry
         self.gradients: dict[int, GradientBuffer] = {}
         self.staged: GradientBuffer | None = None
         self.average: torch.Tensor | None = None  # moving, if there is one
@@ -152,9 +160,13 @@ class SliceStore:
         )
         self._group_of = [info.group for info in manifest.parameters]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._slices = {
             piece.number: _SliceTensors(
-                piece, manifest.parameters[piece.parameter].elems, dtypes[piece.parameter]
+                piece,
+                manifest.parameters[piece.parameter].elems,
+                dtypes[piece.parameter],
+                wire_dtypes[piece.parameter],
             )
             for piece in slices
             if piece.server == index
@@ -162,15 +174,22 @@ class SliceStore:
         self._pool: dict[tuple[Extent, torch.dtype], list[GradientBuffer]] = {}
 
     def values(self, slice_: int) -> memoryview:
-        """The slice's parameters as bytes, for replies."""
+        """The slice's parameters as bytes, for replies.
+
+        In full before the first update, so that all ranks start from the same values; from then on
+        in the wire's type.
+        """
         return self._slices[slice_].view
 
-    def size_bytes(self, slice_: int) -> int:
-        return len(self._slices[slice_].view)
-
-    def take_buffer(self, slice_: int) -> GradientBuffer:
+    def size_bytes(self, slice_: int, *, value: bool = False) -> int:
+        """Of a gradient, in the wire's type, or of a value, which comes in full."""
         tensors = self._slices[slice_]
-        key = (tensors.extent, tensors.parameter.dtype)
+        return tensors.piece.elems * _arriving_dtype(tensors, value=value).itemsize
+
+    def take_buffer(self, slice_: int, *, value: bool = False) -> GradientBuffer:
+        """For a gradient or a value; see `size_bytes`."""
+        tensors = self._slices[slice_]
+        key = (tensors.extent, _arriving_dtype(tensors, value=value))
         free = self._pool.get(key)
         return free.pop() if free else GradientBuffer(*key)
 
@@ -181,10 +200,17 @@ class SliceStore:
         self._slices[slice_].staged = buffer
 
     def install_value(self, slice_: int) -> None:
-        """Take the values that rank 0 sent as the slice's parameters."""
+        """Take the values that rank 0 sent as the slice's parameters.
+
+        An element that is still what workers were shown was not changed by hand, and keeps what
+        the cast to the wire's type had rounded off.
+        """
         tensors = self._slices[slice_]
         if tensors.staged is not None:
-            tensors.parameter.copy_(tensors.staged.tensor)
+            values = tensors.staged.tensor
+            if tensors.shown is not None:
+                values = torch.where(values == tensors.shown, tensors.parameter, values)
+            tensors.parameter.copy_(values)
             self._give_back(tensors.staged)
             tensors.staged = None
 
@@ -211,8 +237,9 @@ class SliceStore:
 
         The calling thread must have gradients disabled (``torch.set_grad_enabled(False)``).
         """
-        self.install_value(slice_)
         tensors, decay = self._slices[slice_], self._aggregation.ema
+        changed = bool(ranks) or (tensors.staged is not None and tensors.shown is not None)
+        self.install_value(slice_)
         if decay is not None and tensors.average is None:
             tensors.average = start_average(tensors.parameter)
         if ranks:
@@ -220,6 +247,8 @@ class SliceStore:
         self._drop_gradients(tensors)
         if decay is not None and tensors.average is not None:
             move_average(tensors.average, tensors.parameter, decay)
+        if changed and tensors.wire_dtype != tensors.parameter.dtype:
+            _show(tensors)
 
     def _apply(
         self,
@@ -249,7 +278,8 @@ class SliceStore:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         total = tensors.gradients[ranks[0]].tensor
         dtype = total.dtype
-        if dtype in _HALVES and self._world_size > 1:
+        cast = dtype != tensors.parameter.dtype
+        if dtype in _HALVES and (cast or self._world_size > 1):
             total = total.float()  # summing in half precision would lose small gradients
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
@@ -299,6 +329,11 @@ class SliceStore:
         if tensors.new_state is None:
             tensors.optimizer = None  # a fresh one starts from its own initial state
 
+    def export_master(self, slice_: int) -> bytes:
+        """The slice's values in full, as a state of one tensor."""
+        tensors = self._slices[slice_]
+        return encode_state({MASTER: tensors.extent.part(tensors.parameter)})
+
     # Moving averages.
     def export_average(self, slice_: int) -> bytes:
         """The slice's moving average, as a state of one tensor."""
@@ -320,6 +355,18 @@ class SliceStore:
 
     def state_limit_bytes(self, slice_: int) -> int:
         return state_limit_bytes(self._slices[slice_].piece.elems)
+
+
+def _arriving_dtype(tensors: _SliceTensors, *, value: bool) -> torch.dtype:
+    return tensors.parameter.dtype if value else tensors.wire_dtype
+
+
+def _show(tensors: _SliceTensors) -> None:
+    """Cast the parameter for the replies: once, for all workers, so that all see the same bits."""
+    if tensors.shown is None:
+        tensors.shown = tensors.extent.zeros(tensors.wire_dtype)
+        tensors.view = bytes_of(tensors.extent.part(tensors.shown))
+    tensors.shown.copy_(tensors.parameter)
 
 
 def _is_array(value: Any) -> bool:

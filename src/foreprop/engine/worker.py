@@ -53,6 +53,7 @@ from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.rowexchange import Pull, RowExchange
 from foreprop.engine.rowparts import RowPart
 from foreprop.engine.slicestore import state_limit_bytes
+from foreprop.engine.wirecasts import WireCasts
 from foreprop.errors import (
     ForepropError,
     InternalError,
@@ -133,6 +134,7 @@ class WorkerEngine:
         self._trace = trace
         self._queued_ns = [0] * len(manifest.parameters)  # for the trace
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in manifest.parameters]
+        self._casts = WireCasts(manifest, self.slices)
         self._machine = WorkerMachine(
             self.slices,
             parameters=len(manifest.parameters),
@@ -175,7 +177,8 @@ class WorkerEngine:
         knobs, needs_norm = self.manifest.knobs, self._aggregation.needs_norm
         if not may_hold_back(knobs.order, knobs.reply, needs_norm=needs_norm):
             return None
-        sizes_bytes = [piece.elems * self._itemsize[piece.parameter] for piece in self.slices]
+        itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in self.manifest.wire_dtypes()]
+        sizes_bytes = [piece.elems * itemsizes[piece.parameter] for piece in self.slices]
         window_bytes = self._config.push_window_bytes
         return PushWindow(sizes_bytes, window_bytes, servers=len(self._streams))
 
@@ -357,7 +360,7 @@ class WorkerEngine:
         self._send_message(server, *about, slice_=slice_, flags=flags)
 
     def fetch_states(self, slices: Sequence[int], step: int, *, flags: int = 0) -> dict[int, bytes]:
-        """The optimizer state (or moving average) of these slices and shards."""
+        """The optimizer state of these slices and shards, or what the flags say instead."""
         keys = [(int(Kind.STATE_REPLY), slice_) for slice_ in slices]
         about = (Kind.STATE_PULL, step, CONTROL_PRIORITY, b"")
         for slice_ in slices:
@@ -476,6 +479,8 @@ class WorkerEngine:
             if not flags & Flag.NO_GRADIENT:
                 memory, start, stop = self._extent(slice_)
                 payload = memory.take_gradient(start, stop)
+                if slice_ in self._casts:
+                    payload = self._casts.narrow(slice_, payload)
         elif kind == Kind.VALUE:
             payload = self._values(slice_)
         header = encode_header(kind, flags, self._rank, step, slice_, priority, len(payload))
@@ -587,11 +592,22 @@ class WorkerEngine:
                     f"server {server} sent a reply for slice {header.slice}, step {header.step},"
                     " which is not awaited"
                 )
-            return self._values(header.slice)
+            return self._reply_destination(header)
         limit = self._control_limit(header)
         if size > limit:
             raise RemoteProtocolError(f"{Kind(kind).name} of {size} bytes; at most {limit}")
         return memoryview(bytearray(size))
+
+    def _reply_destination(self, header: Header) -> memoryview:
+        slice_, values = header.slice, self._values(header.slice)
+        if slice_ in self._casts and header.payload_bytes != len(values):
+            return self._casts.destination(slice_)
+        return values  # also of a slice that is cast, before its first update
+
+    def _land(self, slice_: int, size_bytes: int) -> None:
+        """A reply is where `_reply_destination` said: if it came cast, cast it back."""
+        if slice_ in self._casts and size_bytes == self._casts.size_bytes(slice_):
+            self._casts.widen(slice_, self._values(slice_))
 
     def _control_limit(self, header: Header) -> int:
         kind = header.kind
@@ -618,6 +634,7 @@ class WorkerEngine:
             if self._trace is not None:
                 size = header.payload_bytes
                 self._span(Stage.REPLY_RECEIVED, started_ns, step, slice_, header.priority, size)
+            self._land(slice_, header.payload_bytes)
             self._dispatch(ReplyArrived(slice_, step, server))
         elif kind == Kind.ROWS_REPLY:
             with self._lock:

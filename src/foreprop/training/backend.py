@@ -166,6 +166,9 @@ class Backend(Protocol):
     def replace_state(self, step: int) -> None:
         """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
 
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        """The parameters in full after ``step``, which they show as they came over the wire."""
+
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         """The parameters' moving averages after ``step``, flat or not, by number."""
 
@@ -183,3 +186,8 @@ class Backend(Protocol):
 
     def describe(self) -> str:
         """Who synchronises, and how, for the line that is printed at the start."""
+
+
+def describe_wire_dtype(config: Config) -> str:
+    """For the line that is printed at the start, if it is not the parameters' own."""
+    return f" wire_dtype={config.wire_dtype}" if config.wire_dtype is not None else ""

@@ -114,6 +114,10 @@ class HybridBackend:
         self._dense.replace_state(step)
         self._sparse.replace_state(step)
 
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        dense, sparse = (iter(part.pull_masters(step)) for part in (self._dense, self._sparse))
+        return [next(sparse if rows else dense) for rows in self._is_sparse]
+
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         dense, rows = self._dense.pull_averages(step), self._sparse.pull_averages(step)
         found = dict(zip(self._dense_numbers, dense, strict=True))

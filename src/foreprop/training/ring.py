@@ -13,12 +13,13 @@ import msgspec
 import torch
 
 from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo, describe_mismatch
+from foreprop.core.manifest import ParameterInfo, WireDtype, describe_mismatch
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import with_scale
-from foreprop.engine.ring import RingEngine
+from foreprop.engine.ring import MOST_RANKS, RingEngine
+from foreprop.engine.slicestore import DTYPES
 from foreprop.errors import ConfigError, HandshakeError, InternalError
-from foreprop.training.backend import RowEngine, Setup, Starting
+from foreprop.training.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.training.local_update import LocalUpdater, comparable, settings_of
 from foreprop.training.memory import Memory, MemoryFactory, Ready
 from foreprop.training.moving_average import LocalAverages
@@ -40,6 +41,7 @@ class RingManifest(msgspec.Struct, frozen=True, kw_only=True):
     chunk_elems: int
     chunks_in_flight: int
     aggregation: Aggregation
+    wire_dtype: WireDtype | None
     parameters: tuple[ParameterInfo, ...]
     blob_bytes: tuple[int, ...]
     """Of all buffers, then of each parameter that the optimizer does not have."""
@@ -50,6 +52,7 @@ class RingBackend:
 
     def __init__(self, setup: Setup) -> None:
         _check_optimizer(setup.optimizer)
+        _check_wire_dtype(setup.config.wire_dtype, setup.world.size)
         self._setup = setup
         self._memory_factory = MemoryFactory()
         decay = setup.config.ema
@@ -102,6 +105,7 @@ class RingBackend:
             chunk_elems=setup.config.chunk_elems,
             chunks_in_flight=setup.config.chunks_in_flight,
             aggregation=setup.aggregation,
+            wire_dtype=setup.config.wire_dtype,
             parameters=tuple(setup.infos),
             blob_bytes=(
                 setup.buffers.size_bytes,
@@ -177,6 +181,9 @@ class RingBackend:
         """Every rank goes on from what it has loaded itself."""
         self._updater.take_state()
 
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        return self._setup.parameters
+
     # Moving averages: every rank has its own, which are alike.
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         return self._averages.values if self._averages is not None else ()
@@ -201,8 +208,8 @@ class RingBackend:
         config, group = self._setup.config, self._group
         return (
             f"{group.size} workers, architecture=ring (all-reduce by gloo, updates on the workers);"
-            f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight};"
-            f" address {group.address}"
+            f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight}"
+            f"{describe_wire_dtype(config)}; address {group.address}"
         )
 
 
@@ -231,6 +238,15 @@ _REFUSED = {
     torch.optim.LBFGS: "evaluates the model several times in one step",
     torch.optim.SparseAdam: "needs sparse gradients",
 }
+
+
+def _check_wire_dtype(wire_dtype: WireDtype | None, ranks: int) -> None:
+    """What is counted beside the gradients must be exact."""
+    if wire_dtype is not None and ranks > MOST_RANKS[DTYPES[wire_dtype]]:
+        raise ConfigError(
+            f"wire_dtype is {wire_dtype!r} with {ranks} ranks; architecture='ring' allows it for at"
+            f" most {MOST_RANKS[DTYPES[wire_dtype]]}"
+        )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

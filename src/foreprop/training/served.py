@@ -11,15 +11,23 @@ import torch
 
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Hyperparameters, Manifest
 from foreprop.core.rows import Shard
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
 from foreprop.engine.aggregation import start_average
 from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.launch import Connections
-from foreprop.engine.slicestore import AVERAGE, decode_state, encode_state, state_limit_bytes
+from foreprop.engine.slicestore import (
+    AVERAGE,
+    DTYPES,
+    MASTER,
+    decode_state,
+    encode_state,
+    state_limit_bytes,
+)
 from foreprop.engine.worker import WorkerEngine
 from foreprop.errors import ConfigError
 from foreprop.training import buffers
-from foreprop.training.backend import RowEngine, Setup, Starting
+from foreprop.training.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.training.memory import Memory, MemoryFactory
 from foreprop.training.optimizer import (
     check_elementwise,
@@ -52,6 +60,11 @@ class ServedBackend:
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
         _check_frames(manifest)
+        self._wire_dtypes = [
+            DTYPES[on_wire] if on_wire != info.dtype else None
+            for on_wire, info in zip(manifest.wire_dtypes(), manifest.parameters, strict=True)
+        ]
+        """Of the parameters that are cast."""
         self.connections.open()
         self.session_id = self.connections.session_id
         self._engine = WorkerEngine(
@@ -193,6 +206,31 @@ class ServedBackend:
             }
             self._engine.send_state(shard.number, step, encode_state(own))
 
+    # The servers' copy of the values.
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        parameters, cast = self._setup.parameters, self._wire_dtypes
+        if step == 0 or not any(cast):  # all ranks have started in full
+            return parameters
+        pieces: list[Slice | Shard] = [*self._engine.slices, *self._engine.rows.shards]
+        pieces = [piece for piece in pieces if cast[piece.parameter] is not None]
+        numbers = [piece.number for piece in pieces]
+        answers = self._engine.fetch_states(numbers, step, flags=Flag.MASTER)
+        layout = torch.contiguous_format
+        found = [parameter.detach().cpu().clone(memory_format=layout) for parameter in parameters]
+        for piece in pieces:
+            shown = self._own_part(piece, found[piece.parameter])
+            state = decode_state(memoryview(answers[piece.number]), elems=shown.numel())
+            master = state[MASTER].view(shown.shape)
+            same = shown == master.to(cast[piece.parameter])
+            shown.copy_(torch.where(same, master, shown))  # others were changed by hand since
+        return found
+
+    def _own_part(self, piece: Slice | Shard, values: torch.Tensor) -> torch.Tensor:
+        """The piece's elements of a parameter's values."""
+        if isinstance(piece, Slice):
+            return values.view(-1)[piece.start_elems : piece.stop_elems]
+        return values[piece.server :: self.connections.servers]
+
     # Moving averages.
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
         if self._averages_loaded_after == step:
@@ -248,7 +286,8 @@ class ServedBackend:
             f"{self._setup.world.size} workers on {connections.nodes} node(s),"
             f" {connections.servers} server(s) {kind}; granularity={config.granularity}"
             f" order={config.order} reply={config.reply} placement={config.placement}"
-            f" slice_elems={config.slice_elems}; address {connections.address}"
+            f" slice_elems={config.slice_elems}{describe_wire_dtype(config)}; address"
+            f" {connections.address}"
         )
 
 

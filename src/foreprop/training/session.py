@@ -288,6 +288,17 @@ class Session:
         averages = averages_from(state, self._model, self._own_parameters())
         self._backend.replace_averages(self.completed, averages)
 
+    def master_state_dict(self) -> dict[str, Any]:
+        """A copy of the model's state dict with the parameters in full.
+
+        With ``wire_dtype`` servers keep more of them than the workers see; otherwise, and with
+        ``architecture="ring"``, it is just a copy. Any rank may ask by itself, between steps.
+        """
+        self.flush()
+        masters = self._backend.pull_masters(self.completed)
+        with torch.no_grad():
+            return averaged_state_dict(self._model, self._own_parameters(), masters)
+
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         return [synchronised.parameter for synchronised in self._parameters]
 
