@@ -312,8 +312,10 @@ class RingEngine:
         if error is not None:
             self._group.tell_failure(error)
         self._stop()
-        self._group.close()
-        for thread in self._threads:  # one may be in a collective that other ranks have left
+        # gloo ends when its collectives have, and one may wait for a rank that has left
+        closer = threading.Thread(target=self._group.close, name="foreprop-ring-end", daemon=True)
+        closer.start()
+        for thread in (closer, *self._threads):
             thread.join(None if error is None else _LEAVE_S)
 
     def _part(self) -> ForepropError | None:
