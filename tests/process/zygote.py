@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import runpy
+import signal
 import sys
 from typing import Any
 
@@ -44,6 +45,8 @@ def serve() -> dict[str, Any] | None:
 
 def become(request: dict[str, Any]) -> str:
     os.setsid()
+    # whoever runs the tests in the background may have had Ctrl-C ignored, for all that follows
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
