@@ -20,6 +20,9 @@ _REQUESTS = 2**32
 """How many numbers requests have, before they begin again."""
 
 
+_NO_PLACES = torch.empty(0, dtype=torch.int64)
+
+
 class SendMessage(Protocol):
     def __call__(
         self,
@@ -66,12 +69,13 @@ class RowExchange:
     def __init__(
         self,
         manifest: Manifest,
+        shards: Sequence[Shard],
         *,
         send: SendMessage,
         priority_of: Callable[[int], int],
         changed: Callable[[], None],
     ) -> None:
-        self.shards = manifest.shards(len(manifest.slices()))
+        self.shards = shards
         self._servers = manifest.knobs.servers
         self._shards_of: dict[int, list[Shard]] = {}
         for shard in self.shards:
@@ -110,20 +114,20 @@ class RowExchange:
     def _send_parts(self, kind: Kind, parameter: int, step: int, whole: RowPart, flags: int) -> int:
         sent_bytes = 0
         for shard in self._shards_of[parameter]:
-            places = self._places(whole.numbers, shard)
-            numbers = whole.numbers[places] // self._servers
-            limit = part_rows(shard.row_elems, self._part_elems)
-            for start in range(0, max(1, len(places)), limit):
-                rows = whole.rows.index_select(0, places[start : start + limit])
-                data = encode_part(RowPart(numbers[start : start + limit], rows))
-                more = Flag.MORE if start + limit < len(places) else 0
+            parts = self._parts(whole.numbers, shard) or [_NO_PLACES]
+            for places in parts:
+                rows = whole.rows.index_select(0, places)
+                data = encode_part(RowPart(whole.numbers[places] // self._servers, rows))
+                more = Flag.MORE if places is not parts[-1] else 0
                 self._tell(kind, shard, step, data, flags | more)
                 sent_bytes += len(data)
         return sent_bytes
 
-    def _places(self, numbers: torch.Tensor, shard: Shard) -> torch.Tensor:
-        """Which of these rows are the shard's."""
-        return (numbers % self._servers == shard.server).nonzero()[:, 0]
+    def _parts(self, numbers: torch.Tensor, shard: Shard) -> list[torch.Tensor]:
+        """Which of these rows are the shard's, in parts of bounded size."""
+        places = (numbers % self._servers == shard.server).nonzero()[:, 0]
+        limit = part_rows(shard.row_elems, self._part_elems)
+        return [places[start : start + limit] for start in range(0, len(places), limit)]
 
     def _tell(self, kind: Kind, shard: Shard, step: int, data: bytes, flags: int) -> None:
         priority = self._priority_of(shard.parameter)
@@ -135,13 +139,10 @@ class RowExchange:
         shards = self._shards_of[parameter]
         rows = torch.empty(len(numbers), shards[0].row_elems, dtype=self._dtypes[parameter])
         pull = Pull(parameter, step, numbers, rows)
-        limit = part_rows(shards[0].row_elems, self._part_elems)
         asked = []
         with self._lock:  # before anything can be answered
             for shard in shards:
-                wanted = self._places(numbers, shard)
-                for start in range(0, len(wanted), limit):
-                    places = wanted[start : start + limit]
+                for places in self._parts(numbers, shard):
                     asked.append((shard, places, self._register(pull, shard, places)))
         for shard, places, request in asked:
             data = encode_pull(shard.number, numbers[places] // self._servers)

@@ -22,6 +22,7 @@ from foreprop.core.rows import (
     RowsSummed,
     RowsUpdated,
     RowsValued,
+    Shard,
     SumRows,
     UpdateRows,
 )
@@ -54,14 +55,13 @@ class RowServer:
     def __init__(
         self,
         manifest: Manifest,
+        shards: Sequence[Shard],
         index: int,
         host: RowHost,
         lock: threading.RLock,
         barrier: StepBarrier | None = None,
     ) -> None:
-        shards = manifest.shards(len(manifest.slices()))
         names = [info.name for info in manifest.parameters]
-        self.names = {shard.number: names[shard.parameter] for shard in shards}
         self._machine = RowsMachine(
             shards, index=index, workers=manifest.world_size, names=names, barrier=barrier
         )

@@ -7,7 +7,6 @@ SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -21,10 +20,10 @@ from foreprop.engine.slicestore import (
     AVERAGE,
     DTYPES,
     MASTER,
+    PartOptimizer,
     bytes_of,
     decode_state,
     encode_state,
-    optimizer_arguments,
     state_limit_bytes,
 )
 from foreprop.errors import RemoteProtocolError
@@ -41,17 +40,21 @@ class _ShardTensors:
     __slots__ = (
         "averages",
         "gradients",
-        "groups",
         "optimizer",
         "parameter",
         "shard",
         "staged",
-        "state",
         "total",
         "wire_dtype",
     )
 
-    def __init__(self, shard: Shard, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        optimizer: type[torch.optim.Optimizer],
+    ) -> None:
         self.shard = shard
         self.wire_dtype = wire_dtype
         self.parameter = torch.nn.Parameter(torch.zeros(shard.rows, shard.row_elems, dtype=dtype))
@@ -59,9 +62,7 @@ class _ShardTensors:
         self.staged: list[RowPart] = []  # values for the next update
         self.averages: RowAverages | None = None  # moving, from the first update on
         self.total: RowPart | None = None  # the gradients' sum, if made before the update
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.groups: Hyperparameters | None = None
-        self.state: dict[str, Any] | None = None  # received, to be used from the next update on
+        self.optimizer = PartOptimizer(optimizer, self.parameter)
 
 
 class RowStore:
@@ -74,15 +75,13 @@ class RowStore:
     def __init__(self, manifest: Manifest, shards: Sequence[Shard], index: int) -> None:
         self._world_size = manifest.world_size
         self._aggregation = manifest.knobs.aggregation
-        self._optimizer_class = SPARSE_OPTIMIZERS.get(
-            manifest.optimizer.name, torch.optim.Optimizer
-        )
+        optimizer = SPARSE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
         self._group_of = [info.group for info in manifest.parameters]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._shards = {
             shard.number: _ShardTensors(
-                shard, dtypes[shard.parameter], wire_dtypes[shard.parameter]
+                shard, dtypes[shard.parameter], wire_dtypes[shard.parameter], optimizer
             )
             for shard in shards
             if shard.server == index
@@ -185,7 +184,7 @@ class RowStore:
         groups: Sequence[Hyperparameters],
         coefficient: float,
     ) -> None:
-        optimizer = self._optimizer(tensors, groups[self._group_of[tensors.shard.parameter]])
+        optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.shard.parameter]])
         clip(total.rows, self._aggregation, coefficient)
         tensors.parameter.grad = torch.sparse_coo_tensor(
             total.numbers[None],
@@ -228,29 +227,10 @@ class RowStore:
         found = tensors.parameter.detach().index_select(0, numbers)
         return bytes(bytes_of(found.to(tensors.wire_dtype) if step else found))
 
-    def _optimizer(self, tensors: _ShardTensors, group: Hyperparameters) -> torch.optim.Optimizer:
-        if tensors.optimizer is None:
-            arguments = optimizer_arguments(group)
-            tensors.optimizer = self._optimizer_class([tensors.parameter], **arguments)
-            tensors.groups = group
-        elif tensors.groups is not group:
-            tensors.optimizer.param_groups[0].update(optimizer_arguments(group))
-            tensors.groups = group
-        if tensors.state is not None:
-            tensors.optimizer.state[tensors.parameter] = tensors.state
-            tensors.state = None
-        return tensors.optimizer
-
     # Optimizer state, for checkpoints.
     def export_state(self, number: int) -> bytes:
         """As `slicestore.encode_state` writes it."""
-        tensors = self._shards[number]
-        state: Mapping[str, Any] = {}
-        if tensors.state is not None:
-            state = tensors.state
-        elif tensors.optimizer is not None:
-            state = tensors.optimizer.state.get(tensors.parameter, {})
-        return encode_state(state)
+        return encode_state(self._shards[number].optimizer.state)
 
     def export_master(self, number: int) -> bytes:
         """The shard's values in full, as a state of one tensor."""
@@ -261,12 +241,12 @@ class RowStore:
         tensors = self._shards[number]
         shape = tensors.parameter.shape
         state = decode_state(data, elems=tensors.parameter.numel())
-        tensors.state = {
-            key: value.view(shape) if isinstance(value, torch.Tensor) and value.dim() else value
-            for key, value in state.items()
-        } or None
-        if tensors.state is None:
-            tensors.optimizer = None  # a fresh one starts from its own initial state
+        tensors.optimizer.replace_state(
+            {
+                key: value.view(shape) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
+        )
 
     # Moving averages.
     def export_average(self, number: int) -> bytes:

@@ -146,7 +146,7 @@ class _Session:
         self.coefficient = 1.0
         """For the gradients of the step whose updates are under way."""
         self.store = store_class(manifest, slices, index)
-        self.rows = RowServer(manifest, index, server, server._lock, self.barrier)
+        self.rows = RowServer(manifest, shards, index, server, server._lock, self.barrier)
         self.hyperparameters = HyperparameterHistory(manifest.world_size)
         self.blobs = BlobShelf(readers=manifest.world_size - 1)
 

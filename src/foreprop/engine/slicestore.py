@@ -107,13 +107,52 @@ class GradientBuffer:
         self.view = bytes_of(extent.part(self.tensor))
 
 
+class PartOptimizer:
+    """The optimizer of one slice or shard; made for its first update, with the group of that."""
+
+    __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received")
+
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], parameter: torch.nn.Parameter, **options: Any
+    ) -> None:
+        self._cls = cls
+        self._parameter = parameter
+        self._options = options
+        self._made: torch.optim.Optimizer | None = None
+        self._group: Hyperparameters | None = None
+        self._received: dict[str, Any] | None = None  # a state, to be used from the next update
+
+    def prepare(self, group: Hyperparameters) -> torch.optim.Optimizer:
+        """For an update with these numbers, and with a state that has been received since."""
+        if self._made is None:
+            self._made = self._cls([self._parameter], **_arguments(group), **self._options)
+        elif self._group is not group:
+            self._made.param_groups[0].update(_arguments(group))
+        self._group = group
+        if self._received is not None:
+            self._made.state[self._parameter] = self._received
+            self._received = None
+        return self._made
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """As the next update will find it."""
+        if self._received is not None:
+            return self._received
+        return {} if self._made is None else self._made.state.get(self._parameter, {})
+
+    def replace_state(self, state: dict[str, Any]) -> None:
+        """From the next update on; an empty one is an optimizer's own at its start."""
+        self._received = state or None
+        if self._received is None:
+            self._made = None
+
+
 class _SliceTensors:
     __slots__ = (
         "average",
         "extent",
         "gradients",
-        "groups",
-        "new_state",
         "optimizer",
         "parameter",
         "piece",
@@ -125,7 +164,12 @@ class _SliceTensors:
     )
 
     def __init__(
-        self, piece: Slice, parameter_elems: int, dtype: torch.dtype, wire_dtype: torch.dtype
+        self,
+        piece: Slice,
+        parameter_elems: int,
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        optimizer: type[torch.optim.Optimizer],
     ) -> None:
         self.piece = piece
         self.extent = extent_of(piece, parameter_elems)
@@ -137,9 +181,8 @@ class _SliceTensors:
         self.staged: GradientBuffer | None = None
         self.average: torch.Tensor | None = None  # moving, if there is one
         self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.groups: Hyperparameters | None = None
-        self.new_state: dict[str, Any] | None = None  # received, to be used from the next update
+        # foreach=False: what one tensor gets by default, without looking into it each time
+        self.optimizer = PartOptimizer(optimizer, self.parameter, foreach=False)
 
 
 class SliceStore:
@@ -151,13 +194,9 @@ class SliceStore:
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
         self._aggregation = manifest.knobs.aggregation
-        self._optimizer_class = ELEMENTWISE_OPTIMIZERS.get(
-            manifest.optimizer.name, torch.optim.Optimizer
-        )
+        optimizer = ELEMENTWISE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
-        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(
-            self._optimizer_class.step
-        )
+        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
@@ -167,6 +206,7 @@ class SliceStore:
                 manifest.parameters[piece.parameter].elems,
                 dtypes[piece.parameter],
                 wire_dtypes[piece.parameter],
+                optimizer,
             )
             for piece in slices
             if piece.server == index
@@ -257,7 +297,7 @@ class SliceStore:
         groups: Sequence[Hyperparameters],
         coefficient: float,
     ) -> None:
-        optimizer = self._optimizer(tensors, groups[self._group_of[tensors.piece.parameter]])
+        optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
         clip(total, self._aggregation, coefficient)
         dtype = tensors.parameter.dtype
@@ -290,30 +330,11 @@ class SliceStore:
         key = (buffer.extent, buffer.tensor.dtype)
         self._pool.setdefault(key, []).append(buffer)
 
-    def _optimizer(self, tensors: _SliceTensors, group: Hyperparameters) -> torch.optim.Optimizer:
-        if tensors.optimizer is None:
-            # foreach=False: what one tensor gets by default, without looking into it each time
-            arguments = {**optimizer_arguments(group), "foreach": False}
-            tensors.optimizer = self._optimizer_class([tensors.parameter], **arguments)
-            tensors.groups = group
-        elif tensors.groups is not group:
-            tensors.optimizer.param_groups[0].update(optimizer_arguments(group))
-            tensors.groups = group
-        if tensors.new_state is not None:
-            tensors.optimizer.state[tensors.parameter] = tensors.new_state
-            tensors.new_state = None
-        return tensors.optimizer
-
     # Optimizer state, for checkpoints.
     def export_state(self, slice_: int) -> bytes:
         """The slice's optimizer state: a length, a JSON list of entries, then tensors' bytes."""
         tensors = self._slices[slice_]
-        state: Mapping[str, Any] = {}
-        if tensors.new_state is not None:
-            state = tensors.new_state
-        elif tensors.optimizer is not None:
-            state = tensors.optimizer.state.get(tensors.parameter, {})
-        part = tensors.extent.part
+        part, state = tensors.extent.part, tensors.optimizer.state
         return encode_state(
             {key: part(value) if _is_array(value) else value for key, value in state.items()}
         )
@@ -322,12 +343,12 @@ class SliceStore:
         """Replace the slice's optimizer state; raises `RemoteProtocolError` if it does not fit."""
         tensors = self._slices[slice_]
         state = decode_state(data, elems=tensors.piece.elems)
-        tensors.new_state = {
-            key: _with_padding(value, tensors.extent) if _is_array(value) else value
-            for key, value in state.items()
-        } or None
-        if tensors.new_state is None:
-            tensors.optimizer = None  # a fresh one starts from its own initial state
+        tensors.optimizer.replace_state(
+            {
+                key: _with_padding(value, tensors.extent) if _is_array(value) else value
+                for key, value in state.items()
+            }
+        )
 
     def export_master(self, slice_: int) -> bytes:
         """The slice's values in full, as a state of one tensor."""
@@ -379,7 +400,7 @@ def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
     return tensor
 
 
-def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
+def _arguments(group: Hyperparameters) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in group.items():
         key, _, dtype = name.partition(" ")

@@ -144,6 +144,7 @@ class WorkerEngine:
         )
         self.rows = RowExchange(
             manifest,
+            manifest.shards(len(self.slices)),
             send=self._send_message,
             priority_of=self._machine.priority_of,
             changed=self.progress.notify,

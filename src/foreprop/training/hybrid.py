@@ -115,14 +115,17 @@ class HybridBackend:
         self._sparse.replace_state(step)
 
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
-        dense, sparse = (iter(part.pull_masters(step)) for part in (self._dense, self._sparse))
-        return [next(sparse if rows else dense) for rows in self._is_sparse]
+        return self._in_order(self._dense.pull_masters(step), self._sparse.pull_masters(step))
 
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
-        dense, rows = self._dense.pull_averages(step), self._sparse.pull_averages(step)
-        found = dict(zip(self._dense_numbers, dense, strict=True))
-        found.update(zip(self._sparse_numbers, rows, strict=True))
-        return [found[number] for number in range(len(found))]
+        return self._in_order(self._dense.pull_averages(step), self._sparse.pull_averages(step))
+
+    def _in_order(
+        self, dense: Sequence[torch.Tensor], sparse: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Both parts' by the session's numbers."""
+        of_dense, of_sparse = iter(dense), iter(sparse)
+        return [next(of_sparse if rows else of_dense) for rows in self._is_sparse]
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
         self._dense.replace_averages(step, [averages[n] for n in self._dense_numbers])

@@ -352,7 +352,7 @@ class SynchronisedParameter:
                 " it, on every rank alike."
             )
         self.settle()
-        if func == _GET_DATA:
+        if func == GET_DATA:
             self._exposed = True
         return False
 
@@ -414,4 +414,4 @@ def _count_rows(gradient: torch.Tensor | None) -> int:
     return int(gradient.reshape(len(gradient), -1).any(1).sum())
 
 
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from foreprop.engine.rowexchange import Pull, gradient_rows
 from foreprop.errors import ConfigError
 from foreprop.training.backend import RowEngine
 from foreprop.training.lookahead import RowSources, lookahead
-from foreprop.training.parameter import SessionState, SynchronisedParameter
+from foreprop.training.parameter import GET_DATA, SessionState, SynchronisedParameter
 from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
@@ -95,7 +95,7 @@ class RowParameter(SynchronisedParameter):
             else:
                 self.settle_whole()
             stop_waiting(self.parameter)
-        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+        if func == GET_DATA:
             self._exposed = True
         return True
 
