@@ -223,19 +223,21 @@ class Group:
             return
         work = self._opened.barrier()
         deadline = time.monotonic() + self._config.step_timeout_s
-        while not work.is_completed():
-            look()
-            if time.monotonic() > deadline:
-                raise StepTimeout(
-                    f"rank {self.rank} is done and waited {self._config.step_timeout_s:g} s"
-                    f" (step_timeout_s) for the ranks that have not closed their session:"
-                    f" {self.states()}"
-                )
-            time.sleep(_LOOK_S / 4)
         try:
+            while not work.is_completed():
+                look()
+                if time.monotonic() > deadline:
+                    raise StepTimeout(
+                        f"rank {self.rank} is done and waited {self._config.step_timeout_s:g} s"
+                        f" (step_timeout_s) for the ranks that have not closed their session:"
+                        f" {self.states()}"
+                    )
+                time.sleep(_LOOK_S / 4)
             work.wait()
         except RuntimeError as error:
             raise self.cause(error) from error
+        finally:
+            del work  # gloo's connections last as long, also in the traceback of an error
 
     def check_told(self) -> None:
         """Raise what another rank has told that ended the session there."""

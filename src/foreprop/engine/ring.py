@@ -48,7 +48,7 @@ from foreprop.engine.norms import GradientNorms
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.slicestore import DTYPES
 from foreprop.engine.worker import ParameterMemory
-from foreprop.errors import ForepropError, InternalError, TrainingLoopError
+from foreprop.errors import ForepropError, InternalError, StepTimeout, TrainingLoopError
 from foreprop.observe.stages import RingStage
 from foreprop.observe.trace import TraceRecorder
 
@@ -391,6 +391,8 @@ class RingEngine:
             if self._closing or self.failed:
                 return False
             raise self._group.cause(error, self._describe_awaited) from error
+        finally:
+            del work  # gloo's connections last as long, also in the traceback of an error
         with self._work:
             self._under_way -= 1
             more = self._under_way > 0
@@ -485,7 +487,7 @@ class RingEngine:
         """Every rank comes to this; they tell each other what they have."""
         self._group.publish(f"settings/{self._rank}", self._settings_at(step).text)
         told: list[Any] = []
-        with contextlib.suppress(ForepropError):
+        with contextlib.suppress(StepTimeout):  # but not of what another rank tells meanwhile
             for rank in range(self._group.size):
                 key = f"settings/{rank}"
                 told.append(json.loads(self._group.lookup(key, "its settings", timeout_s=_TOLD_S)))
