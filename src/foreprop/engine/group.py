@@ -234,6 +234,8 @@ class Group:
                     )
                 time.sleep(_LOOK_S / 4)
             work.wait()
+        except ForepropError:
+            raise
         except RuntimeError as error:
             raise self.cause(error) from error
         finally:
