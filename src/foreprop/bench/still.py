@@ -13,9 +13,11 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from foreprop.config import Config
-from foreprop.core.manifest import Hyperparameters
+from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.engine.launch import dedicated_key
+from foreprop.engine.peer import SessionHost
 from foreprop.engine.server import Server
+from foreprop.engine.serversession import ServerSession
 from foreprop.engine.slicestore import SliceStore
 from foreprop.net.tcp import listen
 
@@ -74,8 +76,12 @@ class StillServer:
             self._process.join(_JOIN_S)
 
 
+def _still_session(manifest: Manifest, host: SessionHost) -> ServerSession:
+    return ServerSession(manifest, host, StillStore)
+
+
 def _serve(session_id: str, config: Config, tell: object) -> None:
     listener: socket.socket = listen("127.0.0.1")
     tell(f"127.0.0.1 {listener.getsockname()[1]}")  # type: ignore[operator]
     gc.freeze()  # as a real server does
-    Server(index=0, session_id=session_id, config=config, store_class=StillStore).run(listener)
+    Server(index=0, session_id=session_id, config=config, make_session=_still_session).run(listener)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from foreprop.core.aggregation import Aggregation
+from foreprop.core.peers import Peers, each_worker, nodes
 from foreprop.core.rows import Shard, plan_shards
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
@@ -84,6 +85,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parameters: tuple[ParameterInfo, ...]
     blob_bytes: tuple[int, ...]
     """Bytes of all buffers (first), and of each parameter that the optimizer does not have."""
+    workers_per_push: int = 1
+    """How many workers' gradients are in one push to a server: with local aggregation, a node's."""
+
+    def peers(self) -> Peers:
+        """Who pushes to the servers."""
+        if self.workers_per_push == 1:
+            return each_worker(self.world_size)
+        return nodes(self.world_size, self.workers_per_push)
 
     def wire_dtypes(self) -> list[str]:
         """By parameter, what its gradients and new values travel in."""
@@ -133,7 +142,8 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         if not 0 <= info.group < len(manifest.optimizer.groups):
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
     knobs = manifest.knobs
-    counts = (manifest.world_size, knobs.servers, knobs.slice_elems, knobs.big_array_elems)
+    workers = (manifest.world_size, manifest.workers_per_push)
+    counts = (*workers, knobs.servers, knobs.slice_elems, knobs.big_array_elems)
     if min(counts) < 1 or min(manifest.blob_bytes, default=0) < 0:
         raise RemoteProtocolError(
             f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"

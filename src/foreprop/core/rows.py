@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.peers import Peers, each_worker
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 
@@ -159,7 +160,8 @@ class _ShardState:
 class RowsMachine:
     """Decides when a server updates a shard and when it answers pulls. Not thread-safe.
 
-    ``names`` are the parameters' names, for messages; ``index`` is the server's own.
+    ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
+    how many push to it, and ``peers`` who they are.
     """
 
     def __init__(
@@ -170,9 +172,11 @@ class RowsMachine:
         workers: int,
         names: Sequence[str],
         barrier: StepBarrier | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._index = index
         self._workers = workers
+        self._peers = peers or each_worker(workers)
         self._names = {shard.number: names[shard.parameter] for shard in shards}
         self._states = {shard.number: _ShardState() for shard in shards if shard.server == index}
         self._barrier = barrier
@@ -210,9 +214,8 @@ class RowsMachine:
             if shard in self._held:
                 return f"the rows of {name} are summed and wait for {self._describe_barrier()}"
             return f"the rows of {name} are being updated"
-        missing = self._missing(state, step)
-        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"the rows of {name} wait for the push of {ranks}"
+        missing = self._peers.names(self._missing(state, step))
+        return f"the rows of {name} wait for the push of {missing}"
 
     def _describe_barrier(self) -> str:
         text = self._barrier.describe() if self._barrier is not None else ""
@@ -227,13 +230,13 @@ class RowsMachine:
         self._check_rank(rank, shard)
         if step <= max(state.done_step, 0) or step == state.updating:
             raise RemoteProtocolError(
-                f"rank {rank} pushed rows of {self._names[shard]} for step {step}, which is past:"
-                f" step {state.done_step} is done"
+                f"{self._peers.name(rank)} pushed rows of {self._names[shard]} for step {step},"
+                f" which is past: step {state.done_step} is done"
             )
         pushed = state.collected.get(step, {})
         if rank in pushed:
             raise RemoteProtocolError(
-                f"rank {rank} pushed rows of {self._names[shard]} twice in step {step}"
+                f"{self._peers.name(rank)} pushed rows of {self._names[shard]} twice in step {step}"
             )
         state.collected.setdefault(step, pushed)[rank] = flags
         return self._next(shard, state)
@@ -241,8 +244,9 @@ class RowsMachine:
     def _on_valued(self, event: RowsValued) -> list[RowsInstruction]:
         rank, shard, step = event
         state = self._state(shard)
-        if rank != 0:
-            raise RemoteProtocolError(f"rank {rank} sent parameter values; only rank 0 may")
+        if self._peers.first_rank(rank) != 0:
+            who = self._peers.name(rank)
+            raise RemoteProtocolError(f"{who} sent parameter values; only rank 0 may")
         if step <= max(state.done_step, state.valued_step) or 0 in state.collected.get(step, {}):
             raise RemoteProtocolError(
                 f"values for the rows of {self._names[shard]} came for step {step}: twice or late"
@@ -258,8 +262,8 @@ class RowsMachine:
         self._check_rank(event.rank, event.shard)
         if event.step < state.done_step:
             raise RemoteProtocolError(
-                f"rank {event.rank} pulled rows of {self._names[event.shard]} as of step"
-                f" {event.step}; step {state.done_step} is done"
+                f"{self._peers.name(event.rank)} pulled rows of {self._names[event.shard]} as of"
+                f" step {event.step}; step {state.done_step} is done"
             )
         if event.step == state.done_step:
             return [AnswerRows(*_answer(event))]
@@ -315,7 +319,7 @@ class RowsMachine:
             raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
         if rank in self._left:
             raise RemoteProtocolError(
-                f"rank {rank} used rows of {self._names[shard]} after its goodbye"
+                f"{self._peers.name(rank)} used rows of {self._names[shard]} after its goodbye"
             )
 
     def _missing(self, state: _ShardState, step: int) -> list[int]:
@@ -333,10 +337,10 @@ class RowsMachine:
             return [failure] if failure else []
         changed = sorted(rank for rank, flags in pushed.items() if flags & Flag.VALUE_CHANGED)
         if 0 < len(changed) < self._workers:
-            rest = sorted(pushed.keys() - set(changed))
+            rest = self._peers.listed(sorted(pushed.keys() - set(changed)))
             reason = (
-                f"parameter {self._names[shard]} was changed by hand before step {step} on ranks"
-                f" {changed} but not on ranks {rest}: change it on every rank alike"
+                f"parameter {self._names[shard]} was changed by hand before step {step} on"
+                f" {self._peers.listed(changed)} but not on {rest}: change it on every rank alike"
             )
             return [FailRows(reason, -1, step)]
         del state.collected[step]
@@ -356,10 +360,10 @@ class RowsMachine:
             if rank not in self._left and not ahead:
                 continue
             where = "has left the session" if rank in self._left else f"is at step {min(ahead)}"
+            others = self._peers.listed(sorted(state.collected[step]))
             reason = (
-                f"rank {rank} {where}, but ranks {sorted(state.collected[step])} are at step {step}"
-                f" and need its gradient of {self._names[shard]}: all ranks must make the same"
-                " number of steps"
+                f"{self._peers.name(rank)} {where}, but {others} are at step {step} and need its"
+                f" gradient of {self._names[shard]}: all ranks must make the same number of steps"
             )
             return FailRows(reason, rank, step - 1)
         return None

@@ -5,7 +5,8 @@ update is under way at a time, the most urgent first. The shell sums the gradien
 whatever order they came in, so the bits never depend on timing. An updated slice goes back to
 every worker at once, with the priority that its pushes carried, through one send queue in front
 of the server's link. If updates need the norm of all gradients, sum and update are two operations,
-with a ``barrier`` between them (`core.barrier`).
+with a ``barrier`` between them (`core.barrier`). Where updates are done elsewhere, as for a relay
+(`core.relay`), each is *deferred* instead, and many may be.
 
 Rules: every worker pushes a slice for the same step, once; steps of a slice increase. A worker
 that has said goodbye is not waited for: whoever still needs it makes the session fail with its
@@ -20,13 +21,15 @@ from typing import Any, NamedTuple
 from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.peers import SERVER, Peers, each_worker
 from foreprop.core.sendqueue import Order, SendLanes, SendQueue
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import NO_TOKEN, FrameSent, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
-# `FrameSent` and `SendFrame` mean the same on both sides; here `peer` is a worker's rank.
+# `FrameSent` and `SendFrame` mean the same on both sides; here `peer` is the number of a worker, or
+# of a relay (`core.peers`), and so is `rank`: without local aggregation, a worker's rank.
 
 
 # Events.
@@ -40,6 +43,7 @@ class PushArrived(NamedTuple):
 
 class ValueArrived(NamedTuple):
     rank: int
+    """`SERVER` for a relay that has them from there."""
     slice: int
     step: int
     priority: int
@@ -54,6 +58,19 @@ class PullArrived(NamedTuple):
 
 class UpdateFinished(NamedTuple):
     """The update under way is done."""
+
+
+class UpdateDeferred(NamedTuple):
+    """The update under way is done elsewhere; `UpdateAnswered` will say that it is done."""
+
+
+class UpdateAnswered(NamedTuple):
+    """A deferred update is done."""
+
+    slice: int
+    step: int
+    flags: int
+    """Of the answer: maybe ``UNCHANGED``."""
 
 
 class SliceSummed(NamedTuple):
@@ -139,7 +156,8 @@ class _SliceState:
 class ServerMachine:
     """Decides what a server updates and sends next. Not thread-safe.
 
-    ``names`` are the parameters' names, for messages; ``index`` is the server's own.
+    ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
+    how many push to it, and ``peers`` who they are.
     """
 
     def __init__(
@@ -152,15 +170,18 @@ class ServerMachine:
         reply: Reply,
         names: Sequence[str],
         barrier: StepBarrier | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._index = index
         self._workers = workers
+        self._peers = peers or each_worker(workers)
         self._reply = reply
         self._names = names
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {slice_: _SliceState() for slice_ in self._slices}
         self._barrier = barrier
         self._held: dict[int, tuple[int, ...]] = {}  # at the barrier: by slice, whose gradients
+        self._deferred: dict[int, UpdateSlice] = {}  # by slice
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._lanes: SendLanes[SendFrame] = SendLanes(order)
         self._updating: UpdateSlice | SumSlice | None = None
@@ -170,6 +191,8 @@ class ServerMachine:
             ValueArrived: self._on_value_arrived,
             PullArrived: self._on_pull_arrived,
             UpdateFinished: self._on_update_finished,
+            UpdateDeferred: self._on_update_deferred,
+            UpdateAnswered: self._on_update_answered,
             SliceSummed: self._on_slice_summed,
             NormArrived: self._on_norm_arrived,
             FrameSent: self._on_frame_sent,
@@ -213,15 +236,15 @@ class ServerMachine:
             queued = [f for f in self._lanes.items() if f.slice == slice_ and f.kind in kinds]
             if not queued:
                 return f"{name} is updated; no reply is queued"
-            ranks = sorted(frame.peer for frame in queued)
-            return f"{name} is updated; replies still queued for ranks {ranks}"
+            peers = self._peers.listed(sorted(frame.peer for frame in queued))
+            return f"{name} is updated; replies still queued for {peers}"
         missing = [rank for rank in range(self._workers) if rank not in state.flags]
         if state.step != step:
             missing = list(range(self._workers))
         if missing:
-            return f"{name} waits for the push of rank{'s' * (len(missing) > 1)} " + ", ".join(
-                map(str, missing)
-            )
+            return f"{name} waits for the push of {self._peers.names(missing)}"
+        if slice_ in self._deferred:
+            return f"{name} is summed and waits for server {self._index}"
         if self._updating is not None and self._updating.slice == slice_:
             return f"{name} is being updated"
         if self._barrier is not None and self._barrier.holds(slice_):
@@ -233,6 +256,18 @@ class ServerMachine:
         for slice_, step in self.incomplete():
             return f"{text}; {self.describe_wait(slice_, step)}"
         return text
+
+    def priority_of(self, slice_: int) -> int:
+        """The most urgent that a push of its step has carried."""
+        return self._states[slice_].priority
+
+    def is_fresh(self, slice_: int) -> bool:
+        """Whether the slice is this server's, and has no values yet."""
+        return slice_ in self._states and self._states[slice_].done_step < 0
+
+    def is_pulled(self, slice_: int) -> bool:
+        """Whether somebody waits for this slice's next update."""
+        return bool(self._states[slice_].pulls)
 
     def incomplete(self) -> list[tuple[int, int]]:
         """Slices that some but not all workers have pushed: (slice, step)."""
@@ -261,20 +296,22 @@ class ServerMachine:
         name = self._names[piece.parameter]
         self._check_rank(rank)
         if rank in self._left:
-            raise RemoteProtocolError(f"rank {rank} pushed a slice of {name} after its goodbye")
+            who = self._peers.name(rank)
+            raise RemoteProtocolError(f"{who} pushed a slice of {name} after its goodbye")
         if rank in state.flags:
             raise RemoteProtocolError(
-                f"rank {rank} pushed slice {piece.number} of {name} twice in step {state.step}"
+                f"{self._peers.name(rank)} pushed slice {piece.number} of {name} twice in step"
+                f" {state.step}"
             )
         if step <= state.done_step or step == 0:
             raise RemoteProtocolError(
-                f"rank {rank} pushed slice {piece.number} of {name} for step {step},"
+                f"{self._peers.name(rank)} pushed slice {piece.number} of {name} for step {step},"
                 f" which is past: step {state.done_step} is done"
             )
         if state.flags and step != state.step:
             raise RemoteProtocolError(
-                f"rank {rank} pushed slice {piece.number} of {name} for step {step} while ranks"
-                f" {sorted(state.flags)} are at step {state.step}"
+                f"{self._peers.name(rank)} pushed slice {piece.number} of {name} for step {step}"
+                f" while {self._peers.listed(sorted(state.flags))} are at step {state.step}"
             )
 
     def _check_rank(self, rank: int) -> None:
@@ -285,11 +322,12 @@ class ServerMachine:
         changed = [r for r, flags in state.flags.items() if flags & Flag.VALUE_CHANGED]
         if 0 < len(changed) < self._workers:
             name = self._names[self._slices[slice_].parameter]
-            rest = sorted(set(range(self._workers)) - set(changed))
+            rest = self._peers.listed(sorted(set(range(self._workers)) - set(changed)))
             return [
                 FailSession(
-                    f"parameter {name} was changed by hand before step {state.step} on ranks"
-                    f" {sorted(changed)} but not on ranks {rest}: change it on every rank alike",
+                    f"parameter {name} was changed by hand before step {state.step} on"
+                    f" {self._peers.listed(sorted(changed))} but not on {rest}: change it on every"
+                    " rank alike",
                     -1,
                     state.step,
                 )
@@ -321,7 +359,8 @@ class ServerMachine:
     def _on_norm_arrived(self, event: NormArrived) -> list[ServerInstruction]:
         if self._barrier is None or event.rank != 0:
             raise RemoteProtocolError(
-                f"rank {event.rank} sent the norm of step {event.step}, which is not awaited"
+                f"{self._peers.name(event.rank)} sent the norm of step {event.step}, which is not"
+                " awaited"
             )
         self._barrier.release(event.step)
         for slice_, ranks in self._held.items():
@@ -334,8 +373,9 @@ class ServerMachine:
         rank, slice_, step, priority = event
         self.owned(slice_)
         state = self._states[slice_]
-        if rank != 0:
-            raise RemoteProtocolError(f"rank {rank} sent parameter values; only rank 0 may")
+        if rank != SERVER and self._peers.first_rank(rank) != 0:
+            who = self._peers.name(rank)
+            raise RemoteProtocolError(f"{who} sent parameter values; only rank 0 may")
         if step <= state.done_step or state.valued or 0 in state.flags:
             late = f"step {state.done_step} is done" if step <= state.done_step else "twice or late"
             raise RemoteProtocolError(f"values for slice {slice_} came for step {step}: {late}")
@@ -345,7 +385,7 @@ class ServerMachine:
         state.done_step, state.priority = 0, priority
         frames: list[ServerInstruction] = [InstallValue(slice_)]
         for rank_ in range(self._workers):
-            if rank_ != 0:
+            if rank_ != rank:
                 self._enqueue(rank_, Kind.REPLY, 0, slice_, priority, 0)
         return frames + self._departures()
 
@@ -354,14 +394,17 @@ class ServerMachine:
         self.owned(slice_)
         state = self._states[slice_]
         if self._reply == "broadcast":
-            raise RemoteProtocolError(f"rank {rank} pulled slice {slice_}; replies are broadcast")
+            who = self._peers.name(rank)
+            raise RemoteProtocolError(f"{who} pulled slice {slice_}; replies are broadcast")
         self._check_rank(rank)
         if (rank, step) in state.pulls:
-            raise RemoteProtocolError(f"rank {rank} pulled slice {slice_} twice in step {step}")
+            who = self._peers.name(rank)
+            raise RemoteProtocolError(f"{who} pulled slice {slice_} twice in step {step}")
         pushed = rank in state.flags and step == state.step
         if not pushed and step != state.done_step:
             raise RemoteProtocolError(
-                f"rank {rank} pulled slice {slice_} for step {step}, which it has not pushed;"
+                f"{self._peers.name(rank)} pulled slice {slice_} for step {step}, which it has not"
+                " pushed;"
                 f" step {state.done_step} is done"
             )
         if pushed:
@@ -371,15 +414,34 @@ class ServerMachine:
         return self._departures()
 
     def _on_update_finished(self, _: UpdateFinished) -> list[ServerInstruction]:
+        update = self._take_update()
+        changed = update.ranks or self._states[update.slice].valued
+        self._finish(update, 0 if changed else Flag.UNCHANGED)
+        return self._departures() + self._next_update()
+
+    def _on_update_deferred(self, _: UpdateDeferred) -> list[ServerInstruction]:
+        update = self._take_update()
+        self._deferred[update.slice] = update
+        return self._next_update()
+
+    def _on_update_answered(self, event: UpdateAnswered) -> list[ServerInstruction]:
+        update = self._deferred.pop(event.slice, None)
+        if update is None or update.step != event.step:
+            raise InternalError(f"an update was answered that nobody deferred: {event}")
+        self._finish(update, event.flags & Flag.UNCHANGED)
+        return self._departures()
+
+    def _take_update(self) -> UpdateSlice:
         update, self._updating = self._updating, None
         if not isinstance(update, UpdateSlice):
             raise InternalError("an update finished that nobody started")
+        return update
+
+    def _finish(self, update: UpdateSlice, unchanged: int) -> None:
         state = self._states[update.slice]
-        unchanged = 0 if update.ranks or state.valued else int(Flag.UNCHANGED)
         state.done_step, state.valued = update.step, False
         state.flags.clear()
-        self._answer(update, state, unchanged)
-        return self._departures() + self._next_update()
+        self._answer(update, state, int(unchanged))
 
     def _answer(self, update: UpdateSlice, state: _SliceState, unchanged: int) -> None:
         slice_, step, priority = update.slice, update.step, state.priority
@@ -417,9 +479,10 @@ class ServerMachine:
                 name = self._names[self._slices[slice_].parameter]
                 return [
                     FailSession(
-                        f"rank {rank} has left the session, but ranks {sorted(state.flags)} are at"
-                        f" step {state.step} and need its gradient of {name}: all ranks must make"
-                        " the same number of steps",
+                        f"{self._peers.name(rank)} has left the session, but"
+                        f" {self._peers.listed(sorted(state.flags))} are at step {state.step} and"
+                        f" need its gradient of {name}: all ranks must make the same number of"
+                        " steps",
                         rank,
                         state.step - 1,
                     )

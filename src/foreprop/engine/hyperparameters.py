@@ -17,16 +17,18 @@ _GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
 
 
 class HyperparameterHistory:
-    """The optimizer's numbers by step, as each rank announced them."""
+    """The optimizer's numbers by step, as each peer of a server announced them.
 
-    def __init__(self, world_size: int) -> None:
-        self._by_rank: list[list[tuple[int, tuple[Hyperparameters, ...]]]] = [
-            [] for _ in range(world_size)
-        ]
+    ``ranks`` are the peers' (of relays their first workers'), for messages.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._by_peer: list[list[tuple[int, tuple[Hyperparameters, ...]]]] = [[] for _ in ranks]
         self._agreed: dict[int, tuple[Hyperparameters, ...]] = {}
 
-    def announce(self, rank: int, step: int, groups: tuple[Hyperparameters, ...]) -> None:
-        history = self._by_rank[rank]
+    def announce(self, peer: int, step: int, groups: tuple[Hyperparameters, ...]) -> None:
+        history = self._by_peer[peer]
         history.append((step, groups))
         del history[:-4]
 
@@ -35,18 +37,20 @@ class HyperparameterHistory:
         agreed = self._agreed.get(step)
         if agreed is None:
             agreed = self._latest(0, step)
-            for rank in range(1, len(self._by_rank)):
-                theirs = self._latest(rank, step)
+            for peer in range(1, len(self._ranks)):
+                theirs = self._latest(peer, step)
                 if theirs != agreed:
-                    raise TrainingLoopError(describe_groups(step, rank, agreed, theirs))
+                    ranks = (self._ranks[0], self._ranks[peer])
+                    raise TrainingLoopError(describe_groups(step, ranks, agreed, theirs))
             self._agreed = {s: g for s, g in self._agreed.items() if s >= step - 2}
             self._agreed[step] = agreed
         return agreed
 
-    def _latest(self, rank: int, step: int) -> tuple[Hyperparameters, ...]:
-        for announced, groups in reversed(self._by_rank[rank]):
+    def _latest(self, peer: int, step: int) -> tuple[Hyperparameters, ...]:
+        for announced, groups in reversed(self._by_peer[peer]):
             if announced <= step:
                 return groups
+        rank = self._ranks[peer]
         raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
 
 
@@ -61,18 +65,22 @@ def scale_of(groups: Sequence[Mapping[str, Any]]) -> float:
 
 
 def describe_groups(
-    step: int, rank: int, zero: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+    step: int,
+    ranks: tuple[int, int],
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
 ) -> str:
-    """How a rank's settings differ from rank 0's; by parameter group."""
-    for number, (a, b) in enumerate(zip(zero, theirs, strict=False)):
+    """How the second rank's settings differ from the first's; by parameter group."""
+    first, rank = ranks
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         for name in a:
             if a[name] != b.get(name):
                 whose = "" if name == SCALE else f" of parameter group {number}"
                 return (
-                    f"step {step}: {name}{whose} is {a[name]} on rank 0 and"
+                    f"step {step}: {name}{whose} is {a[name]} on rank {first} and"
                     f" {b.get(name)} on rank {rank}: every rank must set the same value"
                 )
-    return f"step {step}: ranks 0 and {rank} have different parameter groups"
+    return f"step {step}: ranks {first} and {rank} have different parameter groups"
 
 
 def decode_groups(

@@ -493,7 +493,7 @@ class RingEngine:
                 told.append(json.loads(self._group.lookup(key, "its settings", timeout_s=_TOLD_S)))
         for rank, groups in enumerate(told):
             if groups != told[0]:
-                return TrainingLoopError(describe_groups(step, rank, told[0], groups))
+                return TrainingLoopError(describe_groups(step, (0, rank), told[0], groups))
         return TrainingLoopError(f"step {step}: the optimizer's settings differ between ranks")
 
     # Waiting and failing.

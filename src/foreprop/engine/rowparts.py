@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,22 @@ def decode_part(data: memoryview, shard: Shard, dtype: torch.dtype) -> RowPart:
         return RowPart(numbers, torch.empty(len(numbers), shard.row_elems, dtype=dtype))
     flat = torch.frombuffer(rest, dtype=dtype)
     return RowPart(numbers, flat.view(len(numbers), shard.row_elems))
+
+
+def sum_parts(parts: Sequence[RowPart], row_elems: int, dtype: torch.dtype) -> RowPart:
+    """Each touched row once, added up in ``dtype`` in the order of the parts."""
+    if not parts:
+        return RowPart(torch.empty(0, dtype=torch.int64), torch.empty(0, row_elems, dtype=dtype))
+    numbers = torch.cat([part.numbers for part in parts])
+    touched, places = torch.unique(numbers, return_inverse=True)
+    total = torch.zeros(len(touched), row_elems, dtype=dtype)
+    start = 0
+    for part in parts:
+        stop = start + len(part.numbers)
+        # a part has each row once, so that this adds in one order only
+        total.index_add_(0, places[start:stop], part.rows.to(dtype))
+        start = stop
+    return RowPart(touched, total)
 
 
 def encode_pull(shard: int, numbers: torch.Tensor) -> bytes:

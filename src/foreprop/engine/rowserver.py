@@ -62,8 +62,14 @@ class RowServer:
         barrier: StepBarrier | None = None,
     ) -> None:
         names = [info.name for info in manifest.parameters]
+        peers = manifest.peers()
         self._machine = RowsMachine(
-            shards, index=index, workers=manifest.world_size, names=names, barrier=barrier
+            shards,
+            index=index,
+            workers=peers.count,
+            names=names,
+            barrier=barrier,
+            peers=peers,
         )
         self._coefficient = 1.0
         """For the gradients of the step whose updates are under way."""

@@ -15,7 +15,7 @@ from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.rows import Shard
 from foreprop.engine.aggregation import clip, finish_sum, square_sum, start_average
 from foreprop.engine.rowaverages import RowAverages
-from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes
+from foreprop.engine.rowparts import RowPart, decode_part, part_limit_bytes, sum_parts
 from foreprop.engine.slicestore import (
     AVERAGE,
     DTYPES,
@@ -206,20 +206,11 @@ class RowStore:
         parts = [part for of_rank in gradients for part in of_rank]
         if not parts:
             return None
-        touched, places = torch.unique(
-            torch.cat([part.numbers for part in parts]), return_inverse=True
-        )
         wide = table.dtype in _HALVES and self._world_size > 1
         dtype = torch.float32 if wide else table.dtype
-        total = torch.zeros(len(touched), table.shape[1], dtype=dtype)
-        start = 0
-        for part in parts:
-            stop = start + len(part.numbers)
-            # a part has each row once, so that this adds in one order only
-            total.index_add_(0, places[start:stop], part.rows.to(dtype))
-            start = stop
-        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
-        return RowPart(touched, total)
+        total = sum_parts(parts, table.shape[1], dtype)
+        finish_sum(total.rows, self._aggregation, workers=self._world_size, scale=scale)
+        return total
 
     def rows(self, number: int, numbers: torch.Tensor, step: int) -> bytes:
         """A copy of these rows' bytes: in the wire's type, but in full as they are at the start."""

@@ -9,8 +9,8 @@ from typing import Protocol
 
 class Stallable(Protocol):
     @property
-    def index(self) -> int:
-        """The server's number."""
+    def name(self) -> str:
+        """What the server is called."""
 
     @property
     def stall_report_s(self) -> float:
@@ -38,7 +38,7 @@ class StallReporter:
         elif not self._told and now - self._since > self._server.stall_report_s:
             self._told = True
             print(
-                f"foreprop: server {self._server.index}, step {stalled[1]}: for"
+                f"foreprop: {self._server.name}, step {stalled[1]}: for"
                 f" {now - self._since:.0f} s {stalled[2]}",
                 file=sys.stderr,
                 flush=True,
