@@ -52,9 +52,10 @@ from foreprop.core.worker import (
     ValuesOffered,
     WorkerMachine,
 )
+from tests.simulated_relay import Relay
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
-"""The updates of a slice: (step, ranks that had a gradient)."""
+"""The updates of a slice: (step, the server's peers that had a gradient)."""
 
 INITIAL: Story = ((0, ()),)
 
@@ -81,17 +82,30 @@ class Setup:
     """The push window, of each server."""
     needs_norm: bool = False
     """Updates wait for the sums of all slices."""
+    workers_per_node: int = 1
+    """More than one: a relay of each node stands between its workers and each server."""
 
     @property
     def forward(self) -> tuple[int, ...]:
         return self.forward_order or tuple(range(len(self.sizes_elems)))
 
+    @property
+    def peers(self) -> int:
+        """How many push to each server."""
+        return -(-self.workers // self.workers_per_node)
+
     def ranks(self, parameter: int, step: int) -> tuple[int, ...]:
+        """Those that have a gradient."""
         return tuple(r for r in range(self.workers) if (r, parameter, step) not in self.unused)
+
+    def pushing(self, parameter: int, step: int) -> tuple[int, ...]:
+        """The servers' peers that have a gradient."""
+        nodes = {rank // self.workers_per_node for rank in self.ranks(parameter, step)}
+        return tuple(sorted(nodes))
 
     def story(self, parameter: int, step: int) -> Story:
         """What a slice must have been through after this step."""
-        updates = ((s, self.ranks(parameter, s)) for s in range(1, step + 1))
+        updates = ((s, self.pushing(parameter, s)) for s in range(1, step + 1))
         return (*INITIAL, *(update for update in updates if update[1]))
 
 
@@ -145,11 +159,16 @@ class Cluster:
         self._random = random.Random(seed)
         self._weights: dict[str, float] = {}
         self.servers = [_Server(self, i) for i in range(setup.partition.servers)]
+        self.relays: dict[tuple[int, int], Relay] = {}  # by node and server
+        if setup.workers_per_node > 1:
+            places = [(n, s) for n in range(setup.peers) for s in range(setup.partition.servers)]
+            self.relays = {place: Relay(self, *place) for place in places}
         self.workers = [_Worker(self, i) for i in range(setup.workers)]
 
     def run(self) -> Cluster:
         while not all(server.finished for server in self.servers):
-            actions = [a for node in (*self.workers, *self.servers) for a in node.actions()]
+            everybody = (*self.workers, *self.relays.values(), *self.servers)
+            actions = [action for each in everybody for action in each.actions()]
             assert actions, "deadlock: " + "; ".join(w.describe() for w in self.workers)
             weights = [self._weight(name) for name, _ in actions]
             self._random.choices(actions, weights)[0][1]()
@@ -164,6 +183,11 @@ class Cluster:
     def links(self, peers: int) -> _Links:
         queues: dict[int, deque[tuple[SendFrame, Story]]] = {i: deque() for i in range(peers)}
         return _Links(self.setup.reply == "broadcast", self.setup.order == "priority", queues)
+
+    def towards(self, rank: int, server: int) -> _Server | Relay:
+        """Where a worker's frames for a server go."""
+        node = rank // self.setup.workers_per_node
+        return self.relays.get((node, server)) or self.servers[server]
 
     def gradient_order(self) -> list[int]:
         """In which gradients become ready; workers need not agree."""
@@ -280,7 +304,7 @@ class _Worker:
 
     def _arrive(self, server: int, queue: deque[tuple[SendFrame, Story]]) -> None:
         frame, story = queue.popleft()
-        self._cluster.servers[server].receive(self.rank, frame, story)
+        self._cluster.towards(self.rank, server).receive(self.rank, frame, story)
 
     def _add_norm_part(self, server: int, step: int, part: Any) -> None:
         total = self._norms.add(server, step, part)
@@ -340,7 +364,7 @@ class _Server:
         self._machine = ServerMachine(
             cluster.slices,
             index=index,
-            workers=setup.workers,
+            workers=setup.peers,
             order=setup.order,
             reply=setup.reply,
             names=[f"p{i}" for i in range(len(setup.sizes_elems))],
@@ -348,7 +372,7 @@ class _Server:
         )
         self._parts: list[SquareSum] = []  # by token
         self._summing: SumSlice | None = None
-        self.links = cluster.links(setup.workers)
+        self.links = cluster.links(setup.peers)
         self._updating: UpdateSlice | None = None
         self._priorities: dict[tuple[int, int], int] = {}
 
@@ -384,7 +408,7 @@ class _Server:
         self._do(self._machine.handle(event))
 
     def _expect(self, key: tuple[int, int], without: int = -1) -> None:
-        for rank in range(self._cluster.setup.workers):
+        for rank in range(self._cluster.setup.peers):
             if rank != without:
                 self.links.expect(key[1], self._priorities[key], key[0], rank)
 
@@ -420,7 +444,11 @@ class _Server:
         frame, story = queue.popleft()
         if self.links.busy_with.get(rank) is frame:
             self._check_untouched(frame, story)
-        self._cluster.workers[rank].receive(self._index, frame, story)
+        relay = self._cluster.relays.get((rank, self._index))
+        if relay is not None:
+            relay.answer(frame, story)
+        else:
+            self._cluster.workers[rank].receive(self._index, frame, story)
 
     def _check_untouched(self, frame: SendFrame, story: Story) -> None:
         unchanged = frame.kind == Kind.NORM_PART or self.stories[frame.slice] == story

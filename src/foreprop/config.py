@@ -25,6 +25,7 @@ from foreprop.errors import ConfigError
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 
 WholeTables = Literal["all", "rank0", "none"]
+LocalAggregation = Literal["auto", "on", "off"]
 
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
@@ -104,6 +105,11 @@ class Config:
     )
     workers_per_node: int | None = _setting(
         None, "workers that count as one node; by default torchrun's local world size", 1
+    )
+    local_aggregation: LocalAggregation = _setting(
+        "auto",
+        "sum the gradients of a node's workers before they leave it; auto: where a node has several"
+        " workers and there is more than one node, or dedicated_servers",
     )
     interface: str | None = _setting(
         None, "network interface or address; by default the route to the rendezvous host"
@@ -186,6 +192,11 @@ class Config:
             raise ConfigError(
                 f"architecture is {self.architecture!r}, which has no dedicated_servers; there are"
                 f" to be {self.dedicated_servers}"
+            )
+        if self.architecture == "ring" and self.local_aggregation == "on":
+            raise ConfigError(
+                "local_aggregation is 'on', which is for servers; architecture is 'ring', whose"
+                " ranks are ordered by node, so that each gradient crosses a link about once anyway"
             )
         collective = self.architecture in ("ring", "hybrid", "auto")
         if collective and self.link_rate_bits_per_s is not None:

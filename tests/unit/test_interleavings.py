@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         knobs = dict(PRESETS[preset])
     sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    workers_per_node = draw(st.integers(1, 3))
     needs_norm = draw(st.booleans())
     may_hold = may_hold_back(knobs["order"], knobs["reply"], needs_norm=needs_norm)
     cells = [(r, p, s) for r in range(workers) for p in range(len(sizes)) for s in range(1, 4)]
@@ -50,6 +52,7 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         order=knobs["order"],
         reply=knobs["reply"],
         workers=workers,
+        workers_per_node=workers_per_node,
         steps=steps,
         forward_order=tuple(draw(st.permutations(range(len(sizes))))),
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
@@ -63,7 +66,7 @@ def check(setup: Setup, seed: int) -> Cluster:
     """Run it (the simulator checks every step of the way), then look at how it ended."""
     cluster = Cluster(setup, seed).run()
     expected = {
-        (piece.number, step, setup.ranks(piece.parameter, step))
+        (piece.number, step, setup.pushing(piece.parameter, step))
         for piece in cluster.slices
         for step in range(1, setup.steps + 1)
     }
@@ -78,10 +81,23 @@ def check(setup: Setup, seed: int) -> Cluster:
             assert worker.stories == [
                 setup.story(piece.parameter, setup.steps) for piece in cluster.slices
             ]
+        for (node, server), relay in cluster.relays.items():
+            assert sorted(relay.sums) == sorted(sums_of(cluster, node, server))
     else:
         assert set(done) <= expected
         assert {update for update in expected if update[1] < setup.steps} <= set(done)
     return cluster
+
+
+def sums_of(cluster: Cluster, node: int, server: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """What a relay has to sum: slice, step and the node's ranks that have a gradient."""
+    setup = cluster.setup
+    for piece in cluster.slices:
+        for step in range(1, setup.steps + 1):
+            ranks = setup.ranks(piece.parameter, step)
+            own = tuple(rank for rank in ranks if rank // setup.workers_per_node == node)
+            if piece.server == server:
+                yield piece.number, step, own
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -122,10 +138,13 @@ def example(preset: str, **changes: Any) -> Setup:
     return Setup(**{**setup, **changes})
 
 
+@pytest.mark.parametrize("workers_per_node", [1, 2])
 @pytest.mark.parametrize("needs_norm", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_updates_are_the_same_under_any_interleaving(preset: str, needs_norm: bool) -> None:
-    setup = example(preset, needs_norm=needs_norm)
+def test_the_updates_are_the_same_under_any_interleaving(
+    preset: str, needs_norm: bool, workers_per_node: int
+) -> None:
+    setup = example(preset, needs_norm=needs_norm, workers_per_node=workers_per_node)
     clusters = [check(setup, seed) for seed in range(40)]
     orders = {tuple(cluster.updates) for cluster in clusters}
     assert len(orders) > 1  # the schedules do differ

@@ -148,7 +148,7 @@ class Supervisor:
         )
         listener = listen(self._address)
         address, port = listener.getsockname()[:2]
-        self._servers[name] = ProcessServer(task, listener)
+        self._servers[name] = ProcessServer(task, [listener])
         return f"{address} {port}"
 
     def _reap(self) -> None:

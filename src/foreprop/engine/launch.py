@@ -10,23 +10,22 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from foreprop.config import Config, child_environment
 from foreprop.engine.meeting import Meeting
+from foreprop.engine.nodelinks import NodeLinks, node_links
+from foreprop.engine.relay import Relay
 from foreprop.engine.server import Server, StreamWrapper
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError, TransportError
-from foreprop.net.pacing import Link, PacedStream
 from foreprop.net.stream import SocketStream, Stream
 from foreprop.net.tcp import check_reachable, connect, listen, local_address, tune
 from foreprop.version import __version__
@@ -78,6 +77,23 @@ class ServerTask:
         return json.dumps(asdict(self))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayTask:
+    """What a node's relay process is told on its command line."""
+
+    session_id: str
+    config: dict[str, object]
+    node: int
+    workers_per_node: int
+    server_names: list[str]
+    """Of all servers, by index, for messages."""
+    server_nodes: list[int]
+    """Which (emulated) node each is on."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+
 class ServerHandle(Protocol):
     """A server that this process has started."""
 
@@ -89,29 +105,37 @@ class ServerHandle(Protocol):
 
 
 class ProcessServer:
-    """A server in a process of its own, which ends when this process does."""
+    """A server, or a relay, in a process of its own, which ends when this process does.
 
-    def __init__(self, task: ServerTask, listener: socket.socket) -> None:
+    ``sockets`` become the process's: a server's listener, or a relay's listeners and then its
+    connections to the servers, by index.
+    """
+
+    def __init__(self, task: ServerTask | RelayTask, sockets: Sequence[socket.socket]) -> None:
         read_end, self._lifeline = os.pipe()
+        descriptors = [sock.fileno() for sock in sockets]
         command = [
             sys.executable,
             "-m",
             "foreprop.engine.main",
-            str(listener.fileno()),
+            ",".join(map(str, descriptors)),
             str(read_end),
             task.encode(),
         ]
+        if isinstance(task, RelayTask):
+            command.append("--relay")
         if threading.current_thread() is threading.main_thread():
             command.append("--die-with-parent")  # the kernel would take another thread's end for it
         self._process = subprocess.Popen(
             command,
-            pass_fds=(listener.fileno(), read_end),
+            pass_fds=(*descriptors, read_end),
             stdin=subprocess.DEVNULL,
             env=child_environment(),
             start_new_session=True,  # Ctrl-C is for the workers; their end is the server's
         )
         os.close(read_end)
-        listener.close()
+        for sock in sockets:
+            sock.close()
 
     @property
     def pid(self) -> int:
@@ -146,9 +170,9 @@ class ProcessServer:
 
 
 class ThreadServer:
-    """A server in threads of this process."""
+    """A server, or a relay to one, in threads of this process."""
 
-    def __init__(self, server: Server, listener: socket.socket) -> None:
+    def __init__(self, server: Server | Relay, listener: socket.socket) -> None:
         self._thread = threading.Thread(
             target=server.run, args=(listener,), name=f"foreprop-server{server.index}", daemon=True
         )
@@ -164,60 +188,11 @@ class ThreadServer:
         self._thread.join()
 
 
-class NodeLinks:
-    """The emulated network interface of one node, shared by its processes."""
-
-    def __init__(self, session_id: str, node: int, workers_per_node: int, rate: float) -> None:
-        self._paths = _link_paths(session_id, node)
-        self._links = [Link(rate, path) for path in self._paths]
-        self._node = node
-        self._workers_per_node = workers_per_node
-
-    def wrap(self, stream: Stream, rank: int) -> Stream:
-        """Put the links around a stream to a worker, unless it is on the same node."""
-        return self.wrap_to_node(stream, rank // self._workers_per_node)
-
-    def wrap_to_node(self, stream: Stream, node: int) -> Stream:
-        if node == self._node:
-            return stream
-        return PacedStream(stream, egress=self._links[0], ingress=self._links[1])
-
-    def unlink(self) -> None:
-        """Remove the files' names once every process of the node has opened them."""
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self.unlink()
-        for link in self._links:
-            link.close()
-
-
-def _link_paths(session_id: str, node: int) -> list[Path]:
-    folder = Path(tempfile.gettempdir())
-    return [folder / f"foreprop-{session_id}-{node}-{way}" for way in ("egress", "ingress")]
-
-
-def unlink_links(task: ServerTask) -> None:
-    """Remove what a node that has died on the way may have left."""
-    if task.node is not None:
-        for path in _link_paths(task.session_id, task.node):
-            path.unlink(missing_ok=True)
-
-
-def node_links(
-    config: Config, session_id: str, node: int | None, workers_per_node: int
-) -> NodeLinks | None:
-    if config.link_rate_bits_per_s is None or node is None:
-        return None
-    return NodeLinks(session_id, node, workers_per_node, config.link_rate_bits_per_s)
-
-
 def start_server(
     task: ServerTask, config: Config, listener: socket.socket, *, in_process: bool
 ) -> ServerHandle:
     if not in_process:
-        return ProcessServer(task, listener)
+        return ProcessServer(task, [listener])
     return ThreadServer(build_server(task, config), listener)
 
 
@@ -232,8 +207,37 @@ def build_server(task: ServerTask, config: Config) -> Server:
     return server
 
 
+def build_relays(
+    task: RelayTask, config: Config, upstreams: Sequence[socket.socket]
+) -> list[Relay]:
+    """A node's relays, one to each server. ``upstreams``: the connections, by server."""
+    links = node_links(config, task.session_id, task.node, task.workers_per_node)
+    relays = []
+    for server, sock in enumerate(upstreams):
+        name = task.server_names[server]
+        stream: Stream = SocketStream(sock, name)
+        if links is not None:
+            stream = links.wrap_to_node(stream, task.server_nodes[server])
+        relay = Relay(
+            server=server,
+            server_name=name,
+            node=task.node,
+            first_rank=task.node * task.workers_per_node,
+            session_id=task.session_id,
+            config=config,
+            upstream=stream,
+        )
+        if links is not None:
+            weakref.finalize(relay, links.close)
+        relays.append(relay)
+    return relays
+
+
 class Connections:
-    """A worker's connections to all servers of a session, and the servers it has started."""
+    """A worker's connections to all servers of a session, and the servers it has started.
+
+    With local aggregation they are to its node's relays, one for each server.
+    """
 
     def __init__(self, world: World, config: Config, part: str = "") -> None:
         self.meeting = Meeting(world, config, part)
@@ -248,11 +252,28 @@ class Connections:
         self.servers = config.dedicated_servers or self.nodes * config.servers_per_node
         if self.servers < 1:
             raise ConfigError("servers_per_node is 0 and there are no dedicated_servers")
+        self.workers_per_push = self._plan_local_aggregation()
         self.address = local_address(world.host, config.interface)
         if world.size > world.local_size:
             check_reachable(self.address, world.host)
         self.links: NodeLinks | None = None
         self.session_id = ""
+
+    def _plan_local_aggregation(self) -> int:
+        """How many workers' gradients each push to a server is to have; raises `ConfigError`."""
+        config, workers = self._config, min(self.workers_per_node, self._world.size)
+        crosses = self.nodes > 1 or config.dedicated_servers > 0
+        if config.local_aggregation == "on" and (workers == 1 or not crosses):
+            raise ConfigError(
+                f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
+                " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
+            )
+        return workers if crosses and config.local_aggregation != "off" else 1
+
+    @property
+    def _first_rank(self) -> int:
+        """Of this node."""
+        return self.node * self.workers_per_node
 
     def open(self) -> None:
         """Start this node's servers if it is this worker's task, then connect to all."""
@@ -262,6 +283,8 @@ class Connections:
             self.links = node_links(self._config, self.session_id, self.node, self.workers_per_node)
             if not self._config.dedicated_servers:
                 self._start_servers()
+            if self.workers_per_push > 1 and self._world.rank == self._first_rank:
+                self._start_relays()
             for server in range(self.servers):
                 self.streams.append(self._connect(server))
         except BaseException as error:
@@ -293,6 +316,7 @@ class Connections:
             "servers_per_node": self._config.servers_per_node,
             "dedicated_servers": self._config.dedicated_servers,
             "servers": self.servers,
+            "local_aggregation": self._config.local_aggregation,
         }
 
     def _announce_to_dedicated(self, token: str) -> str:
@@ -311,7 +335,7 @@ class Connections:
         return session_id
 
     def _start_servers(self) -> None:
-        if self._world.rank % self.workers_per_node:
+        if self._world.rank != self._first_rank:
             return
         for i in range(self._config.servers_per_node):
             index = self.node * self._config.servers_per_node + i
@@ -328,7 +352,57 @@ class Connections:
             self.handles.append(start_server(task, self._config, listener, in_process=in_process))
             self.meeting.publish(f"server/{index}", f"{self.address} {port}")
 
+    def _start_relays(self) -> None:
+        """One process leads to all servers; it gets connections that are made already."""
+        task = RelayTask(
+            session_id=self.session_id,
+            config=asdict(self._config),
+            node=self.node,
+            workers_per_node=self.workers_per_node,
+            server_names=self._server_names(),
+            server_nodes=[self._node_of(server) for server in range(self.servers)],
+        )
+        upstreams: list[socket.socket] = []
+        listeners: list[socket.socket] = []
+        try:
+            for server in range(self.servers):
+                upstreams.append(self._reach(server))
+                listeners.append(listen(self.address))
+        except BaseException:
+            for sock in (*upstreams, *listeners):
+                sock.close()
+            raise
+        ports = [listener.getsockname()[1] for listener in listeners]
+        if self._world.in_process:
+            relays = build_relays(task, self._config, upstreams)
+            self.handles += map(ThreadServer, relays, listeners)
+        else:
+            self.handles.append(ProcessServer(task, [*listeners, *upstreams]))
+        for server, port in enumerate(ports):
+            self.meeting.publish(f"relay/{self.node}/{server}", f"{self.address} {port}")
+
     def _connect(self, server: int) -> Stream:
+        """To a server, or to this node's relay to it."""
+        direct = self.workers_per_push == 1
+        sock = self._reach(server) if direct else self._reach_relay(server)
+        self._sockets.append(sock)
+        stream: Stream = SocketStream(sock, self.server_names()[server])
+        if self.links is not None and direct:
+            stream = self.links.wrap_to_node(stream, self._node_of(server))
+        return stream
+
+    def _node_of(self, server: int) -> int:
+        """The (emulated) node that a server is on; -1 for a dedicated one's own."""
+        dedicated = self._config.dedicated_servers
+        return -1 if dedicated else server // self._config.servers_per_node
+
+    def _reach_relay(self, server: int) -> socket.socket:
+        what = f"the relay of node {self.node}, which rank {self._first_rank} starts"
+        found = self.meeting.lookup(f"{self.meeting.key}/relay/{self.node}/{server}", what)
+        address, port = found.split()
+        return self._tuned(self._connect_to(address, int(port)))
+
+    def _reach(self, server: int) -> socket.socket:
         dedicated = self._config.dedicated_servers
         if dedicated:
             number = self.session_id.partition("-")[0]
@@ -345,8 +419,9 @@ class Connections:
             raise HandshakeError(found.removeprefix(REFUSED))
         address, port = found.split()
         self._check_reachable(server, address)
-        sock = self._connect_to(address, int(port))
-        self._sockets.append(sock)
+        return self._tuned(self._connect_to(address, int(port)))
+
+    def _tuned(self, sock: socket.socket) -> socket.socket:
         tune(
             sock,
             unsent_bytes=self._config.unsent_bytes,
@@ -354,11 +429,7 @@ class Connections:
             window_bytes=self._window_bytes(sock),
             emulated=self.links is not None,
         )
-        stream: Stream = SocketStream(sock, f"server {server}")
-        if self.links is not None:
-            node = -1 if dedicated else server // self._config.servers_per_node
-            stream = self.links.wrap_to_node(stream, node)
-        return stream
+        return sock
 
     def _window_bytes(self, sock: socket.socket) -> int | None:
         """How much of the pushes may be under way on this connection.
@@ -400,7 +471,13 @@ class Connections:
             )
 
     def server_names(self) -> list[str]:
-        """Each server with who goes if it goes."""
+        """At the other end of each connection, with who goes if it goes."""
+        if self.workers_per_push > 1:
+            name = f"the relay of node {self.node} (beside rank {self._first_rank})"
+            return [f"{name} to server {i}" for i in range(self.servers)]
+        return self._server_names()
+
+    def _server_names(self) -> list[str]:
         if self._config.dedicated_servers:
             return [f"server {i} (dedicated)" for i in range(self.servers)]
         return [f"server {i} (beside rank {self._starter_of(i)})" for i in range(self.servers)]

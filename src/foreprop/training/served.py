@@ -85,6 +85,7 @@ class ServedBackend:
             byteorder=sys.byteorder,
             session="",
             world_size=setup.world.size,
+            workers_per_push=self.connections.workers_per_push,
             knobs=msgspec.structs.replace(
                 setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
             ),
@@ -282,9 +283,10 @@ class ServedBackend:
     def describe(self) -> str:
         config, connections = self._setup.config, self.connections
         kind = "dedicated" if config.dedicated_servers else "beside the workers"
+        relayed = ", local aggregation" if connections.workers_per_push > 1 else ""
         return (
             f"{self._setup.world.size} workers on {connections.nodes} node(s),"
-            f" {connections.servers} server(s) {kind}; granularity={config.granularity}"
+            f" {connections.servers} server(s) {kind}{relayed}; granularity={config.granularity}"
             f" order={config.order} reply={config.reply} placement={config.placement}"
             f" slice_elems={config.slice_elems}{describe_wire_dtype(config)}; address"
             f" {connections.address}"
