@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ import foreprop
 from foreprop import PRESETS
 from foreprop.engine.relay import Relay
 from foreprop.engine.world import World
-from foreprop.errors import ConfigError, HandshakeError, TrainingLoopError
+from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     Batch,
@@ -32,7 +33,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.test_aggregation import LIMIT, check_each_step, data_of
+from tests.conformance.test_aggregation import LIMIT, check_each_step, data_of, wait_for
 from tests.conformance.test_grad_scaler import BAD_STEP, alone, together
 from tests.conformance.test_sparse import Bags, Pairs, Words, ranks, with_optimizer, words_of
 
@@ -167,6 +168,22 @@ def test_a_change_by_hand_on_every_rank_counts(preset: str) -> None:
         check_close(trained.model, plain.model)
 
 
+def _change_first(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]
+) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    train_classifier(model, optimizer, batches)
+
+
+def test_a_change_before_the_first_step_counts() -> None:
+    """Its values may come to the relay before those of the start have left it."""
+    by_rank = batches_of(4, count=3)
+    plain = run_plain(BUILD, _change_first, merge(by_rank))
+    for trained in run_foreprop(BUILD, _change_first, by_rank, local_size=2):
+        check_close(trained.model, plain.model)
+
+
 @pytest.mark.parametrize(
     ("culprits", "message"),
     [
@@ -230,6 +247,45 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(clip: float | None) ->
     got = together(build, by_rank, bad_rank=3, workers_per_node=2, clip_grad_norm=clip)
     check_each_step(got[0], values)
     assert got[1] == scales
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_grad_norm": 1.0}], ids=["", "norm"])
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        (1, "0.weight waits for the push of rank 1"),
+        (3, r"0.weight waits for the push of node 1 \(ranks 2, 3\)"),
+    ],
+)
+def test_who_holds_up_a_step_is_named(
+    late: int, words: str, settings: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By this node's relay, or by the server; on standard error always by the late one's relay."""
+    told: list[str] = []
+
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(BUILD)
+        times = {"step_timeout_s": 4.0, "stall_report_s": 1.0}
+        with foreprop.parallelize(model, optimizer, world=world, **times, **settings) as session:
+            x, y = batches_of(1)[0][0]
+            loss = nn.functional.cross_entropy(model(x), y)
+            hook = model[0].weight.register_hook(
+                lambda _: wait_for(told) if world.rank == late else None
+            )
+            loss.backward()
+            hook.remove()
+            optimizer.step()
+            try:
+                session.flush()
+            except ForepropError as error:
+                if world.rank == 0:
+                    told.append(str(error))
+                raise
+
+    with pytest.raises(ForepropError):
+        run_cluster(4, work, local_size=2)
+    assert re.search(words, told[0])
+    assert f"the relay of node {late // 2}, step 1: for" in capfd.readouterr().err
 
 
 # Tables that are held row by row.

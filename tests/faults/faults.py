@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "between"]
-ACTIONS = "kill stop interrupt kill_server stop_server stop_server_and_die unplug".split()
+ACTIONS = (
+    "kill stop interrupt kill_server stop_server kill_relay stop_relay stop_server_and_die unplug"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,9 @@ class Faults:
         elif fault.action.endswith("_server"):
             signals = {"kill_server": signal.SIGKILL, "stop_server": signal.SIGSTOP}
             os.kill(pids[0], signals[fault.action])
+        elif fault.action.endswith("_relay"):  # started after the server
+            signals = {"kill_relay": signal.SIGKILL, "stop_relay": signal.SIGSTOP}
+            os.kill(pids[1], signals[fault.action])
         elif fault.action == "stop_server_and_die":
             os.kill(pids[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGKILL)

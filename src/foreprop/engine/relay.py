@@ -189,7 +189,7 @@ class RelaySession:
             event = ValueArrived(peer.number, header.slice, header.step, header.priority)
             instructions = self._machine.handle(event)
             if buffer is not None:
-                self._store.put_value(header.slice, buffer)
+                self._store.put_value(header.slice, header.step, buffer)
             # under the lock: the sender may already be about to send this slice
             for instruction in instructions:
                 if isinstance(instruction, InstallValue):
@@ -320,9 +320,19 @@ class RelaySession:
         elif kind == Kind.STATE_REPLY:
             self._answer(self._asker(header).number, Kind.STATE_REPLY, header, payload)
         elif kind == Kind.STATUS_REPLY:
-            self._host.tell(self._asker(header), Kind.STATUS_REPLY, header, bytes(payload))
+            self._hand_out_status(header, payload)
         else:
             raise RemoteProtocolError(f"server {self._host.index} sent {Kind(kind).name}")
+
+    def _hand_out_status(self, header: Header, payload: memoryview) -> None:
+        """What waits for the norm waits for all others, of which the server knows only sums."""
+        data = bytes(payload)
+        if self._manifest.knobs.aggregation.needs_norm:
+            with self._lock:
+                for _, _, text in self.incomplete():
+                    data += f"; on this node {text}".encode()
+                    break
+        self._host.tell(self._asker(header), Kind.STATUS_REPLY, header, data)
 
     def _tell_workers(self, kind: Kind, about: Header, data: bytes | memoryview) -> None:
         for peer in range(self._peers.count):
@@ -430,7 +440,7 @@ class RelaySession:
             if token != NO_TOKEN:
                 payload = memoryview(self._host.take(token))
             elif kind == Kind.VALUE:
-                payload = self._store.take_value(slice_)
+                payload = self._store.take_value(slice_, step)
             elif kind == Kind.PUSH and (total := self._store.take_sum(slice_)) is not None:
                 payload = total.view
         self._link.send(kind, flags, step, slice_, priority, payload)

@@ -19,7 +19,16 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class _Relayed:
-    __slots__ = ("answers", "dtype", "elems", "gradients", "total", "value", "values", "wire_dtype")
+    __slots__ = (
+        "answers",
+        "dtype",
+        "elems",
+        "gradients",
+        "offered",
+        "total",
+        "values",
+        "wire_dtype",
+    )
 
     def __init__(self, elems: int, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
         self.elems = elems
@@ -27,7 +36,7 @@ class _Relayed:
         self.wire_dtype = wire_dtype
         self.gradients: dict[int, GradientBuffer] = {}  # by worker
         self.total: GradientBuffer | None = None  # until it is pushed on
-        self.value: GradientBuffer | None = None  # rank 0's, until it is passed on
+        self.offered: dict[int, GradientBuffer] = {}  # rank 0's values by step, until passed on
         self.answers: memoryview | None = None  # room for what the server sends
         self.values = memoryview(b"")  # what the workers' replies carry
 
@@ -63,15 +72,14 @@ class RelayStore:
     def put_gradient(self, slice_: int, worker: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[worker] = buffer
 
-    def put_value(self, slice_: int, buffer: GradientBuffer) -> None:
-        """Rank 0's values, to be passed on."""
-        self._slices[slice_].value = buffer
+    def put_value(self, slice_: int, step: int, buffer: GradientBuffer) -> None:
+        """Rank 0's values, to be passed on; those of step 0 may still be here."""
+        self._slices[slice_].offered[step] = buffer
 
     def install_value(self, slice_: int) -> None:
-        """The values that rank 0 has sent are also what the others on this node get."""
+        """The values that rank 0 starts with are also what the others on this node get."""
         relayed = self._slices[slice_]
-        if relayed.value is not None:
-            relayed.values = relayed.value.view
+        relayed.values = relayed.offered[0].view
 
     def add_up(self, slice_: int, workers: Sequence[int]) -> None:
         """The gradients of ``workers``, in that order, in the memory of the first one's."""
@@ -106,11 +114,9 @@ class RelayStore:
         key = (buffer.extent.elems, buffer.tensor.dtype)
         self._pool.setdefault(key, []).append(buffer)
 
-    def take_value(self, slice_: int) -> memoryview:
+    def take_value(self, slice_: int, step: int) -> memoryview:
         """Rank 0's values, which are passed on now."""
-        relayed = self._slices[slice_]
-        value, relayed.value = relayed.value, None
-        return value.view if value is not None else memoryview(b"")
+        return self._slices[slice_].offered.pop(step).view
 
     # From the server, and back to the workers.
     def room(self, slice_: int, size_bytes: int) -> memoryview:
