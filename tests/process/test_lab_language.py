@@ -14,6 +14,7 @@ from foreprop.lab.language import (
     FEW_SERVERS,
     HYBRID,
     RING,
+    SERVERS,
     LanguageSetting,
     Text,
     lstm_profile,
@@ -73,6 +74,29 @@ def test_every_system_trains_it(tmp_path: Path) -> None:
     assert all(entry.record.iteration_s.median >= 0.09 for entry in entries.values())
 
 
+@pytest.mark.process
+@pytest.mark.lab
+@pytest.mark.timeout(180)
+def test_several_workers_per_node_merge_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers look up some of the same rows, so a node sends less than two workers would."""
+    sent = {}
+    for aggregated in ("auto", "off"):
+        monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", aggregated)
+        systems = (SERVERS, FEW_SERVERS, HYBRID)
+        setting = setting_of(tmp_path, systems=systems, workers_per_node=2, samples=400)
+        result = run_lab(setting)
+        if result.notices:
+            pytest.skip(result.notices[0])
+        for entry in with_bytes(result, sampled_steps=sampled_steps(setting)):
+            assert entry.record.local_aggregation == aggregated
+            sent[entry.record.system, aggregated] = entry.sent_bytes
+    for name in (SERVERS, FEW_SERVERS):
+        assert 0 < sent[name, "auto"] < 0.75 * sent[name, "off"]
+    assert 0 < sent[HYBRID, "auto"] < sent[HYBRID, "off"]  # the ring's part is the same
+
+
 def test_batches_are_the_text(tmp_path: Path) -> None:
     setting = setting_of(tmp_path)
     shares = [Text(setting, node) for node in range(2)]
@@ -97,7 +121,7 @@ def test_frequent_words_are_drawn_more_often(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"nodes": 64, "sequences": 16}, "which has 7000 words; a batch for each of 64 nodes"),
+        ({"nodes": 64, "sequences": 16}, "which has 7000 words; a batch for each of 64 workers"),
         ({"text": Path("nowhere")}, "text is nowhere, which cannot be read"),
         ({"width": 0}, "width is 0; at least 1"),
         ({"systems": ("p3",)}, "systems has 'p3'; there are hybrid, p2p"),

@@ -89,6 +89,25 @@ def test_measures_all_systems_in_one_cluster(tmp_path: Path) -> None:
     assert read_records(path) == records
 
 
+@pytest.mark.parametrize(("aggregated", "models"), [("auto", 1), ("off", 2)])
+def test_several_workers_per_node_send_one_gradient(
+    aggregated: str, models: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes node 0's link: 2 (N - 1) / N models per step, or as often for each worker."""
+    monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", aggregated)
+    setting = replace(SETTING, systems=("p3",), workers_per_node=2, compute_s=0.5)
+    result = run_lab(setting)
+    if result.notices:
+        pytest.skip(result.notices[0])
+    (record,) = result.records
+    assert (record.nodes, record.workers_per_node) == (2, 2)
+    assert record.local_aggregation == aggregated
+    _, sent, received = result.samples["p3"][-1]
+    steps = setting.iterations + 1
+    for counted in (sent, received):
+        assert 0.9 * models < counted / (steps * MODEL_BYTES) < 1.4 * models
+
+
 def test_a_node_that_dies_during_steps_is_named() -> None:
     """Not what other nodes say of the connections that they lose by it."""
     before = psutil.Process().children(recursive=True)

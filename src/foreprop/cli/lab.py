@@ -47,7 +47,8 @@ def run(
     profile: Annotated[
         Path | None, typer.Option(help="A JSON file of arrays and FLOPs, instead of --model.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Nodes, each with its workers and a server.")] = 4,
+    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
     balance: Annotated[
         float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
     ] = None,
@@ -87,12 +88,15 @@ def run(
     over the median step.
     """
     chosen = _profile(model, profile)
+    if compute_s is None:
+        compute_s = usual_compute_s(chosen, nodes * workers_per_node)
     setting = LabSetting(
         profile=chosen,
         systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
         nodes=nodes,
+        workers_per_node=workers_per_node,
         scale=scale,
-        compute_s=usual_compute_s(chosen, nodes) if compute_s is None else compute_s,
+        compute_s=compute_s,
         rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
         balance=balance,
         iterations=iterations,
@@ -115,7 +119,8 @@ def run(
 
 @lab.command("language")
 def language(
-    nodes: Annotated[int, typer.Option(help="Nodes, each with a worker.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Nodes, each with its workers.")] = 8,
+    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
     rate_mbit: Annotated[float, typer.Option(help="The links' rate in Mbit/s.")] = 30.0,
     compute_s: Annotated[
         float, typer.Option(help="Seconds that the device computes per step.")
@@ -144,6 +149,7 @@ def language(
         profile=lstm_profile(width, hidden),
         systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
         nodes=nodes,
+        workers_per_node=workers_per_node,
         scale=scale,
         compute_s=compute_s,
         rate_bits_per_s=rate_mbit * 1e6,
@@ -169,7 +175,7 @@ def language(
 
 def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) -> Table:
     title = (
-        f"language model, widths / {setting.scale}, {setting.nodes} nodes at"
+        f"language model, widths / {setting.scale}, {_nodes(setting)} at"
         f" {setting.rate / 1e6:.0f} Mbit/s, compute {setting.compute_s:g} s"
     )
     made = Table(title=title)
@@ -239,6 +245,11 @@ def _import_make_figures() -> Callable[..., Figures]:
     return make_figures
 
 
+def _nodes(setting: LabSetting) -> str:
+    each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
+    return f"{setting.nodes} nodes{each}"
+
+
 def _profile(model: str | None, path: Path | None) -> Profile:
     if path is None:
         return load_profile(model or "vgg19")
@@ -269,7 +280,7 @@ def _writable(folder: Path) -> Path:
 def table(setting: LabSetting, records: list[Record]) -> Table:
     first = records[0]
     shown = Table(
-        title=f"{first.model} / {first.scale}, {first.nodes} nodes,"
+        title=f"{first.model} / {first.scale}, {_nodes(setting)},"
         f" {first.rate_bits_per_s / 1e6:.0f} Mbit/s (balance {first.balance:.2f}),"
         f" compute {first.compute_s:.2f} s, limit {first.limit_s:.3f} s"
     )

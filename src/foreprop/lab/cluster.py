@@ -1,4 +1,4 @@
-"""A cluster in a box: one process per node, each in a network of its own.
+"""A cluster in a box: one process per node (or several), each node in a network of its own.
 
 The calling process starts this module as a program, which enters new namespaces, makes the links
 and forks the nodes. `Cluster.connections` lead from the caller to the nodes. All processes end
@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -35,7 +35,10 @@ from foreprop.lab.network import (
 )
 
 Work = Callable[[int, Connection, Any], None]
-"""What a node runs: ``work(node, connection, argument)``, a module's function."""
+"""What each worker runs: ``work(rank, connection, argument)``, a module's function.
+
+With one worker per node the rank is the node's number.
+"""
 
 _RENDEZVOUS_PORT = 29400
 _ENVIRONMENT = {
@@ -52,15 +55,25 @@ _END_S = 5.0
 class Cluster:
     """Nodes on kernel-made links, or without links of their own if ``network`` is None.
 
-    A context manager; leaving it ends every process. Raises `NetworkUnavailable`.
+    ``connections`` are by rank, and ranks are counted through the nodes. A context manager; leaving
+    it ends every process. Raises `NetworkUnavailable`.
     """
 
-    def __init__(self, work: Work, argument: Any, *, nodes: int, network: Network | None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        argument: Any,
+        *,
+        nodes: int,
+        network: Network | None,
+        workers_per_node: int = 1,
+    ) -> None:
         port = _free_port() if network is None else _RENDEZVOUS_PORT
-        task = pickle.dumps((work, argument, network, port))
+        task = pickle.dumps((work, argument, network, port, workers_per_node))
+        self._workers_per_node = workers_per_node
         self.connections: list[Connection] = []
         theirs: list[Connection] = []
-        for _ in range(nodes):
+        for _ in range(nodes * workers_per_node):
             ours, their = Pipe()
             self.connections.append(ours)
             theirs.append(their)
@@ -113,29 +126,31 @@ class Cluster:
         return total
 
     def ask_all(self, question: object) -> list[Any]:
-        """Send every node the same and collect the answers; raises what a node answers with."""
+        """Send every worker the same and collect the answers; raises what one answers with."""
         for connection in self.connections:
             with contextlib.suppress(OSError):  # it has ended; what it left to read says why
                 connection.send(question)
         answers: dict[int, Any] = {}
         while len(answers) < len(self.connections):
-            some = self._answers([n for n in range(len(self.connections)) if n not in answers])
+            some = self._answers([r for r in range(len(self.connections)) if r not in answers])
             answers |= some
             for answer in some.values():
                 if isinstance(answer, BaseException):
                     raise answer
-        return [answers[node] for node in range(len(self.connections))]
+        return [answers[rank] for rank in range(len(self.connections))]
 
-    def _answers(self, nodes: Sequence[int]) -> dict[int, Any]:
+    def _answers(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Those that are there first; raises for a node that ended, whatever others say of it."""
-        ready = wait([self.connections[node] for node in nodes])
-        return {node: self._answer(node) for node in nodes if self.connections[node] in ready}
+        ready = wait([self.connections[rank] for rank in ranks])
+        return {rank: self._answer(rank) for rank in ranks if self.connections[rank] in ready}
 
-    def _answer(self, node: int) -> Any:
+    def _answer(self, rank: int) -> Any:
         try:
-            return self.connections[node].recv()
+            return self.connections[rank].recv()
         except (EOFError, OSError) as error:
-            raise PeerLost(f"node {node} of the lab has ended") from error
+            node, local = divmod(rank, self._workers_per_node)
+            who = f"worker {local} of " * (self._workers_per_node > 1) + f"node {node}"
+            raise PeerLost(f"{who} of the lab has ended") from error
 
     def close(self) -> None:
         for connection in self.connections:
@@ -156,8 +171,8 @@ def main() -> None:
     """The program: enter the namespaces; the child that is forked then is their init."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller; its end is ours
-    *nodes, report = (Connection(int(number)) for number in sys.argv[1].split(","))
-    work, argument, network, port = pickle.load(sys.stdin.buffer)
+    *workers, report = (Connection(int(number)) for number in sys.argv[1].split(","))
+    work, argument, network, port, workers_per_node = pickle.load(sys.stdin.buffer)
     try:
         if network is not None:
             enter_namespaces()
@@ -166,37 +181,41 @@ def main() -> None:
         return
     child = os.fork()
     if child:
-        for connection in (*nodes, report):
+        for connection in (*workers, report):
             connection.close()
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
-    _run_nodes(work, argument, network, port, nodes, report)
+    starts = range(0, len(workers), workers_per_node)
+    nodes = [workers[start : start + workers_per_node] for start in starts]
+    _run_nodes(_Task(work, argument, network, port), nodes, report)
 
 
-def _run_nodes(
-    work: Work,
-    argument: Any,
-    network: Network | None,
-    port: int,
-    connections: Sequence[Connection],
-    report: Connection,
-) -> None:
+class _Task(NamedTuple):
+    """What the cluster's own processes are told."""
+
+    work: Work
+    argument: Any
+    network: Network | None
+    port: int
+
+
+def _run_nodes(task: _Task, nodes: Sequence[Sequence[Connection]], report: Connection) -> None:
+    """``nodes``: the connections of each one's workers."""
+    network = task.network
     importlib.import_module("torch._dynamo")  # or every node's first optimizer would load it
     try:
         switch = Switch(network) if network is not None else None
         gates = []
         pids = []
-        for node, connection in enumerate(connections):
+        for node in range(len(nodes)):
             gate, theirs = Pipe()
             pid = os.fork()
             if not pid:
                 gate.close()
                 report.close()
-                for other in connections:
-                    if other is not connection:
-                        other.close()
-                _be_node(node, len(connections), work, argument, network, port, connection, theirs)
+                _close_others(nodes, node)
+                _be_node(node, nodes, task, theirs)
             theirs.close()
             gates.append(gate)
             pids.append(pid)
@@ -212,10 +231,16 @@ def _run_nodes(
         report.send(error)
         return
     report.close()
-    for connection in connections:
-        connection.close()
+    _close_others(nodes)
     for pid in pids:
         os.waitpid(pid, 0)
+
+
+def _close_others(nodes: Sequence[Sequence[Connection]], node: int | None = None) -> None:
+    """The connections of all nodes but this one."""
+    for other, connections in enumerate(nodes):
+        for connection in connections if other != node else ():
+            connection.close()
 
 
 def _pass(node: int, gate: Connection) -> None:
@@ -229,17 +254,10 @@ def _pass(node: int, gate: Connection) -> None:
 
 
 def _be_node(
-    node: int,
-    nodes: int,
-    work: Work,
-    argument: Any,
-    network: Network | None,
-    port: int,
-    connection: Connection,
-    gate: Connection,
+    node: int, nodes: Sequence[Sequence[Connection]], task: _Task, gate: Connection
 ) -> None:
-    """A node's life; does not return."""
-    code = 1
+    """The life of a node and its first worker; does not return."""
+    code, network, connection = 1, task.network, nodes[node][0]
     try:
         die_with_parent()
         try:
@@ -254,8 +272,13 @@ def _be_node(
             os._exit(1)
         gate.send(None)
         gate.close()
-        _set_environment(node, nodes, network, port)
-        work(node, connection, argument)
+        local = _fork_workers(len(nodes[node]))
+        connection = nodes[node][local]
+        for other in nodes[node]:
+            if other is not connection:
+                other.close()
+        _set_environment(node, local, nodes, task)
+        task.work(node * len(nodes[node]) + local, connection, task.argument)
         code = 0
     except EOFError:
         code = 0  # the caller has left
@@ -267,22 +290,35 @@ def _be_node(
         os._exit(code)
 
 
+def _fork_workers(count: int) -> int:
+    """Make the node's other workers; returns which one this process is."""
+    for local in range(1, count):
+        if not os.fork():
+            die_with_parent()
+            return local
+    return 0
+
+
 def _sendable(error: BaseException) -> BaseException:
     if isinstance(error, ForepropError):
         return error
     return PeerLost("".join(traceback.format_exception(error)))
 
 
-def _set_environment(node: int, nodes: int, network: Network | None, port: int) -> None:
-    """What torchrun would set, with one worker per node."""
+def _set_environment(
+    node: int, local: int, nodes: Sequence[Sequence[Connection]], task: _Task
+) -> None:
+    """What torchrun would set."""
+    network, workers_per_node = task.network, len(nodes[node])
+    size = len(nodes) * workers_per_node
     address = network.address(0) if network is not None else "127.0.0.1"
     os.environ.update(
-        RANK=str(node),
-        LOCAL_RANK="0",
-        WORLD_SIZE=str(nodes),
-        LOCAL_WORLD_SIZE="1" if network is not None else str(nodes),
+        RANK=str(node * workers_per_node + local),
+        LOCAL_RANK=str(local),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(workers_per_node if network is not None else size),
         MASTER_ADDR=address,
-        MASTER_PORT=str(port),
+        MASTER_PORT=str(task.port),
     )
     if network is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE

@@ -28,7 +28,7 @@ from foreprop.errors import ConfigError
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.profile import Layer, Profile, ProfiledArray
 from foreprop.lab.setting import LabSetting
-from foreprop.lab.systems import Steps
+from foreprop.lab.systems import Steps, local_aggregation
 from foreprop.training.lookahead import lookahead
 from foreprop.training.parallelize import parallelize
 from foreprop.wikitext import number_words, wikitext2
@@ -118,15 +118,15 @@ class LanguageModel(torch.nn.Module):
 
 
 class Text:
-    """One node's share of the text, batch by batch, without end."""
+    """One worker's share of the text, batch by batch, without end."""
 
-    def __init__(self, setting: LanguageSetting, node: int) -> None:
+    def __init__(self, setting: LanguageSetting, rank: int) -> None:
         words, types = _read_words(setting)
-        share = len(words) // setting.nodes
+        share = len(words) // setting.workers
         self.types = len(types)
-        self._words = words[node * share : (node + 1) * share]
+        self._words = words[rank * share : (rank + 1) * share]
         self._setting = setting
-        self._generator = torch.Generator().manual_seed(node)
+        self._generator = torch.Generator().manual_seed(rank)
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Words (sequences, length), and the rows of the softmax: next words and samples."""
@@ -145,30 +145,30 @@ class Text:
 
 
 def _read_words(setting: LanguageSetting) -> tuple[torch.Tensor, list[str]]:
-    """Raises `ConfigError` for a text without a batch for each node, `DatasetUnavailable`."""
+    """Raises `ConfigError` for a text without a batch for each worker, `DatasetUnavailable`."""
     if setting.text is None:
         return wikitext2()
     try:
         words, types = number_words(setting.text.read_text(encoding="utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"text is {setting.text}, which cannot be read: {error}") from error
-    needed = setting.nodes * (setting.sequences * setting.length + 1)
+    needed = setting.workers * (setting.sequences * setting.length + 1)
     if len(words) < needed:
         raise ConfigError(
             f"text is {setting.text}, which has {len(words)} words; a batch for each of"
-            f" {setting.nodes} nodes takes {needed}"
+            f" {setting.workers} workers takes {needed}"
         )
     return words, types
 
 
 class LanguageSystem:
-    """One way of training the language model, on one node."""
+    """One way of training the language model, on one worker."""
 
-    def __init__(self, name: str, setting: LanguageSetting, node: int) -> None:
-        text = Text(setting, node)
+    def __init__(self, name: str, setting: LanguageSetting, rank: int) -> None:
+        text = Text(setting, rank)
         torch.manual_seed(0)
         sparse = name in _SPARSE
-        clock = DeviceClock(jitter=setting.jitter, seed=node)
+        clock = DeviceClock(jitter=setting.jitter, seed=rank)
         self._model = LanguageModel(
             text.types, setting.row_elems, setting.layers, clock, sparse=sparse
         )
@@ -181,7 +181,8 @@ class LanguageSystem:
                 self._model, bucket_cap_mb=25 / setting.scale, gradient_as_bucket_view=not sparse
             )
             return
-        if name == FEW_SERVERS and node < _FEW:
+        node, local = divmod(rank, setting.workers_per_node)
+        if name == FEW_SERVERS and node < _FEW and not local:
             subprocess.Popen(
                 [sys.executable, "-m", "foreprop.cli.main", "server"],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -216,7 +217,8 @@ def _config(name: str, setting: LanguageSetting) -> Config:
         _DEFAULT,
         architecture=name,  # type: ignore[arg-type]
         dedicated_servers=min(_FEW, setting.nodes) if name == FEW_SERVERS else 0,
-        workers_per_node=1,
+        workers_per_node=setting.workers_per_node,
+        local_aggregation=local_aggregation(),
         whole_tables="none",
         chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
         slice_elems=setting.scaled(setting.slice_elems),

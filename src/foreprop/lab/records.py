@@ -35,6 +35,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     scale: int
     nodes: int
+    workers_per_node: int = 1
+    local_aggregation: str | None = None
+    """foreprop's setting; None of other systems."""
     rate_bits_per_s: float
     balance: float
     """Wire time / compute."""

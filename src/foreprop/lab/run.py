@@ -20,12 +20,19 @@ from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.language import LanguageSetting, LanguageSystem
+from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, LanguageSystem
 from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
 from foreprop.lab.setting import BUCKET_BYTES, DDP, DDP_TUNED, MXNET, LabSetting
-from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group
+from foreprop.lab.systems import (
+    DdpSystem,
+    ForepropSystem,
+    Steps,
+    System,
+    join_process_group,
+    local_aggregation,
+)
 from foreprop.version import __version__
 
 Progress = Callable[[str], None]
@@ -38,6 +45,8 @@ _TUNING_STEPS = 2
 _SAMPLE_S = 0.01
 _CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
 _MXNET_PORT = 29600
+_OTHERS = (DDP, DDP_TUNED, DDP_SPARSE, DDP_DENSE, *MXNET)
+"""Systems that are not foreprop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +63,30 @@ def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabR
     """Measure all systems of the setting in one cluster, their steps interleaved."""
     network = _network(setting)
     notices: list[str] = []
-    progress(f"{setting.nodes} nodes at {setting.rate / 1e6:.0f} Mbit/s")
+    each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
+    progress(f"{setting.nodes} nodes{each} at {setting.rate / 1e6:.0f} Mbit/s")
     try:
-        cluster = Cluster(serve_node, (setting, False), nodes=setting.nodes, network=network)
+        cluster = _cluster(setting, network)
     except NetworkUnavailable as error:
         notices.append(f"no links made by the kernel ({error}): foreprop paces its own sockets")
         setting = _without_peers(setting, notices)
-        cluster = Cluster(serve_node, (setting, True), nodes=setting.nodes, network=None)
+        cluster = _cluster(setting, None)
     with cluster:
         run = _Run(setting, cluster, paced=bool(notices), progress=progress)
         run.build()
         run.measure()
         run.end()
     return LabResult(records=run.records(), samples=run.samples, notices=notices)
+
+
+def _cluster(setting: LabSetting, network: Network | None) -> Cluster:
+    return Cluster(
+        serve_worker,
+        (setting, network is None),
+        nodes=setting.nodes,
+        network=network,
+        workers_per_node=setting.workers_per_node,
+    )
 
 
 def sampled_steps(setting: LabSetting) -> int:
@@ -173,14 +193,14 @@ class _Run:
         tally.waited_s += waited_s
 
     def _block(self, name: str, count: int, *, sample: bool) -> tuple[list[float], list[float]]:
-        """Steps of all nodes; of each step the mean over the nodes, the first ones left out."""
+        """Steps of all workers; of each step the mean over them, the first ones left out."""
         answers = self._cluster.ask_all(("steps", name, count + _DISCARDED_STEPS, sample))
         if sample:
             self.samples[name] = answers[0][1]
-        nodes: list[Steps] = [steps for steps, _ in answers]
+        workers: list[Steps] = [steps for steps, _ in answers]
         means = [
             [statistics.fmean(values) for values in zip(*lists, strict=True)][_DISCARDED_STEPS:]
-            for lists in ([n.step_s for n in nodes], [n.waited_s for n in nodes])
+            for lists in ([w.step_s for w in workers], [w.waited_s for w in workers])
         ]
         return means[0], means[1]
 
@@ -206,6 +226,8 @@ class _Run:
             model=setting.profile.name,
             scale=setting.scale,
             nodes=setting.nodes,
+            workers_per_node=setting.workers_per_node,
+            local_aggregation=local_aggregation() if name not in _OTHERS else None,
             rate_bits_per_s=setting.rate,
             balance=wire_s / compute_s,
             compute_s=compute_s,
@@ -243,8 +265,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-# A node's side.
-def serve_node(node: int, connection: Connection, argument: tuple[LabSetting, bool]) -> None:
+# A worker's side.
+def serve_worker(rank: int, connection: Connection, argument: tuple[LabSetting, bool]) -> None:
     """Do what the coordinator says, until it hangs up."""
     torch.set_num_threads(1)
     setting, paced = argument
@@ -253,35 +275,35 @@ def serve_node(node: int, connection: Connection, argument: tuple[LabSetting, bo
         kind, name, *details = connection.recv()
         answer: Any = None
         if kind == "build":
-            systems[name] = _build_system(name, node, setting, paced=paced, bucket_bytes=details[0])
+            systems[name] = _build_system(name, rank, setting, paced=paced, bucket_bytes=details[0])
             answer = getattr(systems[name], "version", "")
         elif kind == "steps":
-            answer = _steps(systems[name], details[0], sample=details[1] and node == 0)
+            answer = _steps(systems[name], details[0], sample=details[1] and rank == 0)
         elif kind == "drop":
             systems.pop(name).close()
         connection.send(answer)
 
 
 def _build_system(
-    name: str, node: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
+    name: str, rank: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
 ) -> System:
     if any(system.startswith(DDP) for system in setting.systems):
         join_process_group()
     if isinstance(setting, LanguageSetting):
-        return LanguageSystem(name, setting, node)
+        return LanguageSystem(name, setting, rank)
     if bucket_bytes is not None:
-        return DdpSystem(setting, node, bucket_bytes=bucket_bytes)
+        return DdpSystem(setting, rank, bucket_bytes=bucket_bytes)
     if name in MXNET:
         network = _network(setting)
         return MxnetSystem(
             setting,
             name,
-            node=node,
-            address=network.address(node),
+            node=rank,
+            address=network.address(rank),
             root_address=network.address(0),
             port=_MXNET_PORT + MXNET.index(name),
         )
-    return ForepropSystem(name, setting, node, paced=paced)
+    return ForepropSystem(name, setting, rank, paced=paced)
 
 
 def _steps(system: System, count: int, *, sample: bool) -> tuple[Steps, list[Sample]]:

@@ -48,6 +48,7 @@ class LabSetting:
     profile: Profile
     systems: tuple[str, ...]
     nodes: int = 4
+    workers_per_node: int = 1
     scale: int = 16
     compute_s: float = 2.0
     rate_bits_per_s: float | None = None
@@ -74,12 +75,22 @@ class LabSetting:
             raise ConfigError(f"systems has {what!r}; there are {', '.join(self.known_systems)}")
         if len(set(self.systems)) < len(self.systems):
             raise ConfigError(f"systems names one twice: {', '.join(self.systems)}")
-        least_of = {"nodes": 2, "scale": 1, "iterations": 1, "warm_up": 0, "slice_elems": 1}
+        least_of = {"nodes": 2, "workers_per_node": 1, "scale": 1, "iterations": 1, "warm_up": 0}
+        least_of["slice_elems"] = 1
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
         if self.nodes > 64:
             raise ConfigError(f"nodes is {self.nodes}; at most 64 on one machine")
+        if self.workers > 64:
+            raise ConfigError(
+                f"workers_per_node is {self.workers_per_node} on {self.nodes} nodes; at most 64"
+                " workers on one machine"
+            )
+        if self.workers_per_node > 1 and any(name in MXNET for name in self.systems):
+            raise ConfigError(
+                f"workers_per_node is {self.workers_per_node}; mxnet-* can only be measured with 1"
+            )
         if self.rate_bits_per_s is not None and self.balance is not None:
             raise ConfigError("rate and balance are both given: one follows from the other")
         for name in ("compute_s", "rate_bits_per_s", "balance"):
@@ -92,6 +103,11 @@ class LabSetting:
             raise ConfigError(f"jitter is {self.jitter}; mxnet-* can only be measured without")
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    @property
+    def workers(self) -> int:
+        """Of all nodes together."""
+        return self.nodes * self.workers_per_node
 
     @property
     def layers(self) -> list[Layer]:

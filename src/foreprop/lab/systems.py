@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.config import Config
+from foreprop.config import Config, LocalAggregation
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
 from foreprop.lab.setting import BIG_ARRAY_ELEMS, RING, LabSetting
 from foreprop.training.parallelize import parallelize
@@ -20,14 +20,14 @@ _DEFAULT = Config()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Steps of one node by its device's clock, seconds: whole, and the part that it was idle."""
+    """Steps of one worker by its device's clock, seconds: whole, and the part that it was idle."""
 
     step_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
 
 
 class System(Protocol):
-    """One system on one node; all nodes are told to do the same at about the same time."""
+    """One system on one worker; all are told to do the same at about the same time."""
 
     def steps(self, count: int) -> Steps: ...
 
@@ -58,25 +58,30 @@ def _train(
     return steps
 
 
-def _model(setting: LabSetting, node: int) -> EmulatedModel:
-    """Every node's device has its own jitter, and each system's the same."""
-    return EmulatedModel(setting.layers, DeviceClock(jitter=setting.jitter, seed=node))
+def _model(setting: LabSetting, rank: int) -> EmulatedModel:
+    """Every worker's device has its own jitter, and each system's the same."""
+    return EmulatedModel(setting.layers, DeviceClock(jitter=setting.jitter, seed=rank))
 
 
 def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def local_aggregation() -> LocalAggregation:
+    """As the environment says, for a comparison with and without."""
+    return Config.resolve().local_aggregation
+
+
 class ForepropSystem:
     """foreprop with one of its presets, or with all-reduce."""
 
-    def __init__(self, name: str, setting: LabSetting, node: int, *, paced: bool) -> None:
+    def __init__(self, name: str, setting: LabSetting, rank: int, *, paced: bool) -> None:
         trace = None if setting.trace is None else str(setting.trace / name)
         ring = name == RING
         config = Config.resolve(
             None if ring else name,
             architecture=RING if ring else "p2p",
-            workers_per_node=1,
+            workers_per_node=setting.workers_per_node,
             chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
             slice_elems=setting.scaled(setting.slice_elems),
             big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
@@ -85,7 +90,7 @@ class ForepropSystem:
             link_rate_bits_per_s=setting.rate if paced else None,
             trace=trace,
         )
-        self._model = _model(setting, node)
+        self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._session = parallelize(self._model, self._optimizer, config=config)
 
@@ -100,8 +105,8 @@ class ForepropSystem:
 class DdpSystem:
     """torch's DistributedDataParallel on gloo."""
 
-    def __init__(self, setting: LabSetting, node: int, *, bucket_bytes: int) -> None:
-        self._model = _model(setting, node)
+    def __init__(self, setting: LabSetting, rank: int, *, bucket_bytes: int) -> None:
+        self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._wrapped = DistributedDataParallel(self._model, bucket_cap_mb=bucket_bytes / 2**20)
 
