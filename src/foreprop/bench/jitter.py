@@ -134,7 +134,7 @@ def _step_s(
     reduced_s = [0.0] * len(ready_s)
     now_s = 0.0
     for number in order:
-        layer = chunks[number].parameter
+        layer = chunks[number].parameters[0]
         now_s = max(now_s, ready_s[layer]) + chunk_s[number]
         reduced_s[layer] = now_s
     ends = []

@@ -18,28 +18,66 @@ from foreprop.errors import ConfigError, InternalError
 
 
 class Chunk(NamedTuple):
-    """A contiguous run of a parameter's flattened elements: what one collective reduces."""
+    """What one collective reduces: a run of a parameter's flattened elements, or small ones whole.
+
+    ``start_elems`` and ``stop_elems`` count from the first parameter's first element, through all.
+    """
 
     number: int
-    parameter: int
+    parameters: tuple[int, ...]
     start_elems: int
     stop_elems: int
 
 
-def cut_chunks(sizes_elems: Sequence[int], chunk_elems: int) -> tuple[Chunk, ...]:
-    """Chunks of at most ``chunk_elems``, parameter by parameter; an empty parameter has none."""
+def cut_chunks(
+    sizes_elems: Sequence[int],
+    chunk_elems: int,
+    *,
+    kinds: Sequence[object] | None = None,
+) -> tuple[Chunk, ...]:
+    """Chunks of at most ``chunk_elems``, parameter by parameter; an empty parameter has none.
+
+    Neighbours of the same of ``kinds`` that are small share a chunk (none do without): a collective
+    of a few elements passes every node as often, and is under way nearly as long, as a large one.
+    """
     if chunk_elems < 1:
         raise ConfigError(f"chunk_elems is {chunk_elems}; it must be at least 1")
     return tuple(
-        Chunk(number, parameter, start, stop)
-        for number, (parameter, start, stop) in enumerate(_cut(sizes_elems, chunk_elems))
+        Chunk(number, *cut) for number, cut in enumerate(_cut(sizes_elems, chunk_elems, kinds))
     )
 
 
-def _cut(sizes_elems: Sequence[int], chunk_elems: int) -> Iterator[tuple[int, int, int]]:
-    for parameter, size in enumerate(sizes_elems):
+def _cut(
+    sizes_elems: Sequence[int], chunk_elems: int, kinds: Sequence[object] | None
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    for parameters in _share(sizes_elems, chunk_elems // _SHARERS, kinds):
+        size = sum(sizes_elems[parameter] for parameter in parameters)
         for start in range(0, size, chunk_elems):
-            yield parameter, start, min(start + chunk_elems, size)
+            yield parameters, start, min(start + chunk_elems, size)
+
+
+def _share(
+    sizes_elems: Sequence[int], most_elems: int, kinds: Sequence[object] | None
+) -> Iterator[tuple[int, ...]]:
+    """Every parameter once: runs of neighbours of together at most ``most_elems``, or one."""
+    run: list[int] = []
+    room_elems = 0
+    for parameter, size in enumerate(sizes_elems):
+        if not size:
+            continue
+        if run and (kinds is None or kinds[parameter] != kinds[run[0]] or size > room_elems):
+            yield tuple(run)
+            run = []
+        if not run:
+            room_elems = most_elems
+        run.append(parameter)
+        room_elems -= size
+    if run:
+        yield tuple(run)
+
+
+_SHARERS = 4
+"""Small parameters together have at most this part of a chunk's elements."""
 
 
 class Observation(NamedTuple):
@@ -62,19 +100,19 @@ def plan_order(
     """
     if len(observed.chunk_s) != len(chunks) or len(observed.ready_s) != len(forward_order):
         raise InternalError("an observation of other parameters or chunks")
-    urgency = {parameter: place for place, parameter in enumerate(forward_order)}
-    ready_s = observed.ready_s
-    arrivals = sorted(chunks, key=lambda c: (ready_s[c.parameter], urgency[c.parameter], c.number))
+    urgency = _urgency(chunks, forward_order)
+    ready_s = [max(observed.ready_s[p] for p in chunk.parameters) for chunk in chunks]
+    arrivals = sorted(chunks, key=lambda c: (ready_s[c.number], urgency[c.number], c.number))
     queue: SendQueue[Chunk] = SendQueue()
     order: list[int] = []
     arrived = 0
     now_s = 0.0
     while len(order) < len(chunks):
         if not queue and arrived < len(arrivals):
-            now_s = max(now_s, ready_s[arrivals[arrived].parameter])
-        while arrived < len(arrivals) and ready_s[arrivals[arrived].parameter] <= now_s:
+            now_s = max(now_s, ready_s[arrivals[arrived].number])
+        while arrived < len(arrivals) and ready_s[arrivals[arrived].number] <= now_s:
             chunk = arrivals[arrived]
-            queue.push(0, urgency[chunk.parameter], chunk)
+            queue.push(0, urgency[chunk.number], chunk)
             arrived += 1
         chunk = queue.pop()
         order.append(chunk.number)
@@ -84,9 +122,15 @@ def plan_order(
 
 def backward_order(chunks: Sequence[Chunk], forward_order: Sequence[int]) -> tuple[int, ...]:
     """Last used first: a fair guess at the order of readiness while nothing has been observed."""
-    urgency = {parameter: place for place, parameter in enumerate(forward_order)}
-    ranked = sorted(chunks, key=lambda chunk: (-urgency[chunk.parameter], chunk.number))
+    urgency = _urgency(chunks, forward_order)
+    ranked = sorted(chunks, key=lambda chunk: (-urgency[chunk.number], chunk.number))
     return tuple(chunk.number for chunk in ranked)
+
+
+def _urgency(chunks: Sequence[Chunk], forward_order: Sequence[int]) -> list[int]:
+    """By chunk: the place in ``forward_order`` of the first of its parameters."""
+    places = {parameter: place for place, parameter in enumerate(forward_order)}
+    return [min(places[parameter] for parameter in chunk.parameters) for chunk in chunks]
 
 
 def lateness_s(order: Sequence[int], chunks: Sequence[Chunk], observed: Observation) -> float:
@@ -97,9 +141,10 @@ def lateness_s(order: Sequence[int], chunks: Sequence[Chunk], observed: Observat
     """
     late_s = now_s = 0.0
     for number in order:
-        parameter = chunks[number].parameter
-        now_s = max(now_s, observed.ready_s[parameter]) + observed.chunk_s[number]
-        late_s = max(late_s, now_s - observed.needed_s[parameter])
+        parameters = chunks[number].parameters
+        ready_s = max(observed.ready_s[parameter] for parameter in parameters)
+        now_s = max(now_s, ready_s) + observed.chunk_s[number]
+        late_s = max(late_s, now_s - min(observed.needed_s[parameter] for parameter in parameters))
     return late_s
 
 

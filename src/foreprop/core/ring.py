@@ -136,7 +136,8 @@ class RingMachine:
         self._in_flight = in_flight
         self._chunks_of = [0] * parameters
         for chunk in chunks:
-            self._chunks_of[chunk.parameter] += 1
+            for parameter in chunk.parameters:
+                self._chunks_of[parameter] += 1
         self._order = backward_order(chunks, range(parameters))
         self._next_order: OrderLearned | None = None
         self._step = 1  # that chunks are being issued for
@@ -183,22 +184,29 @@ class RingMachine:
     @property
     def queue_depth(self) -> int:
         """Chunks of parameters that are ready and wait for their turn."""
-        return sum(
-            self._ready_step[self._chunks[number].parameter] >= self._step
-            for number in self._order[self._position :]
-        )
+        waiting = self._order[self._position :]
+        return sum(self._missing_of(self._chunks[number]) is None for number in waiting)
 
     @property
     def next_chunk(self) -> tuple[int, int]:
         """(parameter, step) of the chunk whose turn it is: what everything behind it waits for."""
-        return self._chunks[self._order[self._position]].parameter, self._step
+        chunk = self._chunks[self._order[self._position]]
+        missing = self._missing_of(chunk)
+        return chunk.parameters[0] if missing is None else missing, self._step
+
+    def _missing_of(self, chunk: Chunk) -> int | None:
+        """A parameter for which the chunk cannot be reduced yet, if there is any."""
+        for parameter in chunk.parameters:
+            if self._ready_step[parameter] < self._step:
+                return parameter
+        return None
 
     @property
     def under_way(self) -> tuple[int, int] | None:
         """(parameter, step) of a chunk that was issued and is not reduced, if there is any."""
         if not self._issued:
             return None
-        parameter = self._chunks[min(self._issued)].parameter
+        parameter = self._chunks[min(self._issued)].parameters[0]
         return parameter, self._ready_step[parameter]
 
     # Handlers.
@@ -219,13 +227,13 @@ class RingMachine:
         if event.chunk not in self._issued:
             raise LocalProtocolError(f"chunk {event.chunk} was reduced, but is not under way")
         self._issued.remove(event.chunk)
-        parameter = self._chunks[event.chunk].parameter
-        self._missing[parameter] -= 1
         instructions = self._issue()
-        if not self._missing[parameter]:
-            self._missing[parameter] = self._chunks_of[parameter]
-            following = MeasureParameter if self._needs_norm else UpdateParameter
-            instructions.append(following(parameter, self._ready_step[parameter]))
+        following = MeasureParameter if self._needs_norm else UpdateParameter
+        for parameter in self._chunks[event.chunk].parameters:
+            self._missing[parameter] -= 1
+            if not self._missing[parameter]:
+                self._missing[parameter] = self._chunks_of[parameter]
+                instructions.append(following(parameter, self._ready_step[parameter]))
         return instructions
 
     def _on_parameter_measured(self, event: ParameterMeasured) -> list[RingInstruction]:
@@ -290,7 +298,7 @@ class RingMachine:
         instructions: list[RingInstruction] = []
         while self._order and len(self._issued) < self._in_flight:
             chunk = self._chunks[self._order[self._position]]
-            if self._ready_step[chunk.parameter] < self._step:
+            if self._missing_of(chunk) is not None:
                 break  # whatever is behind it and ready: it may not be so on another rank
             self._issued.add(chunk.number)
             instructions.append(ReduceChunk(chunk.number, self._step))

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -129,10 +130,13 @@ class RingEngine:
         self._coefficient = 1.0
         self._skip = False
         """Whether the step whose updates are under way is left out."""
-        self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sum_dtypes = [_sum_dtype(info.dtype, config.wire_dtype) for info in parameters]
+        self.chunks = cut_chunks(
+            [info.elems for info in parameters], config.chunk_elems, kinds=self._sum_dtypes
+        )
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        """With the marks behind them. Parameters that share a chunk lie one behind the other."""
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
         """Aggregated and not applied yet."""
         self._flags = [0] * len(parameters)
@@ -149,8 +153,8 @@ class RingEngine:
         """As planned; None until there is a plan."""
         self._told_order = ""
         sizes_bytes = [
-            (stop - start) * self._sum_dtypes[parameter].itemsize
-            for _, parameter, start, stop in self.chunks
+            (stop - start) * self._sum_dtypes[parameters[0]].itemsize
+            for _, parameters, start, stop in self.chunks
         ]
         self._observer = Observer(len(parameters), sizes_bytes)
         self._work = threading.Condition()
@@ -403,20 +407,47 @@ class RingEngine:
 
     def _issue(self, instruction: ReduceChunk) -> Any:
         number, step = instruction
-        _, parameter, start, stop = self.chunks[number]
-        info = self.parameters[parameter]
-        dtype = DTYPES[info.dtype]
+        _, parameters, start, stop = self.chunks[number]
+        if self._sums[parameters[0]] is None:
+            self._make_sums(parameters)
+        for parameter in parameters:
+            if len(parameters) > 1:  # they are whole
+                start, stop = 0, self.parameters[parameter].elems
+            self._fill(parameter, step, start, stop)
+        if stop == self.parameters[parameters[-1]].elems:
+            stop += _MARKS
+        return self._group.sum(self._run_of(parameters, start, stop))
+
+    def _make_sums(self, parameters: Sequence[int]) -> None:
+        ends = list(accumulate(self.parameters[p].elems + _MARKS for p in parameters))
+        memory = torch.empty(ends[-1], dtype=self._sum_dtypes[parameters[0]])
+        for parameter, run in zip(parameters, pairwise([0, *ends]), strict=True):
+            self._sums[parameter] = memory[slice(*run)]
+
+    def _sum_of(self, parameter: int) -> torch.Tensor:
         total = self._sums[parameter]
         if total is None:
-            total = torch.empty(info.elems + _MARKS, dtype=self._sum_dtypes[parameter])
-            self._sums[parameter] = total
+            raise InternalError(f"{self.parameters[parameter].name} was never reduced")
+        return total
+
+    def _run_of(self, parameters: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        """From an element of the first parameter's sum to one of the last one's."""
+        first, last = self._sum_of(parameters[0]), self._sum_of(parameters[-1])
+        begin = first.storage_offset() + start
+        elems = last.storage_offset() + stop - begin
+        return first.as_strided((elems,), (1,), begin)
+
+    def _fill(self, parameter: int, step: int, start: int, stop: int) -> None:
+        """This rank's part of a sum."""
+        total = self._sum_of(parameter)
+        info = self.parameters[parameter]
         flags = self._flags[parameter]
         if flags & Flag.NO_GRADIENT:
             total[start:stop] = 0
         else:
             itemsize = self._itemsize[parameter]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
-            total[start:stop] = torch.frombuffer(part, dtype=dtype)
+            total[start:stop] = torch.frombuffer(part, dtype=DTYPES[info.dtype])
         if stop == info.elems:
             marks = (
                 not flags & Flag.NO_GRADIENT,
@@ -424,24 +455,26 @@ class RingEngine:
                 *self._settings_at(step).digest,
             )
             total[stop:] = torch.tensor(marks, dtype=total.dtype)
-            stop += _MARKS
-        return self._group.sum(total[start:stop])
 
     def _note_reduced(self, instruction: ReduceChunk, started_ns: int) -> None:
         number, step = instruction
-        _, parameter, start, stop = self.chunks[number]
-        size_bytes = (stop - start) * self._sum_dtypes[parameter].itemsize
+        _, parameters, start, stop = self.chunks[number]
+        size_bytes = (stop - start) * self._sum_dtypes[parameters[0]].itemsize
         with self._work:
             self.counters.pushes += 1
             self.counters.pushed_bytes += size_bytes
-        if self._trace is not None:
+        if self._trace is None:
+            return
+        for parameter in parameters:
+            info = self.parameters[parameter]
+            elems = info.elems if len(parameters) > 1 else stop - start
             self._trace.span(
                 RingStage.CHUNK_REDUCED.value,
-                self.parameters[parameter].name,
+                info.name,
                 started_ns,
                 step=step,
                 slice_=number,
-                size_bytes=size_bytes,
+                size_bytes=elems * self._sum_dtypes[parameter].itemsize,
             )
 
     def _measure(self, parameter: int, step: int) -> None:
@@ -463,9 +496,7 @@ class RingEngine:
     def _aggregate(self, parameter: int, step: int) -> None:
         """Keep the aggregated gradient, if any rank had one; checks that the ranks agree."""
         info = self.parameters[parameter]
-        total = self._sums[parameter]
-        if total is None:
-            raise InternalError(f"{info.name} is to be updated and was never reduced")
+        total = self._sum_of(parameter)
         self._gradients[parameter] = None
         with_gradient, changed, *digests = (round(mark) for mark in total[info.elems :].tolist())
         if 0 < changed < self._group.size:
