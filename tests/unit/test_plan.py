@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,29 +21,50 @@ from foreprop.errors import ConfigError, InternalError
 
 
 def test_chunks_cover_every_parameter_once_and_in_order() -> None:
-    assert cut_chunks([5, 0, 4], 2) == (
-        Chunk(0, (0,), 0, 2),
-        Chunk(1, (0,), 2, 4),
-        Chunk(2, (0,), 4, 5),
-        Chunk(3, (2,), 0, 2),
-        Chunk(4, (2,), 2, 4),
-    )
+    assert pieces(cut_chunks([5, 0, 4], 2)) == [
+        [(0, 0, 2)],
+        [(0, 2, 4)],
+        [(0, 4, 5)],
+        [(2, 0, 2)],
+        [(2, 2, 4)],
+    ]
 
 
-def test_small_neighbours_of_one_kind_share_a_chunk() -> None:
-    chunks = cut_chunks([20, 1, 0, 2, 1, 8, 2, 1], 16, kinds="aaaaabba")
-    assert chunks == (
-        Chunk(0, (0,), 0, 16),
-        Chunk(1, (0,), 16, 20),
-        Chunk(2, (1, 3, 4), 0, 4),
-        Chunk(3, (5,), 0, 8),  # too large to share
-        Chunk(4, (6,), 0, 2),
-        Chunk(5, (7,), 0, 1),  # of another kind
-    )
+def pieces(chunks: tuple[Chunk, ...]) -> list[list[tuple[int, int, int]]]:
+    assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+    return [[tuple(piece) for piece in chunk.pieces] for chunk in chunks]
+
+
+def test_small_parameters_join_a_neighbour_of_their_kind() -> None:
+    assert pieces(cut_chunks([20, 1, 0, 4, 8, 1, 16, 4, 1], 16, kinds="aaaaaabbb")) == [
+        [(0, 0, 16)],
+        [(0, 16, 20), (1, 0, 1), (3, 0, 4)],
+        [(4, 0, 8), (5, 0, 1)],  # 8 is too large to join
+        [(6, 0, 16), (7, 0, 4)],
+        [(8, 0, 1)],  # no room for it
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40)),
+    chunk_elems=st.integers(1, 20),
+    seed=st.randoms(use_true_random=False),
+)
+def test_every_element_is_in_one_chunk(
+    sizes: list[int], chunk_elems: int, seed: random.Random
+) -> None:
+    kinds = [seed.randrange(2) for _ in sizes]
+    chunks = cut_chunks(sizes, chunk_elems, kinds=kinds)
+    elements = [(p, e) for p, size in enumerate(sizes) for e in range(size)]
+    cut = [piece for chunk in chunks for piece in chunk.pieces]
+    assert [(p, e) for p, start, stop in cut for e in range(start, stop)] == elements
+    for chunk in chunks:
+        assert chunk.elems <= chunk_elems * 5 / 4
+        assert len({kinds[parameter] for parameter in chunk.parameters}) == 1
 
 
 def test_a_shared_chunk_is_ready_with_the_last_and_urgent_as_the_first() -> None:
-    chunks = cut_chunks([1, 1, 9, 9], 8, kinds="aaaa")
+    chunks = cut_chunks([1, 1, 9, 9], 8, kinds="aabb")
     seen = Observation((3.0, 1.0, 2.0, 0.0), (4.0, 0.0, 6.0, 7.0), (1.0,) * 5)
     assert plan_order(chunks, [1, 2, 3, 0], seen) == (3, 4, 1, 0, 2)
     assert backward_order(chunks, [3, 2, 1, 0]) == (0, 1, 2, 3, 4)

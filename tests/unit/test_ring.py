@@ -46,6 +46,7 @@ def machine(
         cut_chunks(sizes, chunk_elems, kinds=[0] * len(sizes) if shared else None),
         parameters=len(sizes),
         in_flight=in_flight,
+        in_flight_elems=in_flight * chunk_elems,
         needs_norm=needs_norm,
         shares_norm=shares_norm,
     )
@@ -81,6 +82,19 @@ def test_keeps_so_many_in_flight() -> None:
     assert ring.handle(ChunkReduced(1)) == [ReduceChunk(2, 1)]
     assert ring.handle(ChunkReduced(0)) == []
     assert ring.handle(ChunkReduced(2)) == [UpdateParameter(0, 1)]
+
+
+def test_keeps_so_many_elements_in_flight() -> None:
+    chunks = cut_chunks([2, 2, 1, 1, 9], 9)
+    ring = RingMachine(chunks, parameters=5, in_flight=3, in_flight_elems=4)
+    ring.handle(OrderLearned((0, 1, 2, 3, 4), 1))
+    for parameter in (4, 3, 2, 1):
+        assert ring.handle(ParameterReady(parameter, 1)) == []
+    assert ring.handle(ParameterReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
+    assert ring.handle(ChunkReduced(0))[:2] == [ReduceChunk(2, 1), ReduceChunk(3, 1)]
+    assert ring.handle(ChunkReduced(1)) == [UpdateParameter(1, 1)]
+    assert ring.handle(ChunkReduced(2)) == [UpdateParameter(2, 1)]
+    assert ring.handle(ChunkReduced(3))[:1] == [ReduceChunk(4, 1)]  # one may always go
 
 
 def test_a_parameter_is_complete_when_it_is_updated() -> None:

@@ -17,67 +17,58 @@ from foreprop.core.sendqueue import SendQueue
 from foreprop.errors import ConfigError, InternalError
 
 
-class Chunk(NamedTuple):
-    """What one collective reduces: a run of a parameter's flattened elements, or small ones whole.
+class Piece(NamedTuple):
+    """A contiguous run of a parameter's flattened elements."""
 
-    ``start_elems`` and ``stop_elems`` count from the first parameter's first element, through all.
-    """
-
-    number: int
-    parameters: tuple[int, ...]
+    parameter: int
     start_elems: int
     stop_elems: int
 
 
-def cut_chunks(
-    sizes_elems: Sequence[int],
-    chunk_elems: int,
-    *,
-    kinds: Sequence[object] | None = None,
-) -> tuple[Chunk, ...]:
-    """Chunks of at most ``chunk_elems``, parameter by parameter; an empty parameter has none.
+class Chunk(NamedTuple):
+    """What one collective reduces: a piece of a large parameter, small neighbours, or both."""
 
-    Neighbours of the same of ``kinds`` that are small share a chunk (none do without): a collective
-    of a few elements passes every node as often, and is under way nearly as long, as a large one.
+    number: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elems(self) -> int:
+        return sum(stop - start for _, start, stop in self.pieces)
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        return tuple(piece.parameter for piece in self.pieces)
+
+
+def cut_chunks(
+    sizes_elems: Sequence[int], chunk_elems: int, *, kinds: Sequence[object] | None = None
+) -> tuple[Chunk, ...]:
+    """Every element once, in order; pieces of at most ``chunk_elems``, of empty parameters none.
+
+    Up to a quarter of that much is small. A small parameter joins its neighbour's chunk if that is
+    of the same of ``kinds`` and then no larger than five quarters (without ``kinds`` none does): a
+    collective of a few elements passes every node as often as a large one and takes nearly as long.
     """
     if chunk_elems < 1:
         raise ConfigError(f"chunk_elems is {chunk_elems}; it must be at least 1")
-    return tuple(
-        Chunk(number, *cut) for number, cut in enumerate(_cut(sizes_elems, chunk_elems, kinds))
-    )
-
-
-def _cut(
-    sizes_elems: Sequence[int], chunk_elems: int, kinds: Sequence[object] | None
-) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    for parameters in _share(sizes_elems, chunk_elems // _SHARERS, kinds):
-        size = sum(sizes_elems[parameter] for parameter in parameters)
-        for start in range(0, size, chunk_elems):
-            yield parameters, start, min(start + chunk_elems, size)
-
-
-def _share(
-    sizes_elems: Sequence[int], most_elems: int, kinds: Sequence[object] | None
-) -> Iterator[tuple[int, ...]]:
-    """Every parameter once: runs of neighbours of together at most ``most_elems``, or one."""
-    run: list[int] = []
-    room_elems = 0
+    small_elems = chunk_elems // 4
+    chunks: list[list[Piece]] = []
+    room_elems = 0  # in the last one
     for parameter, size in enumerate(sizes_elems):
-        if not size:
-            continue
-        if run and (kinds is None or kinds[parameter] != kinds[run[0]] or size > room_elems):
-            yield tuple(run)
-            run = []
-        if not run:
-            room_elems = most_elems
-        run.append(parameter)
-        room_elems -= size
-    if run:
-        yield tuple(run)
+        for piece in _cut(parameter, size, chunk_elems):
+            alike = kinds and chunks and kinds[chunks[-1][-1].parameter] == kinds[parameter]
+            if alike and size <= min(small_elems, room_elems):
+                chunks[-1].append(piece)
+            else:
+                chunks.append([piece])
+                room_elems = chunk_elems + small_elems
+            room_elems -= piece.stop_elems - piece.start_elems
+    return tuple(Chunk(number, tuple(pieces)) for number, pieces in enumerate(chunks))
 
 
-_SHARERS = 4
-"""Small parameters together have at most this part of a chunk's elements."""
+def _cut(parameter: int, size: int, chunk_elems: int) -> Iterator[Piece]:
+    for start in range(0, size, chunk_elems):
+        yield Piece(parameter, start, min(start + chunk_elems, size))
 
 
 class Observation(NamedTuple):

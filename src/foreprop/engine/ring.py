@@ -22,7 +22,7 @@ from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
+from foreprop.core.plan import Chunk, Observer, Piece, cut_chunks, lateness_s, plan_order
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
@@ -136,7 +136,8 @@ class RingEngine:
             [info.elems for info in parameters], config.chunk_elems, kinds=self._sum_dtypes
         )
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
-        """With the marks behind them. Parameters that share a chunk lie one behind the other."""
+        """With the marks behind them; those of a family lie one behind the other."""
+        self._families = _families(self.chunks)
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
         """Aggregated and not applied yet."""
         self._flags = [0] * len(parameters)
@@ -144,7 +145,8 @@ class RingEngine:
         self._machine = RingMachine(
             self.chunks,
             parameters=len(parameters),
-            in_flight=config.chunks_in_flight,
+            in_flight=config.most_collectives,
+            in_flight_elems=config.chunks_in_flight * config.chunk_elems,
             needs_norm=self._aggregation.needs_norm,
             shares_norm=tell_sum is not None,
         )
@@ -152,11 +154,11 @@ class RingEngine:
         self.order: tuple[int, ...] | None = None
         """As planned; None until there is a plan."""
         self._told_order = ""
-        sizes_bytes = [
-            (stop - start) * self._sum_dtypes[parameters[0]].itemsize
-            for _, parameters, start, stop in self.chunks
+        self._sizes_bytes = [
+            chunk.elems * self._sum_dtypes[chunk.pieces[0].parameter].itemsize
+            for chunk in self.chunks
         ]
-        self._observer = Observer(len(parameters), sizes_bytes)
+        self._observer = Observer(len(parameters), self._sizes_bytes)
         self._work = threading.Condition()
         self._todo: deque[ReduceChunk | MeasureParameter | UpdateParameter] = deque()
         self._under_way = 0
@@ -165,7 +167,7 @@ class RingEngine:
         self._finished = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name=f"foreprop-ring-{i}", daemon=True)
-            for i in range(config.chunks_in_flight + 1)  # one can always update
+            for i in range(config.most_collectives + 1)  # one can always update
         ]
         for thread in self._threads:
             thread.start()
@@ -407,38 +409,35 @@ class RingEngine:
 
     def _issue(self, instruction: ReduceChunk) -> Any:
         number, step = instruction
-        _, parameters, start, stop = self.chunks[number]
-        if self._sums[parameters[0]] is None:
-            self._make_sums(parameters)
-        for parameter in parameters:
-            if len(parameters) > 1:  # they are whole
-                start, stop = 0, self.parameters[parameter].elems
-            self._fill(parameter, step, start, stop)
-        if stop == self.parameters[parameters[-1]].elems:
+        pieces = self.chunks[number].pieces
+        for piece in pieces:
+            self._fill(piece, step)
+        (first, start, _), (last, _, stop) = pieces[0], pieces[-1]
+        begin, total = self._sum_of(first), self._sum_of(last)
+        begin_elems = begin.storage_offset() + start
+        if stop == self.parameters[last].elems:
             stop += _MARKS
-        return self._group.sum(self._run_of(parameters, start, stop))
-
-    def _make_sums(self, parameters: Sequence[int]) -> None:
-        ends = list(accumulate(self.parameters[p].elems + _MARKS for p in parameters))
-        memory = torch.empty(ends[-1], dtype=self._sum_dtypes[parameters[0]])
-        for parameter, run in zip(parameters, pairwise([0, *ends]), strict=True):
-            self._sums[parameter] = memory[slice(*run)]
+        elems = total.storage_offset() + stop - begin_elems
+        return self._group.sum(begin.as_strided((elems,), (1,), begin_elems))
 
     def _sum_of(self, parameter: int) -> torch.Tensor:
+        """Made when it is first needed."""
+        if self._sums[parameter] is None:
+            self._make_sums(self._families[parameter])
         total = self._sums[parameter]
         if total is None:
-            raise InternalError(f"{self.parameters[parameter].name} was never reduced")
+            raise InternalError(f"{self.parameters[parameter].name} is not in its family")
         return total
 
-    def _run_of(self, parameters: Sequence[int], start: int, stop: int) -> torch.Tensor:
-        """From an element of the first parameter's sum to one of the last one's."""
-        first, last = self._sum_of(parameters[0]), self._sum_of(parameters[-1])
-        begin = first.storage_offset() + start
-        elems = last.storage_offset() + stop - begin
-        return first.as_strided((elems,), (1,), begin)
+    def _make_sums(self, family: Sequence[int]) -> None:
+        ends = list(accumulate(self.parameters[p].elems + _MARKS for p in family))
+        memory = torch.empty(ends[-1], dtype=self._sum_dtypes[family[0]])
+        for parameter, run in zip(family, pairwise([0, *ends]), strict=True):
+            self._sums[parameter] = memory[slice(*run)]
 
-    def _fill(self, parameter: int, step: int, start: int, stop: int) -> None:
+    def _fill(self, piece: Piece, step: int) -> None:
         """This rank's part of a sum."""
+        parameter, start, stop = piece
         total = self._sum_of(parameter)
         info = self.parameters[parameter]
         flags = self._flags[parameter]
@@ -458,23 +457,20 @@ class RingEngine:
 
     def _note_reduced(self, instruction: ReduceChunk, started_ns: int) -> None:
         number, step = instruction
-        _, parameters, start, stop = self.chunks[number]
-        size_bytes = (stop - start) * self._sum_dtypes[parameters[0]].itemsize
+        chunk = self.chunks[number]
         with self._work:
             self.counters.pushes += 1
-            self.counters.pushed_bytes += size_bytes
+            self.counters.pushed_bytes += self._sizes_bytes[number]
         if self._trace is None:
             return
-        for parameter in parameters:
-            info = self.parameters[parameter]
-            elems = info.elems if len(parameters) > 1 else stop - start
+        for parameter, start, stop in chunk.pieces:
             self._trace.span(
                 RingStage.CHUNK_REDUCED.value,
-                info.name,
+                self.parameters[parameter].name,
                 started_ns,
                 step=step,
                 slice_=number,
-                size_bytes=elems * self._sum_dtypes[parameter].itemsize,
+                size_bytes=(stop - start) * self._sum_dtypes[parameter].itemsize,
             )
 
     def _measure(self, parameter: int, step: int) -> None:
@@ -588,6 +584,17 @@ def _sum_dtype(dtype: str, wire_dtype: WireDtype | None) -> torch.dtype:
     """
     on_wire = DTYPES[wire_dtype_of(dtype, wire_dtype)]
     return on_wire if dtype == "float32" else torch.promote_types(on_wire, torch.float32)
+
+
+def _families(chunks: Sequence[Chunk]) -> dict[int, list[int]]:
+    """By parameter: those that are connected to it by chunks that they share, in order."""
+    families: dict[int, list[int]] = {}
+    for chunk in chunks:
+        family = families.setdefault(chunk.parameters[0], [chunk.parameters[0]])
+        for parameter in chunk.parameters[1:]:
+            family.append(parameter)
+            families[parameter] = family
+    return families
 
 
 def _plans_after(step: int) -> bool:
