@@ -123,8 +123,12 @@ class Config:
         "a worker's pushes under way to all servers, unacknowledged, or (p3) unanswered",
         1,
     )
-    chunk_elems: int = _setting(400_000, "architecture=ring: elements per collective", 1)
-    chunks_in_flight: int = _setting(8, "architecture=ring: collectives under way at once", 1)
+    chunk_elems: int = _setting(
+        400_000, "architecture=ring: elements per collective; small parameters join one", 1
+    )
+    chunks_in_flight: int = _setting(
+        4, "architecture=ring: full chunks under way at once, or twice as many small", 1
+    )
     sparse_parameters: str | None = _setting(
         None, "names of embeddings to be held row by row; patterns (*, ?), with commas"
     )
@@ -254,6 +258,11 @@ class Config:
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
         )
+
+    @property
+    def most_collectives(self) -> int:
+        """So many may be under way at once, if their chunks are small."""
+        return 2 * self.chunks_in_flight
 
     @property
     def aggregation(self) -> Aggregation:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +21,54 @@ from foreprop.errors import ConfigError, InternalError
 
 
 def test_chunks_cover_every_parameter_once_and_in_order() -> None:
-    assert cut_chunks([5, 0, 4], 2) == (
-        Chunk(0, 0, 0, 2),
-        Chunk(1, 0, 2, 4),
-        Chunk(2, 0, 4, 5),
-        Chunk(3, 2, 0, 2),
-        Chunk(4, 2, 2, 4),
-    )
+    assert pieces(cut_chunks([5, 0, 4], 2)) == [
+        [(0, 0, 2)],
+        [(0, 2, 4)],
+        [(0, 4, 5)],
+        [(2, 0, 2)],
+        [(2, 2, 4)],
+    ]
+
+
+def pieces(chunks: tuple[Chunk, ...]) -> list[list[tuple[int, int, int]]]:
+    assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
+    return [[tuple(piece) for piece in chunk.pieces] for chunk in chunks]
+
+
+def test_small_parameters_join_a_neighbour_of_their_kind() -> None:
+    assert pieces(cut_chunks([20, 1, 0, 4, 8, 1, 16, 4, 1], 16, kinds="aaaaaabbb")) == [
+        [(0, 0, 16)],
+        [(0, 16, 20), (1, 0, 1), (3, 0, 4)],
+        [(4, 0, 8), (5, 0, 1)],  # 8 is too large to join
+        [(6, 0, 16), (7, 0, 4)],
+        [(8, 0, 1)],  # no room for it
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40)),
+    chunk_elems=st.integers(1, 20),
+    seed=st.randoms(use_true_random=False),
+)
+def test_every_element_is_in_one_chunk(
+    sizes: list[int], chunk_elems: int, seed: random.Random
+) -> None:
+    kinds = [seed.randrange(2) for _ in sizes]
+    chunks = cut_chunks(sizes, chunk_elems, kinds=kinds)
+    elements = [(p, e) for p, size in enumerate(sizes) for e in range(size)]
+    cut = [piece for chunk in chunks for piece in chunk.pieces]
+    assert [(p, e) for p, start, stop in cut for e in range(start, stop)] == elements
+    for chunk in chunks:
+        assert chunk.elems <= chunk_elems * 5 / 4
+        assert len({kinds[parameter] for parameter in chunk.parameters}) == 1
+
+
+def test_a_shared_chunk_is_ready_with_the_last_and_urgent_as_the_first() -> None:
+    chunks = cut_chunks([1, 1, 9, 9], 8, kinds="aabb")
+    seen = Observation((3.0, 1.0, 2.0, 0.0), (4.0, 0.0, 6.0, 7.0), (1.0,) * 5)
+    assert plan_order(chunks, [1, 2, 3, 0], seen) == (3, 4, 1, 0, 2)
+    assert backward_order(chunks, [3, 2, 1, 0]) == (0, 1, 2, 3, 4)
+    assert lateness_s((0, 1, 2, 3, 4), chunks, seen) == 4.0  # reduced at 4, and needed at 0
 
 
 def test_refuses_chunks_of_nothing() -> None:
@@ -81,12 +124,17 @@ times = st.floats(0, 10)
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[tuple[Chunk, ...], list[int], Observation]:
     sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-    chunks = cut_chunks(sizes, draw(st.integers(1, 3)))
     count = len(sizes)
+    kinds = draw(st.none() | st.lists(st.booleans(), min_size=count, max_size=count))
+    chunks = cut_chunks(sizes, draw(st.integers(1, 16)), kinds=kinds)
     each = st.lists(times, min_size=count, max_size=count)
     chunk_s = draw(st.lists(times, min_size=len(chunks), max_size=len(chunks)))
     forward = draw(st.permutations(range(count)))
     return chunks, forward, Observation(tuple(draw(each)), tuple(draw(each)), tuple(chunk_s))
+
+
+def ready_s_of(chunk: Chunk, seen: Observation) -> float:
+    return max(seen.ready_s[parameter] for parameter in chunk.parameters)
 
 
 @given(situations())
@@ -99,9 +147,9 @@ def test_a_plan_names_every_chunk_once_and_the_link_is_never_idle_with_something
     now_s = 0.0
     left = set(order)
     for number in order:
-        ready_s = seen.ready_s[chunks[number].parameter]
+        ready_s = ready_s_of(chunks[number], seen)
         if ready_s > now_s:
-            assert all(seen.ready_s[chunks[other].parameter] >= ready_s for other in left)
+            assert all(ready_s_of(chunks[other], seen) >= ready_s for other in left)
         now_s = max(now_s, ready_s) + seen.chunk_s[number]
         left.remove(number)
 

@@ -37,14 +37,16 @@ def machine(
     sizes: list[int],
     *,
     chunk_elems: int = 1,
+    shared: bool = False,
     in_flight: int = 4,
     needs_norm: bool = False,
     shares_norm: bool = False,
 ) -> RingMachine:
     return RingMachine(
-        cut_chunks(sizes, chunk_elems),
+        cut_chunks(sizes, chunk_elems, kinds=[0] * len(sizes) if shared else None),
         parameters=len(sizes),
         in_flight=in_flight,
+        in_flight_elems=in_flight * chunk_elems,
         needs_norm=needs_norm,
         shares_norm=shares_norm,
     )
@@ -63,12 +65,36 @@ def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
     assert ring.under_way is None
 
 
+def test_parameters_that_share_a_chunk_wait_for_each_other() -> None:
+    ring = machine([1, 1, 1], chunk_elems=12, shared=True)
+    assert ring.handle(ParameterReady(0, 1)) == []
+    assert ring.queue_depth == 0
+    assert ring.next_chunk == (1, 1)  # what is missing
+    assert ring.handle(ParameterReady(2, 1)) == []
+    assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(0, 1)]
+    updates = [UpdateParameter(0, 1), UpdateParameter(1, 1), UpdateParameter(2, 1)]
+    assert ring.handle(ChunkReduced(0)) == updates
+
+
 def test_keeps_so_many_in_flight() -> None:
     ring = machine([3], in_flight=2)
     assert ring.handle(ParameterReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
     assert ring.handle(ChunkReduced(1)) == [ReduceChunk(2, 1)]
     assert ring.handle(ChunkReduced(0)) == []
     assert ring.handle(ChunkReduced(2)) == [UpdateParameter(0, 1)]
+
+
+def test_keeps_so_many_elements_in_flight() -> None:
+    chunks = cut_chunks([2, 2, 1, 1, 9], 9)
+    ring = RingMachine(chunks, parameters=5, in_flight=3, in_flight_elems=4)
+    ring.handle(OrderLearned((0, 1, 2, 3, 4), 1))
+    for parameter in (4, 3, 2, 1):
+        assert ring.handle(ParameterReady(parameter, 1)) == []
+    assert ring.handle(ParameterReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
+    assert ring.handle(ChunkReduced(0))[:2] == [ReduceChunk(2, 1), ReduceChunk(3, 1)]
+    assert ring.handle(ChunkReduced(1)) == [UpdateParameter(1, 1)]
+    assert ring.handle(ChunkReduced(2)) == [UpdateParameter(2, 1)]
+    assert ring.handle(ChunkReduced(3))[:1] == [ReduceChunk(4, 1)]  # one may always go
 
 
 def test_a_parameter_is_complete_when_it_is_updated() -> None:
@@ -216,11 +242,15 @@ class Rank:
         steps: int,
         chooser: random.Random,
         *,
+        shared: bool,
         norm: str,
     ) -> None:
+        chunk_elems = 8 if shared else 2
+        self.chunks = len(cut_chunks(sizes, chunk_elems, kinds=[0] * 4 if shared else None))
         self.ring = machine(
             sizes,
-            chunk_elems=2,
+            chunk_elems=chunk_elems,
+            shared=shared,
             in_flight=in_flight,
             needs_norm=norm != "none",
             shares_norm=norm == "shared",
@@ -272,15 +302,16 @@ class Rank:
     sizes=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     in_flight=st.integers(1, 3),
     seed=st.integers(0, 2**32),
+    shared=st.booleans(),
     norm=st.sampled_from(["none", "own", "shared"]),
 )
 def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_ever(
-    sizes: list[int], in_flight: int, seed: int, norm: str
+    sizes: list[int], in_flight: int, seed: int, shared: bool, norm: str
 ) -> None:
     chooser = random.Random(seed)
     steps = 4
-    ranks = [Rank(sizes, in_flight, steps, chooser, norm=norm) for _ in range(3)]
-    chunks = len(cut_chunks(sizes, 2))
+    ranks = [Rank(sizes, in_flight, steps, chooser, shared=shared, norm=norm) for _ in range(3)]
+    chunks = ranks[0].chunks
     order = tuple(chooser.sample(range(chunks), chunks))
     for rank in ranks:
         rank.do(OrderLearned(order, 3))

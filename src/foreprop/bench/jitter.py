@@ -62,7 +62,7 @@ def simulate_jitter(
     chunks = cut_chunks([sum(layer.sizes_elems) for layer in layers], chunk_elems)
     chunk_s = tuple(
         limit.wire_s(
-            limit.HEADER_FACTOR * limit.BYTES_PER_ELEM * (chunk.stop_elems - chunk.start_elems),
+            limit.HEADER_FACTOR * limit.BYTES_PER_ELEM * chunk.elems,
             nodes=nodes,
             rate_bits_per_s=rate_bits_per_s,
         )
@@ -134,7 +134,7 @@ def _step_s(
     reduced_s = [0.0] * len(ready_s)
     now_s = 0.0
     for number in order:
-        layer = chunks[number].parameter
+        layer = chunks[number].pieces[0].parameter
         now_s = max(now_s, ready_s[layer]) + chunk_s[number]
         reduced_s[layer] = now_s
     ends = []

@@ -4,8 +4,9 @@ Theory of operation. All ranks issue the same chunks in the same order, without 
 an order is in force from a step that all know, and a chunk that is not ready holds up those behind
 it. So no rank can wait for a collective that another one will not issue, as long as every rank
 makes the same steps; within a step, `GradientReady` comes for every parameter, with a gradient or
-without. At most ``in_flight`` chunks are under way, so that the order is decided late and the link
-is never idle between two. A parameter whose last chunk is in is updated, then complete; an empty
+without. Under way are at most ``in_flight`` chunks and, unless it is one, ``in_flight_elems``
+elements: what becomes ready and urgent has to pass behind them, and fewer would leave the link idle
+between two. A parameter whose last chunk is in is updated, then complete; an empty
 one is so at once. If updates need the norm of all gradients (``needs_norm``), a reduced parameter
 is measured first, and the updates of a step begin, the most urgent first, when all have been. Every
 rank has the same sums, so nothing more is sent. If other parameters have a part in that norm
@@ -127,6 +128,7 @@ class RingMachine:
         *,
         parameters: int,
         in_flight: int,
+        in_flight_elems: int,
         needs_norm: bool = False,
         shares_norm: bool = False,
     ) -> None:
@@ -134,9 +136,12 @@ class RingMachine:
             raise InternalError(f"{in_flight} collectives in flight")
         self._chunks = chunks
         self._in_flight = in_flight
+        self._in_flight_elems = in_flight_elems
+        self._issued_elems = 0
         self._chunks_of = [0] * parameters
         for chunk in chunks:
-            self._chunks_of[chunk.parameter] += 1
+            for parameter in chunk.parameters:
+                self._chunks_of[parameter] += 1
         self._order = backward_order(chunks, range(parameters))
         self._next_order: OrderLearned | None = None
         self._step = 1  # that chunks are being issued for
@@ -183,22 +188,29 @@ class RingMachine:
     @property
     def queue_depth(self) -> int:
         """Chunks of parameters that are ready and wait for their turn."""
-        return sum(
-            self._ready_step[self._chunks[number].parameter] >= self._step
-            for number in self._order[self._position :]
-        )
+        waiting = self._order[self._position :]
+        return sum(self._missing_of(self._chunks[number]) is None for number in waiting)
 
     @property
     def next_chunk(self) -> tuple[int, int]:
         """(parameter, step) of the chunk whose turn it is: what everything behind it waits for."""
-        return self._chunks[self._order[self._position]].parameter, self._step
+        chunk = self._chunks[self._order[self._position]]
+        missing = self._missing_of(chunk)
+        return chunk.parameters[0] if missing is None else missing, self._step
+
+    def _missing_of(self, chunk: Chunk) -> int | None:
+        """A parameter for which the chunk cannot be reduced yet, if there is any."""
+        for parameter in chunk.parameters:
+            if self._ready_step[parameter] < self._step:
+                return parameter
+        return None
 
     @property
     def under_way(self) -> tuple[int, int] | None:
         """(parameter, step) of a chunk that was issued and is not reduced, if there is any."""
         if not self._issued:
             return None
-        parameter = self._chunks[min(self._issued)].parameter
+        parameter = self._chunks[min(self._issued)].parameters[0]
         return parameter, self._ready_step[parameter]
 
     # Handlers.
@@ -219,13 +231,14 @@ class RingMachine:
         if event.chunk not in self._issued:
             raise LocalProtocolError(f"chunk {event.chunk} was reduced, but is not under way")
         self._issued.remove(event.chunk)
-        parameter = self._chunks[event.chunk].parameter
-        self._missing[parameter] -= 1
+        self._issued_elems -= self._chunks[event.chunk].elems
         instructions = self._issue()
-        if not self._missing[parameter]:
-            self._missing[parameter] = self._chunks_of[parameter]
-            following = MeasureParameter if self._needs_norm else UpdateParameter
-            instructions.append(following(parameter, self._ready_step[parameter]))
+        following = MeasureParameter if self._needs_norm else UpdateParameter
+        for parameter in self._chunks[event.chunk].parameters:
+            self._missing[parameter] -= 1
+            if not self._missing[parameter]:
+                self._missing[parameter] = self._chunks_of[parameter]
+                instructions.append(following(parameter, self._ready_step[parameter]))
         return instructions
 
     def _on_parameter_measured(self, event: ParameterMeasured) -> list[RingInstruction]:
@@ -288,11 +301,14 @@ class RingMachine:
     # Shared pieces.
     def _issue(self) -> list[RingInstruction]:
         instructions: list[RingInstruction] = []
-        while self._order and len(self._issued) < self._in_flight:
+        while self._order:
             chunk = self._chunks[self._order[self._position]]
-            if self._ready_step[chunk.parameter] < self._step:
+            if self._missing_of(chunk) is not None:
                 break  # whatever is behind it and ready: it may not be so on another rank
+            if not self._has_room(chunk):
+                break
             self._issued.add(chunk.number)
+            self._issued_elems += chunk.elems
             instructions.append(ReduceChunk(chunk.number, self._step))
             self._position += 1
             if self._position == len(self._order):
@@ -300,6 +316,12 @@ class RingMachine:
                 self._step += 1
                 self._begin_step()
         return instructions
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        return not self._issued or (
+            len(self._issued) < self._in_flight
+            and self._issued_elems + chunk.elems <= self._in_flight_elems
+        )
 
     def _begin_step(self) -> None:
         """Take a new order that is due; only between two steps."""

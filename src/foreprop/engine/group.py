@@ -46,7 +46,7 @@ class Group:
     def open(self) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
         options = _Gloo._Options()
-        options._threads = self._config.chunks_in_flight
+        options._threads = self._config.most_collectives
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
         options._devices = [self._device()]
         store = PrefixStore(f"{self._key}/gloo", self._world.store)

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.plan import Observer, cut_chunks, lateness_s, plan_order
+from foreprop.core.plan import Chunk, Observer, Piece, cut_chunks, lateness_s, plan_order
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
@@ -129,10 +130,14 @@ class RingEngine:
         self._coefficient = 1.0
         self._skip = False
         """Whether the step whose updates are under way is left out."""
-        self.chunks = cut_chunks([info.elems for info in parameters], config.chunk_elems)
         self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in parameters]
         self._sum_dtypes = [_sum_dtype(info.dtype, config.wire_dtype) for info in parameters]
+        self.chunks = cut_chunks(
+            [info.elems for info in parameters], config.chunk_elems, kinds=self._sum_dtypes
+        )
         self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        """With the marks behind them; those of a family lie one behind the other."""
+        self._families = _families(self.chunks)
         self._gradients: list[torch.Tensor | None] = [None] * len(parameters)
         """Aggregated and not applied yet."""
         self._flags = [0] * len(parameters)
@@ -140,7 +145,8 @@ class RingEngine:
         self._machine = RingMachine(
             self.chunks,
             parameters=len(parameters),
-            in_flight=config.chunks_in_flight,
+            in_flight=config.most_collectives,
+            in_flight_elems=config.chunks_in_flight * config.chunk_elems,
             needs_norm=self._aggregation.needs_norm,
             shares_norm=tell_sum is not None,
         )
@@ -148,11 +154,11 @@ class RingEngine:
         self.order: tuple[int, ...] | None = None
         """As planned; None until there is a plan."""
         self._told_order = ""
-        sizes_bytes = [
-            (stop - start) * self._sum_dtypes[parameter].itemsize
-            for _, parameter, start, stop in self.chunks
+        self._sizes_bytes = [
+            chunk.elems * self._sum_dtypes[chunk.pieces[0].parameter].itemsize
+            for chunk in self.chunks
         ]
-        self._observer = Observer(len(parameters), sizes_bytes)
+        self._observer = Observer(len(parameters), self._sizes_bytes)
         self._work = threading.Condition()
         self._todo: deque[ReduceChunk | MeasureParameter | UpdateParameter] = deque()
         self._under_way = 0
@@ -161,7 +167,7 @@ class RingEngine:
         self._finished = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name=f"foreprop-ring-{i}", daemon=True)
-            for i in range(config.chunks_in_flight + 1)  # one can always update
+            for i in range(config.most_collectives + 1)  # one can always update
         ]
         for thread in self._threads:
             thread.start()
@@ -403,20 +409,44 @@ class RingEngine:
 
     def _issue(self, instruction: ReduceChunk) -> Any:
         number, step = instruction
-        _, parameter, start, stop = self.chunks[number]
-        info = self.parameters[parameter]
-        dtype = DTYPES[info.dtype]
+        pieces = self.chunks[number].pieces
+        for piece in pieces:
+            self._fill(piece, step)
+        (first, start, _), (last, _, stop) = pieces[0], pieces[-1]
+        begin, total = self._sum_of(first), self._sum_of(last)
+        begin_elems = begin.storage_offset() + start
+        if stop == self.parameters[last].elems:
+            stop += _MARKS
+        elems = total.storage_offset() + stop - begin_elems
+        return self._group.sum(begin.as_strided((elems,), (1,), begin_elems))
+
+    def _sum_of(self, parameter: int) -> torch.Tensor:
+        """Made when it is first needed."""
+        if self._sums[parameter] is None:
+            self._make_sums(self._families[parameter])
         total = self._sums[parameter]
         if total is None:
-            total = torch.empty(info.elems + _MARKS, dtype=self._sum_dtypes[parameter])
-            self._sums[parameter] = total
+            raise InternalError(f"{self.parameters[parameter].name} is not in its family")
+        return total
+
+    def _make_sums(self, family: Sequence[int]) -> None:
+        ends = list(accumulate(self.parameters[p].elems + _MARKS for p in family))
+        memory = torch.empty(ends[-1], dtype=self._sum_dtypes[family[0]])
+        for parameter, run in zip(family, pairwise([0, *ends]), strict=True):
+            self._sums[parameter] = memory[slice(*run)]
+
+    def _fill(self, piece: Piece, step: int) -> None:
+        """This rank's part of a sum."""
+        parameter, start, stop = piece
+        total = self._sum_of(parameter)
+        info = self.parameters[parameter]
         flags = self._flags[parameter]
         if flags & Flag.NO_GRADIENT:
             total[start:stop] = 0
         else:
             itemsize = self._itemsize[parameter]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
-            total[start:stop] = torch.frombuffer(part, dtype=dtype)
+            total[start:stop] = torch.frombuffer(part, dtype=DTYPES[info.dtype])
         if stop == info.elems:
             marks = (
                 not flags & Flag.NO_GRADIENT,
@@ -424,24 +454,23 @@ class RingEngine:
                 *self._settings_at(step).digest,
             )
             total[stop:] = torch.tensor(marks, dtype=total.dtype)
-            stop += _MARKS
-        return self._group.sum(total[start:stop])
 
     def _note_reduced(self, instruction: ReduceChunk, started_ns: int) -> None:
         number, step = instruction
-        _, parameter, start, stop = self.chunks[number]
-        size_bytes = (stop - start) * self._sum_dtypes[parameter].itemsize
+        chunk = self.chunks[number]
         with self._work:
             self.counters.pushes += 1
-            self.counters.pushed_bytes += size_bytes
-        if self._trace is not None:
+            self.counters.pushed_bytes += self._sizes_bytes[number]
+        if self._trace is None:
+            return
+        for parameter, start, stop in chunk.pieces:
             self._trace.span(
                 RingStage.CHUNK_REDUCED.value,
                 self.parameters[parameter].name,
                 started_ns,
                 step=step,
                 slice_=number,
-                size_bytes=size_bytes,
+                size_bytes=(stop - start) * self._sum_dtypes[parameter].itemsize,
             )
 
     def _measure(self, parameter: int, step: int) -> None:
@@ -463,9 +492,7 @@ class RingEngine:
     def _aggregate(self, parameter: int, step: int) -> None:
         """Keep the aggregated gradient, if any rank had one; checks that the ranks agree."""
         info = self.parameters[parameter]
-        total = self._sums[parameter]
-        if total is None:
-            raise InternalError(f"{info.name} is to be updated and was never reduced")
+        total = self._sum_of(parameter)
         self._gradients[parameter] = None
         with_gradient, changed, *digests = (round(mark) for mark in total[info.elems :].tolist())
         if 0 < changed < self._group.size:
@@ -557,6 +584,17 @@ def _sum_dtype(dtype: str, wire_dtype: WireDtype | None) -> torch.dtype:
     """
     on_wire = DTYPES[wire_dtype_of(dtype, wire_dtype)]
     return on_wire if dtype == "float32" else torch.promote_types(on_wire, torch.float32)
+
+
+def _families(chunks: Sequence[Chunk]) -> dict[int, list[int]]:
+    """By parameter: those that are connected to it by chunks that they share, in order."""
+    families: dict[int, list[int]] = {}
+    for chunk in chunks:
+        family = families.setdefault(chunk.parameters[0], [chunk.parameters[0]])
+        for parameter in chunk.parameters[1:]:
+            family.append(parameter)
+            families[parameter] = family
+    return families
 
 
 def _plans_after(step: int) -> bool:
