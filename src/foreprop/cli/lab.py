@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreprop.errors import ConfigError
+from foreprop.lab.ablation import ABLATION
 from foreprop.lab.language import (
     HYBRID,
     LANGUAGE_SYSTEMS,
@@ -92,7 +93,7 @@ def run(
         compute_s = usual_compute_s(chosen, nodes * workers_per_node)
     setting = LabSetting(
         profile=chosen,
-        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        systems=_names(systems),
         nodes=nodes,
         workers_per_node=workers_per_node,
         scale=scale,
@@ -131,6 +132,12 @@ def language(
     systems: Annotated[
         str, typer.Option(help=f"Separated by commas: {', '.join(LANGUAGE_SYSTEMS)}.")
     ] = ",".join(LANGUAGE_SYSTEMS),
+    ablation: Annotated[
+        bool,
+        typer.Option(
+            "--ablation", help=f"Instead: {', '.join(ABLATION)}, each with those before it."
+        ),
+    ] = False,
     iterations: Annotated[int, typer.Option(help="Measured steps of each system.")] = 20,
     width: Annotated[int, typer.Option(help="Elements of a word's row, unscaled.")] = 512,
     hidden: Annotated[int, typer.Option(help="Units of the LSTM, unscaled.")] = 1024,
@@ -147,7 +154,7 @@ def language(
     """
     setting = LanguageSetting(
         profile=lstm_profile(width, hidden),
-        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        systems=tuple(ABLATION) if ablation else _names(systems),
         nodes=nodes,
         workers_per_node=workers_per_node,
         scale=scale,
@@ -179,18 +186,26 @@ def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) ->
         f" {setting.rate / 1e6:.0f} Mbit/s, compute {setting.compute_s:g} s"
     )
     made = Table(title=title)
-    headings = ("system", "step", "steps/s", "hybrid is", "sent", "received", "waiting", "CPUs")
+    first = setting.systems[0]
+    compared = f"over {first}" if first in ABLATION else "hybrid is"
+    headings = ("system", "step", "steps/s", compared, "sent", "received", "waiting", "CPUs")
     for heading in headings:
         made.add_column(heading, justify="left" if heading == "system" else "right")
     steps = {m.record.system: m.record.iteration_s.median for m in measured}
     best = steps.get(HYBRID)
+
+    def ratio(step_s: float) -> str:
+        if first in ABLATION:
+            return f"{steps[first] / step_s:.2f}x"
+        return f"{step_s / best:.2f}x" if best else ""
+
     for entry in measured:
         record, step_s = entry.record, entry.record.iteration_s.median
         made.add_row(
             record.system,
             f"{step_s:.3f} s",
             f"{1 / step_s:.3f}",
-            f"{step_s / best:.2f}x" if best else "",
+            ratio(step_s),
             f"{entry.sent_bytes / 1e6:.1f} MB",
             f"{entry.received_bytes / 1e6:.1f} MB",
             f"{record.waiting_s:.2f} s",
@@ -243,6 +258,10 @@ def _import_make_figures() -> Callable[..., Figures]:
             f"figures need {error.name}, which is not installed: pip install 'foreprop[lab]'"
         ) from error
     return make_figures
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _nodes(setting: LabSetting) -> str:

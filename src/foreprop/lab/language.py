@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from foreprop.config import Config
 from foreprop.engine.main import die_with_parent
 from foreprop.errors import ConfigError
+from foreprop.lab.ablation import ABLATION, Ablated
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.profile import Layer, Profile, ProfiledArray
 from foreprop.lab.setting import LabSetting
@@ -38,8 +39,10 @@ DDP_SPARSE, DDP_DENSE = "ddp-sparse", "ddp-dense"
 LANGUAGE_SYSTEMS = (HYBRID, SERVERS, FEW_SERVERS, RING, DDP_SPARSE, DDP_DENSE)
 """foreprop's architectures ("ps": servers on two nodes); DDP, which gathers sparse gradients."""
 
-_SPARSE = frozenset({HYBRID, SERVERS, FEW_SERVERS, DDP_SPARSE})
+_SPARSE_OTHERS = frozenset({HYBRID, SERVERS, FEW_SERVERS, DDP_SPARSE})
 _FEW = 2  # servers of "ps"
+_NEVER_REACHED = 1e6
+"""A norm: gradients are measured and stay as they are."""
 _DEFAULT = Config()
 
 
@@ -58,7 +61,7 @@ class LanguageSetting(LabSetting):
     text: Path | None = None
     """A file of words, instead of WikiText-2."""
 
-    known_systems: ClassVar[tuple[str, ...]] = LANGUAGE_SYSTEMS
+    known_systems: ClassVar[tuple[str, ...]] = (*LANGUAGE_SYSTEMS, *ABLATION)
 
     def __post_init__(self) -> None:
         super(LanguageSetting, self).__post_init__()
@@ -102,11 +105,11 @@ class LanguageModel(torch.nn.Module):
         self.softmax = torch.nn.Embedding(types, row_elems, sparse=sparse)
 
     def forward(self, words: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-        x = self.lstm(self._look_up(self.words, words).mean().reshape(1))
-        result: torch.Tensor = x * self._look_up(self.softmax, classes).mean()
+        x = self.lstm(self.look_up(self.words, words).mean().reshape(1))
+        result: torch.Tensor = x * self.look_up(self.softmax, classes).mean()
         return result
 
-    def _look_up(self, table: torch.nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
+    def look_up(self, table: torch.nn.Embedding, rows: torch.Tensor) -> torch.Tensor:
         asked_at = time.monotonic()
         found: torch.Tensor = table(rows)
         self.clock.waited(asked_at)
@@ -161,13 +164,35 @@ def _read_words(setting: LanguageSetting) -> tuple[torch.Tensor, list[str]]:
     return words, types
 
 
+class AggregatedRows:
+    """Reads the rows that any worker has looked up in a step, as who clips on a worker has to.
+
+    What is fetched are the rows' new values: as many bytes as their aggregated gradients, at the
+    same time. Nothing is clipped.
+    """
+
+    def __init__(self, setting: LanguageSetting) -> None:
+        self._batches = [Text(setting, rank).batches() for rank in range(setting.workers)]
+
+    def advance(self) -> None:
+        """To the workers' next batches."""
+        words, classes = zip(*(next(batches) for batches in self._batches), strict=True)
+        self._words = torch.unique(torch.cat([each.flatten() for each in words]))
+        self._classes = torch.unique(torch.cat(classes))
+
+    @torch.no_grad()
+    def fetch(self, model: LanguageModel) -> None:
+        model.look_up(model.words, self._words)
+        model.look_up(model.softmax, self._classes)
+
+
 class LanguageSystem:
     """One way of training the language model, on one worker."""
 
     def __init__(self, name: str, setting: LanguageSetting, rank: int) -> None:
         text = Text(setting, rank)
         torch.manual_seed(0)
-        sparse = name in _SPARSE
+        sparse = name in _SPARSE_OTHERS or name in ABLATION
         clock = DeviceClock(jitter=setting.jitter, seed=rank)
         self._model = LanguageModel(
             text.types, setting.row_elems, setting.layers, clock, sparse=sparse
@@ -176,6 +201,9 @@ class LanguageSystem:
         self._batches = lookahead.follow(text.batches())  # as a loader from `shard` does
         self._forward: Callable[..., torch.Tensor] = self._model
         self._close: Callable[[], None] = lambda: None
+        ablated = ABLATION.get(name)
+        on_workers = ablated is not None and not ablated.clips_on_servers
+        self._aggregated = AggregatedRows(setting) if on_workers else None
         if name in (DDP_SPARSE, DDP_DENSE):
             self._forward = DistributedDataParallel(
                 self._model, bucket_cap_mb=25 / setting.scale, gradient_as_bucket_view=not sparse
@@ -195,7 +223,7 @@ class LanguageSystem:
         """From the end of a forward pass to the end of the next one."""
         clock = self._model.clock
         clock.restart()
-        loss = self._forward(*next(self._batches))
+        loss = self._next_loss()
         steps = Steps()
         for _ in range(count):
             started, idle_before = clock.free_at, clock.idle_s
@@ -203,22 +231,35 @@ class LanguageSystem:
             loss.sum().backward()  # type: ignore[no-untyped-call]
             self._model.end_backward()
             self._optimizer.step()
-            loss = self._forward(*next(self._batches))
+            if self._aggregated is not None:
+                self._aggregated.fetch(self._model)
+            loss = self._next_loss()
             steps.step_s.append(clock.free_at - started)
             steps.waited_s.append(clock.idle_s - idle_before)
         return steps
+
+    def _next_loss(self) -> torch.Tensor:
+        if self._aggregated is not None:
+            self._aggregated.advance()
+        return self._forward(*next(self._batches))
 
     def close(self) -> None:
         self._close()
 
 
 def _config(name: str, setting: LanguageSetting) -> Config:
+    ablated = ABLATION.get(name) or Ablated(
+        architecture=name,  # type: ignore[arg-type]
+        local_aggregation=local_aggregation(),
+    )
     return dataclasses.replace(
         _DEFAULT,
-        architecture=name,  # type: ignore[arg-type]
+        architecture=ablated.architecture,
         dedicated_servers=min(_FEW, setting.nodes) if name == FEW_SERVERS else 0,
         workers_per_node=setting.workers_per_node,
-        local_aggregation=local_aggregation(),
+        local_aggregation=ablated.local_aggregation,
+        clip_grad_norm=_NEVER_REACHED if ablated.clips_on_servers else None,
+        wire_dtype=ablated.wire_dtype,
         whole_tables="none",
         chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
         slice_elems=setting.scaled(setting.slice_elems),

@@ -19,6 +19,7 @@ import torch
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
+from foreprop.lab.ablation import ABLATION
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, LanguageSystem
 from foreprop.lab.mxnet import MxnetSystem
@@ -227,7 +228,7 @@ class _Run:
             scale=setting.scale,
             nodes=setting.nodes,
             workers_per_node=setting.workers_per_node,
-            local_aggregation=local_aggregation() if name not in _OTHERS else None,
+            local_aggregation=_local_aggregation_of(name),
             rate_bits_per_s=setting.rate,
             balance=wire_s / compute_s,
             compute_s=compute_s,
@@ -254,6 +255,12 @@ def _busy_s() -> float:
     """
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.nice - getattr(times, "iowait", 0.0))
+
+
+def _local_aggregation_of(system: str) -> str | None:
+    if system in _OTHERS:
+        return None
+    return ABLATION[system].local_aggregation if system in ABLATION else local_aggregation()
 
 
 def _versions() -> dict[str, str]:
