@@ -136,6 +136,11 @@ class Config:
     reduction: Reduction = _setting(
         "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
     )
+    sparse_reduction: Reduction | None = _setting(
+        None,
+        "the same for the sparse gradients of embeddings with sparse=True, wherever they are held;"
+        " by default as reduction",
+    )
     clip_grad_norm: float | None = _setting(
         None, "scale the aggregated gradients down to this global 2-norm"
     )
@@ -249,6 +254,7 @@ class Config:
         """What happens to gradients between their sum and the optimizer."""
         return Aggregation(
             reduction=self.reduction,
+            sparse_reduction=self.sparse_reduction,
             clip_grad_norm=self.clip_grad_norm,
             clip_grad_value=self.clip_grad_value,
             ema=self.ema,

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from foreprop.core.aggregation import Aggregation
+from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.rows import Shard, plan_shards
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
@@ -59,6 +59,8 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     group: int
     rows: bool = False
     """Held row-wise by the servers (an embedding's table), not in slices."""
+    sparse: bool = False
+    """Its gradients are sparse, as the model says; wherever it is held."""
 
     @property
     def elems(self) -> int:
@@ -88,6 +90,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def wire_dtypes(self) -> list[str]:
         """By parameter, what its gradients and new values travel in."""
         return [wire_dtype_of(info.dtype, self.knobs.wire_dtype) for info in self.parameters]
+
+    def reductions(self) -> list[Reduction]:
+        """By parameter, what is made of the ranks' gradients."""
+        reduction_of = self.knobs.aggregation.reduction_of
+        return [reduction_of(sparse=info.sparse) for info in self.parameters]
 
     def slices(self) -> tuple[Slice, ...]:
         partition = Partition(

@@ -77,6 +77,7 @@ class RowStore:
         self._aggregation = manifest.knobs.aggregation
         optimizer = SPARSE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
         self._group_of = [info.group for info in manifest.parameters]
+        self._reductions = manifest.reductions()
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._shards = {
@@ -143,7 +144,7 @@ class RowStore:
         ``scale`` is that of the loss.
         """
         tensors = self._shards[number]
-        tensors.total = self._total(gradients, tensors.parameter, scale)
+        tensors.total = self._total(gradients, tensors, scale)
         return ZERO if tensors.total is None else square_sum(tensors.total.rows)
 
     def update(
@@ -165,7 +166,7 @@ class RowStore:
         averages = tensors.averages = tensors.averages or self._new_averages(tensors)
         total, tensors.total = tensors.total, None
         if total is None:
-            total = self._total(gradients, tensors.parameter)
+            total = self._total(gradients, tensors)
         if total is not None and groups:
             if averages is not None:
                 averages.before_change(total.numbers)
@@ -197,7 +198,7 @@ class RowStore:
         tensors.parameter.grad = None
 
     def _total(
-        self, gradients: Sequence[list[RowPart]], table: torch.Tensor, scale: float = 1.0
+        self, gradients: Sequence[list[RowPart]], tensors: _ShardTensors, scale: float = 1.0
     ) -> RowPart | None:
         """The aggregated gradient, not clipped; None if nobody had one.
 
@@ -209,16 +210,18 @@ class RowStore:
         touched, places = torch.unique(
             torch.cat([part.numbers for part in parts]), return_inverse=True
         )
-        wide = table.dtype in _HALVES and self._world_size > 1
-        dtype = torch.float32 if wide else table.dtype
-        total = torch.zeros(len(touched), table.shape[1], dtype=dtype)
+        dtype = tensors.parameter.dtype
+        if dtype in _HALVES and self._world_size > 1:
+            dtype = torch.float32
+        total = torch.zeros(len(touched), tensors.shard.row_elems, dtype=dtype)
         start = 0
         for part in parts:
             stop = start + len(part.numbers)
             # a part has each row once, so that this adds in one order only
             total.index_add_(0, places[start:stop], part.rows.to(dtype))
             start = stop
-        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
+        reduction = self._reductions[tensors.shard.parameter]
+        finish_sum(total, reduction, workers=self._world_size, scale=scale)
         return RowPart(touched, total)
 
     def rows(self, number: int, numbers: torch.Tensor, step: int) -> bytes:

@@ -198,6 +198,7 @@ class SliceStore:
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
+        self._reductions = manifest.reductions()
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._slices = {
@@ -323,7 +324,8 @@ class SliceStore:
             total = total.float()  # summing in half precision would lose small gradients
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
-        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
+        reduction = self._reductions[tensors.piece.parameter]
+        finish_sum(total, reduction, workers=self._world_size, scale=scale)
         return total
 
     def _give_back(self, buffer: GradientBuffer) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
 from foreprop.training.optimizer import check_row_wise
 
@@ -41,9 +43,10 @@ class Embeddings:
                 self._modules.setdefault(name, []).append(module)
                 self._group_of[name] = group
         self._made_sparse: list[Any] = []
-        sparse = self._with_sparse_gradients()
-        self._check_optimizer(sparse)
-        self.row_wise = self._asked_for(sparse, config)
+        self.sparse = self._with_sparse_gradients()
+        """The names of the tables whose gradients are sparse, as the user has made the modules."""
+        self._check_optimizer(self.sparse)
+        self.row_wise = self._asked_for(self.sparse, config)
         """The names of the tables that servers hold row by row from the start."""
         self.candidates = self._may_be_either(config)
         """The names of those that ``architecture="auto"`` decides about."""
@@ -113,6 +116,27 @@ class Embeddings:
         except ConfigError:
             return False
         return True
+
+
+def check_kind(info: ParameterInfo, aggregation: Aggregation, *, sparse: bool) -> None:
+    """A gradient is sparse, or dense: raise `ConfigError` if it must be reduced as the other kind.
+
+    What the ranks make of it is agreed on before there is any, by what the modules say.
+    """
+    reduction_of = aggregation.reduction_of
+    if reduction_of(sparse=sparse) == reduction_of(sparse=info.sparse):
+        return
+    if sparse:
+        why = "sparse, but it is not the weight of an embedding with sparse=True"
+        todo = "make it one"
+    else:
+        why = "dense, but it is the weight of an embedding with sparse=True"
+        todo = "say sparse=False"
+    raise ConfigError(
+        f"reduction is {aggregation.reduction!r}, sparse_reduction is"
+        f" {aggregation.sparse_reduction!r}, and the gradient of {info.name} is {why}: {todo}, or"
+        " give both the same value"
+    )
 
 
 def _matches(name: str, patterns: str | None) -> bool:

@@ -42,6 +42,9 @@ class SessionState(Protocol):
     leaves_rows: bool
     """Whether nobody wants all rows of a table now."""
 
+    reduces_by_kind: bool
+    """Whether other things are made of sparse gradients than of dense ones."""
+
     fixed_passes: int | None
     """Backward passes per step as configured; None: to be learned."""
 
@@ -58,8 +61,8 @@ class SessionState(Protocol):
     def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
         """Whether an operation's result makes this the parameter's first use; notes the order."""
 
-    def check_sparse(self, parameter: int) -> None:
-        """Raise `ConfigError` if the optimizer cannot take a sparse gradient of it."""
+    def check_layout(self, parameter: int, layout: torch.layout) -> None:
+        """Raise `ConfigError` if a gradient of this layout cannot be taken."""
 
     def gradient_ready(self, parameter: SynchronisedParameter) -> None:
         """Autograd has just computed a gradient."""
@@ -172,8 +175,9 @@ class SynchronisedParameter:
             self._discard()
 
     def _check_gradient(self, gradient: torch.Tensor) -> None:
-        if gradient.layout != torch.strided:
-            self._session.check_sparse(self.index)
+        session = self._session
+        if gradient.layout != torch.strided or session.reduces_by_kind:
+            session.check_layout(self.index, gradient.layout)
 
     def _refuse_another_pass(self, kept: bool) -> None:
         if kept:

@@ -32,7 +32,7 @@ from foreprop.training.auto import (
 )
 from foreprop.training.backend import Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
-from foreprop.training.embeddings import Embeddings
+from foreprop.training.embeddings import Embeddings, check_kind
 from foreprop.training.hybrid import connect
 from foreprop.training.lookahead import lookahead
 from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
@@ -61,6 +61,7 @@ class Session:
         self.config = config
         self.completed = 0  # steps since the backend was connected
         self.fixed_passes = config.backward_passes
+        self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
         self._world = world
         self._model = model
         self._optimizer = optimizer
@@ -131,7 +132,14 @@ class Session:
             config=self.config,
             optimizer=self._optimizer,
             parameters=[parameter for _, parameter, _ in self._named],
-            infos=[_parameter_info(*entry, rows=entry[0] in row_wise) for entry in self._named],
+            infos=[
+                _parameter_info(
+                    *entry,
+                    rows=entry[0] in row_wise,
+                    sparse=entry[0] in self._embeddings.sparse,
+                )
+                for entry in self._named
+            ],
             frozen=[p for p in model_parameters if id(p) not in self._managed_ids],
             buffers=self._buffers,
             memory=self._parameters,
@@ -407,9 +415,12 @@ class Session:
         if self._compute_trace is not None:
             self._compute_trace.gradient_ready(parameter.name)
 
-    def check_sparse(self, parameter: int) -> None:
+    def check_layout(self, parameter: int, layout: torch.layout) -> None:
         info = self.engine.parameters[parameter]
-        check_row_wise(self._optimizer, {info.name: info.group})
+        sparse = layout != torch.strided
+        if sparse:
+            check_row_wise(self._optimizer, {info.name: info.group})
+        check_kind(info, self.config.aggregation, sparse=sparse)
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
@@ -594,7 +605,7 @@ class Session:
 
 
 def _parameter_info(
-    name: str, parameter: torch.nn.Parameter, group: int, *, rows: bool
+    name: str, parameter: torch.nn.Parameter, group: int, *, rows: bool, sparse: bool
 ) -> ParameterInfo:
     dtype = str(parameter.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
@@ -607,7 +618,7 @@ def _parameter_info(
             " before parallelize()"
         )
     shape = tuple(parameter.shape)
-    return ParameterInfo(name=name, shape=shape, dtype=dtype, group=group, rows=rows)
+    return ParameterInfo(name=name, shape=shape, dtype=dtype, group=group, rows=rows, sparse=sparse)
 
 
 def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> None:
