@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from foreprop.core.aggregation import Aggregation, Reduction
+from foreprop.core.rowinit import RowInit
 from foreprop.core.rows import Shard, plan_shards
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
@@ -61,6 +62,8 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Held row-wise by the servers (an embedding's table), not in slices."""
     sparse: bool = False
     """Its gradients are sparse, as the model says; wherever it is held."""
+    init: RowInit | None = None
+    """Of a remote table, whose rows no worker has: how servers make them."""
 
     @property
     def elems(self) -> int:
@@ -116,7 +119,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             for number, info in enumerate(self.parameters)
             if info.rows
         ]
-        return plan_shards(tables, servers=self.knobs.servers, first_number=slices)
+        remote = {n for n, info in enumerate(self.parameters) if info.init is not None}
+        servers = self.knobs.servers
+        return plan_shards(tables, servers=servers, first_number=slices, remote=remote)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -137,6 +142,8 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
         if info.rows and len(info.shape) != 2:
             raise RemoteProtocolError(f"parameter {info.name!r} has no rows: {info.shape}")
+        if info.init is not None and not (info.rows and 0 <= info.init.key < 2**64):
+            raise RemoteProtocolError(f"parameter {info.name!r} has no rows to make: {info.init}")
         if not 0 <= info.group < len(manifest.optimizer.groups):
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
     knobs = manifest.knobs

@@ -64,6 +64,7 @@ from foreprop.engine.hyperparameters import (
     scale_of,
     with_scale,
 )
+from foreprop.engine.keptrows import PULL_BYTES
 from foreprop.engine.norms import NORM_BYTES, decode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.rowserver import ROW_KINDS, RowServer
@@ -404,6 +405,10 @@ class Server:
             return _bounded(header, session.rows.limit_bytes(header))
         if kind == Kind.STATE:
             return _bounded(header, _state_store(session, header).state_limit_bytes(header.slice))
+        if kind == Kind.TABLE:
+            return _bounded(header, session.rows.store.kept_limit_bytes(header.slice))
+        if kind == Kind.TABLE_PULL:
+            return _exactly(header, PULL_BYTES)
         if kind == Kind.HYPERPARAMETERS:
             return _bounded(header, _HYPERPARAMETERS_LIMIT_BYTES)
         if kind == Kind.NORM:
@@ -492,6 +497,16 @@ class Server:
                 else:
                     data = store.export_state(header.slice)
             self._answer(rank, Kind.STATE_REPLY, header, data)
+        elif kind == Kind.TABLE:
+            if rank != 0:
+                raise RemoteProtocolError(f"rank {rank} sent a table's rows; only rank 0 may")
+            with self._lock:
+                anew = bool(header.flags & Flag.ANEW)
+                session.rows.store.import_kept(header.slice, payload, anew=anew)
+        elif kind == Kind.TABLE_PULL:
+            with self._lock:
+                data = session.rows.store.export_kept(header.slice, payload)
+            self._answer(rank, Kind.TABLE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(session, peer, header)
         elif kind == Kind.BYE:

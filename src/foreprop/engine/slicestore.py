@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import torch
@@ -108,7 +108,7 @@ class GradientBuffer:
 
 
 class PartOptimizer:
-    """The optimizer of one slice or shard; made for its first update, with the group of that."""
+    """The optimizer of one slice; made for its first update, with the group of that."""
 
     __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received")
 
@@ -125,9 +125,9 @@ class PartOptimizer:
     def prepare(self, group: Hyperparameters) -> torch.optim.Optimizer:
         """For an update with these numbers, and with a state that has been received since."""
         if self._made is None:
-            self._made = self._cls([self._parameter], **_arguments(group), **self._options)
+            self._made = self._cls([self._parameter], **optimizer_arguments(group), **self._options)
         elif self._group is not group:
-            self._made.param_groups[0].update(_arguments(group))
+            self._made.param_groups[0].update(optimizer_arguments(group))
         self._group = group
         if self._received is not None:
             self._made.state[self._parameter] = self._received
@@ -338,7 +338,7 @@ class SliceStore:
         tensors = self._slices[slice_]
         part, state = tensors.extent.part, tensors.optimizer.state
         return encode_state(
-            {key: part(value) if _is_array(value) else value for key, value in state.items()}
+            {key: part(value) if is_array(value) else value for key, value in state.items()}
         )
 
     def import_state(self, slice_: int, data: memoryview) -> None:
@@ -347,7 +347,7 @@ class SliceStore:
         state = decode_state(data, elems=tensors.piece.elems)
         tensors.optimizer.replace_state(
             {
-                key: _with_padding(value, tensors.extent) if _is_array(value) else value
+                key: _with_padding(value, tensors.extent) if is_array(value) else value
                 for key, value in state.items()
             }
         )
@@ -392,7 +392,7 @@ def _show(tensors: _SliceTensors) -> None:
     tensors.shown.copy_(tensors.parameter)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -402,7 +402,7 @@ def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
     return tensor
 
 
-def _arguments(group: Hyperparameters) -> dict[str, Any]:
+def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in group.items():
         key, _, dtype = name.partition(" ")

@@ -11,6 +11,7 @@ import torch
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo
+from foreprop.core.rowinit import RowInit, row_init_of
 from foreprop.errors import ConfigError
 from foreprop.training.optimizer import check_row_wise
 
@@ -48,9 +49,36 @@ class Embeddings:
         self._check_optimizer(self.sparse)
         self.row_wise = self._asked_for(self.sparse, config)
         """The names of the tables that servers hold row by row from the start."""
+        self.remote = self._find_remote(named, config)
+        """Those of them that are on the meta device, and how their rows begin."""
         self.candidates = self._may_be_either(config)
         """The names of those that ``architecture="auto"`` decides about."""
         self.make_sparse(self.row_wise)
+
+    def _find_remote(self, named: Named, config: Config) -> dict[str, RowInit]:
+        found = {}
+        for name, parameter, _ in named:
+            if not parameter.is_meta:
+                continue
+            if name not in self.row_wise:
+                raise ConfigError(_meta_text(f"parameter {name}"))
+            if config.architecture == "auto":
+                raise ConfigError(
+                    f"parameter {name} is on the meta device, and architecture='auto' may begin"
+                    " anew after some steps, when only the servers have its rows: use 'hybrid',"
+                    " and sparse_parameters"
+                )
+            found[name] = row_init_of(
+                name,
+                config.table_init,
+                seed=config.table_seed,
+                padding_row=self._modules[name][0].padding_idx,
+            )
+        return found
+
+    def modules_of(self, name: str) -> Sequence[Any]:
+        """Those whose table it is."""
+        return self._modules[name]
 
     def make_sparse(self, names: Collection[str]) -> None:
         """Have these tables' gradients be sparse, until `restore`."""
@@ -116,6 +144,27 @@ class Embeddings:
         except ConfigError:
             return False
         return True
+
+
+def check_rest(model: torch.nn.Module, named: Named) -> None:
+    """Raise `ConfigError` if something that the optimizer does not have is on the meta device."""
+    ours = {id(parameter) for _, parameter, _ in named}
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_meta and id(tensor) not in ours:
+                raise ConfigError(_meta_text(f"{kind} {name}"))
+
+
+def _meta_text(what: str) -> str:
+    return (
+        f"{what} is on the meta device, where only the weights of embeddings may be that have"
+        " sparse=True (or are named in sparse_parameters), are in the optimizer, and are held row"
+        " by row by servers (any architecture but 'ring'). Give it memory and values first:"
+        " module.to_empty(device='cpu'), then initialise it"
+    )
 
 
 def check_kind(info: ParameterInfo, aggregation: Aggregation, *, sparse: bool) -> None:

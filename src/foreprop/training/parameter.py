@@ -72,11 +72,18 @@ class SynchronisedParameter:
     """The life of one parameter between `backward()` and its next use."""
 
     def __init__(
-        self, index: int, name: str, parameter: torch.nn.Parameter, session: SessionState
+        self,
+        index: int,
+        name: str,
+        parameter: torch.nn.Parameter,
+        session: SessionState,
+        leaf: torch.nn.Parameter | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
+        self._leaf = parameter if leaf is None else leaf
+        """Where autograd gathers the parameter's gradient."""
         self.expected_passes = 0  # backward passes per step; 0: not known yet
         self.counts_rows = False
         self.touched_rows = 0  # of the last gradient's, if they are counted
@@ -131,8 +138,8 @@ class SynchronisedParameter:
     # Gradients.
     def attach_hook(self) -> None:
         """Watch for gradients, if the parameter can have any."""
-        if self._hook is None and self.parameter.requires_grad:
-            register: Any = self.parameter.register_post_accumulate_grad_hook
+        if self._hook is None and self._leaf.requires_grad:
+            register: Any = self._leaf.register_post_accumulate_grad_hook
             self._hook = register(self._on_gradient)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -246,7 +253,7 @@ class SynchronisedParameter:
     # The end of a step.
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""
-        gradient = self.parameter.grad
+        gradient = self._leaf.grad
         if self._pushed_step == step:
             self._check_still_ours(gradient)
         else:

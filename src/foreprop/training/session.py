@@ -9,7 +9,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from foreprop.config import Config
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.rowinit import RowInit
+from foreprop.engine.keptrows import VALUES
+from foreprop.engine.slicestore import AVERAGE
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
@@ -32,7 +35,7 @@ from foreprop.training.auto import (
 )
 from foreprop.training.backend import Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
-from foreprop.training.embeddings import Embeddings, check_kind
+from foreprop.training.embeddings import Embeddings, check_kind, check_rest
 from foreprop.training.hybrid import connect
 from foreprop.training.lookahead import lookahead
 from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
@@ -40,7 +43,15 @@ from foreprop.training.memory import Memory
 from foreprop.training.moving_average import averaged_state_dict, averages_from
 from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
+from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
+from foreprop.training.tables import (
+    BeforeTableIsLoaded,
+    BeforeTableIsSaved,
+    RemoteTables,
+    TableIsSaved,
+    whole_text,
+)
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -71,6 +82,7 @@ class Session:
             self._loss_scale = LossScale(scaler, optimizer)
         self._named = list(named_parameters(model, optimizer))
         self._embeddings = Embeddings(model, self._named, optimizer, config)
+        check_rest(model, self._named)
         self._managed_ids = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
         _check_unmanaged(self._named)
         self._buffers = buffers.ModelBuffers(model)
@@ -83,6 +95,8 @@ class Session:
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
         self.leaves_rows = False
+        self._remote: RemoteTables | None = None
+        self._shows_tables = True
         try:
             self._connect(self._embeddings.row_wise)
             if self.rank != 0:
@@ -103,7 +117,7 @@ class Session:
         self._use_order: list[int] = []
         self._in_first_forward = False
         self._parameters: list[SynchronisedParameter] = []
-        self._tables: list[RowParameter] = []
+        self._tables: list[RowParameter | RemoteTable] = []
         self._backend = connect(self._setup(row_wise))
         self.engine: Engine = self._backend.engine
         self._connected = True
@@ -112,7 +126,10 @@ class Session:
                 self._synchronised(index, name, parameter)
                 for index, (name, parameter, _) in enumerate(self._named)
             ]
-            self._tables += [p for p in self._parameters if isinstance(p, RowParameter)]
+            self._tables += [
+                p for p in self._parameters if isinstance(p, (RowParameter, RemoteTable))
+            ]
+            self._remote = self._find_remote_tables()
             self._backend.start(self._parameters)
             if self.rank == 0 and self.world_size > 1:
                 self._publish_buffers(0)
@@ -137,6 +154,7 @@ class Session:
                     *entry,
                     rows=entry[0] in row_wise,
                     sparse=entry[0] in self._embeddings.sparse,
+                    init=self._embeddings.remote.get(entry[0]),
                 )
                 for entry in self._named
             ],
@@ -150,9 +168,26 @@ class Session:
     def _synchronised(
         self, index: int, name: str, parameter: torch.nn.Parameter
     ) -> SynchronisedParameter:
+        if self.engine.parameters[index].init is not None:
+            return RemoteTable(index, name, parameter, self, self._backend.rows)
         if self.engine.parameters[index].rows:
             return RowParameter(index, name, parameter, self, self._backend.rows)
         return SynchronisedParameter(index, name, parameter, self)
+
+    def _find_remote_tables(self) -> RemoteTables | None:
+        found = [p for p in self._parameters if isinstance(p, RemoteTable)]
+        if not found:
+            return None
+        return RemoteTables(
+            found,
+            self.engine.parameters,
+            type(self._optimizer).__name__,
+            self._backend.rows,
+            world=self._world,
+            config=self.config,
+            session_id=self._backend.session_id,
+            look=self.engine.raise_if_failed,
+        )
 
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
         if self.config.trace is not None and self._trace is None:
@@ -229,13 +264,22 @@ class Session:
             for module in model.modules()  # a part may be loaded by itself
             if next(module.parameters(recurse=False), None) is not None
         ]
-        if self.config.whole_tables != "all":
+        if self.config.whole_tables not in (None, "all"):
             handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(self)))
             handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(self)))
+        handles += self._watch_remote_tables()
         if self._buffers:
             handles.append(model.register_forward_pre_hook(buffers.BeforeForward(self)))
             handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(self)))
         self._restore += [handle.remove for handle in handles]
+
+    def _watch_remote_tables(self) -> Iterator[RemovableHandle]:
+        for name in self._embeddings.remote:
+            for module in self._embeddings.modules_of(name):
+                before, after = BeforeTableIsSaved(self, name), TableIsSaved(self, name)
+                yield module.register_state_dict_pre_hook(before)
+                yield module.register_state_dict_post_hook(after)
+                yield module.register_load_state_dict_pre_hook(BeforeTableIsLoaded(self, name))
 
     # What a user asks for.
     @property
@@ -257,8 +301,12 @@ class Session:
 
     def saving(self, begins: bool) -> None:
         """What is read until it ends is a checkpoint's: see `Config.whole_tables`."""
+        self.leaves_rows = begins and not self.keeps_whole_tables
+
+    @property
+    def keeps_whole_tables(self) -> bool:
         keepers = {"all": True, "rank0": self.rank == 0, "none": False}
-        self.leaves_rows = begins and not keepers[self.config.whole_tables]
+        return keepers[self.config.whole_tables or "all"]
 
     def _settle_all(self) -> None:
         """Wait for what the servers send by themselves."""
@@ -286,14 +334,17 @@ class Session:
         """
         self._check_averages()
         self.flush()
-        averages = self._backend.pull_averages(self.completed)
-        return averaged_state_dict(self._model, self._own_parameters(), averages)
+        self._check_whole_tables()
+        averages = self._with_remote(self._backend.pull_averages(self.completed), AVERAGE)
+        with self._without_whole_tables():
+            return averaged_state_dict(self._model, self._own_parameters(), averages)
 
     def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `ema_state_dict` gave, on every rank alike; buffers are left alone."""
         self._check_averages()
         self.flush()
-        averages = averages_from(state, self._model, self._own_parameters())
+        with self._without_whole_tables():
+            averages = averages_from(state, self._model, self._own_parameters())
         self._backend.replace_averages(self.completed, averages)
 
     def master_state_dict(self) -> dict[str, Any]:
@@ -303,9 +354,100 @@ class Session:
         ``architecture="ring"``, it is just a copy. Any rank may ask by itself, between steps.
         """
         self.flush()
-        masters = self._backend.pull_masters(self.completed)
-        with torch.no_grad():
+        self._check_whole_tables()
+        masters = self._with_remote(self._backend.pull_masters(self.completed), VALUES)
+        with torch.no_grad(), self._without_whole_tables():
             return averaged_state_dict(self._model, self._own_parameters(), masters)
+
+    # Tables row by row.
+    def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """A copy of some rows of a parameter as they are after the last `optimizer.step()`.
+
+        ``numbers``: integers of any shape, on any device; the result has that shape and the rows'.
+        Only these rows are fetched. Any rank may ask by itself, between steps. Raises `IndexError`
+        for rows that are not there.
+        """
+        found = self._parameter(name)
+        if isinstance(found, RemoteTable):
+            return found.rows(numbers)
+        with torch.no_grad():
+            return torch.nn.functional.embedding(numbers, found.parameter)
+
+    def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Change some rows of a remote table by hand, between steps, on every rank alike.
+
+        ``numbers``: (N,), each once; ``values``: (N, elements per row); rank 0's count. Their
+        optimizer state stays. Blocks until the servers have them.
+        """
+        if not isinstance(self._parameter(name), RemoteTable):
+            raise ConfigError(
+                f"{name} is not a remote table: change the parameter itself, under torch.no_grad()"
+            )
+        self._remote_tables.set_rows(name, numbers, values)
+
+    def save_tables(self, folder: str | os.PathLike[str]) -> None:
+        """Write all remote tables into a folder: values, optimizer state and averages, in full.
+
+        Any rank may, by itself, between steps; nobody needs room for a table. Rows that were never
+        updated or set take no space: they begin alike again.
+        """
+        self._remote_tables.save(folder)
+
+    def load_tables(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what `save_tables` wrote, with any number of servers and workers.
+
+        On every rank alike, between steps; rank 0 reads. Raises `ConfigError` on all ranks for
+        tables that do not fit, of which nothing is loaded.
+        """
+        self._remote_tables.load(folder)
+
+    def _parameter(self, name: str) -> SynchronisedParameter:
+        for parameter in self._parameters:
+            if parameter.name == name:
+                return parameter
+        raise ConfigError(
+            f"no parameter is called {name!r}; there are {[p.name for p in self._parameters]}"
+        )
+
+    @property
+    def _remote_tables(self) -> RemoteTables:
+        if self._remote is None:
+            raise ConfigError(
+                "there are no remote tables: embeddings with sparse=True that were made under"
+                " torch.device('meta')"
+            )
+        return self._remote
+
+    def _check_whole_tables(self) -> None:
+        for name in self._embeddings.remote:
+            self.check_whole_tables(name)
+
+    def check_whole_tables(self, name: str) -> None:
+        if self.config.whole_tables is None and self._shows_tables:
+            raise ConfigError(whole_text(name, self.engine.parameters[self._parameter(name).index]))
+
+    def show_whole_table(self, name: str, state: dict[str, Any], key: str) -> None:
+        table = self._parameter(name)
+        if self.keeps_whole_tables and self._shows_tables and isinstance(table, RemoteTable):
+            state[key] = table.whole()
+
+    @contextlib.contextmanager
+    def _without_whole_tables(self) -> Iterator[None]:
+        """A state dict is made of which the remote tables get another value."""
+        self._shows_tables = False
+        try:
+            yield
+        finally:
+            self._shows_tables = True
+
+    def _with_remote(self, found: Sequence[torch.Tensor], entry: str) -> list[torch.Tensor]:
+        """With this of the remote tables, if this rank is to get them whole."""
+        return [
+            synchronised.whole_of(entry)
+            if isinstance(synchronised, RemoteTable) and self.keeps_whole_tables
+            else value.detach()
+            for synchronised, value in zip(self._parameters, found, strict=True)
+        ]
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         return [synchronised.parameter for synchronised in self._parameters]
@@ -562,6 +704,7 @@ class Session:
 
     # Optimizer state passes through the user's optimizer for checkpoints.
     def _pull_state(self) -> None:
+        self._check_whole_tables()
         self._settle_all()
         self._backend.pull_state(self.completed)
 
@@ -605,7 +748,13 @@ class Session:
 
 
 def _parameter_info(
-    name: str, parameter: torch.nn.Parameter, group: int, *, rows: bool, sparse: bool
+    name: str,
+    parameter: torch.nn.Parameter,
+    group: int,
+    *,
+    rows: bool,
+    sparse: bool,
+    init: RowInit | None,
 ) -> ParameterInfo:
     dtype = str(parameter.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
@@ -618,7 +767,9 @@ def _parameter_info(
             " before parallelize()"
         )
     shape = tuple(parameter.shape)
-    return ParameterInfo(name=name, shape=shape, dtype=dtype, group=group, rows=rows, sparse=sparse)
+    return ParameterInfo(
+        name=name, shape=shape, dtype=dtype, group=group, rows=rows, sparse=sparse, init=init
+    )
 
 
 def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> None:

@@ -1,0 +1,110 @@
+"""The optimizer of one shard's rows, with the state of the rows that have been updated.
+
+Theory of operation. The optimizers for sparse gradients (SGD, Adagrad, SparseAdam) look at the
+touched rows alone. So each update is torch's own, of a small parameter that has just those rows,
+with their state; what the optimizer's class makes of a parameter without state is how the state of
+a row begins. Nothing is as large as the shard but the values and the states themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foreprop.core.manifest import Hyperparameters
+from foreprop.engine.rowtable import lazy_zeros
+from foreprop.engine.slicestore import is_array, optimizer_arguments
+
+
+class RowOptimizer:
+    """Not thread-safe."""
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        rows: int,
+        row_elems: int,
+        dtype: torch.dtype,
+        group: Hyperparameters,
+    ) -> None:
+        self._cls = cls
+        self._group = group
+        self._dtype = dtype
+        self._shape = (rows, row_elems)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._arrays: dict[str, torch.Tensor] = {}
+        self._numbers: dict[str, Any] = {}  # of the whole shard: "step"
+        self._known = lazy_zeros(self._shape[:1], torch.bool)
+        """By row, whether the arrays have its state."""
+
+    def step(
+        self,
+        numbers: torch.Tensor,
+        values: torch.Tensor,
+        gradient: torch.Tensor,
+        group: Hyperparameters,
+    ) -> None:
+        """Update ``values``, those of the rows ``numbers``, in place by their gradient.
+
+        Gradients must be disabled.
+        """
+        parameter = torch.nn.Parameter(values)
+        optimizer = self._cls([parameter], **optimizer_arguments(group))
+        state = optimizer.state[parameter]
+        state.update(self.state_of(numbers))
+        parameter.grad = torch.sparse_coo_tensor(
+            torch.arange(len(numbers))[None],
+            gradient,
+            values.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        optimizer.step()
+        self.put(numbers, state)
+
+    def state_of(self, numbers: torch.Tensor) -> dict[str, Any]:
+        """These rows' state, (len(numbers), row_elems) in each array; empty at the start."""
+        known = self._known.index_select(0, numbers)
+        found = dict(self._numbers)
+        for key, array in self._arrays.items():
+            found[key] = array.index_select(0, numbers)
+        if self._arrays and not known.all():
+            for key, begins in self._begin().items():
+                found[key] = torch.where(known[:, None], found[key], begins)
+        return found
+
+    def _begin(self) -> dict[str, torch.Tensor]:
+        """How a row's state begins, as far as that is not zero."""
+        parameter = torch.nn.Parameter(torch.zeros(1, self._shape[1], dtype=self._dtype))
+        optimizer = self._cls([parameter], **optimizer_arguments(self._group))
+        state = optimizer.state[parameter]
+        return {key: state[key] for key in self._arrays if key in state}
+
+    def put(self, numbers: torch.Tensor, state: dict[str, Any]) -> None:
+        """Replace these rows' state, and the shard's numbers."""
+        for key, value in state.items():
+            if not is_array(value):
+                self._numbers[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            if key not in self._arrays:
+                self._arrays[key] = lazy_zeros(self._shape, value.dtype)
+            array = self._arrays[key]
+            array.index_copy_(0, numbers, value.to(array.dtype))
+        if self._arrays:
+            self._known.index_fill_(0, numbers, True)
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The state of all rows."""
+        if self._known.all():
+            return {**self._numbers, **self._arrays}
+        return self.state_of(torch.arange(self._shape[0]))
+
+    def replace(self, state: dict[str, Any]) -> None:
+        """Go on from this state of all rows; an empty one is an optimizer's own at its start."""
+        self.forget()
+        self.put(torch.arange(self._shape[0]), state)
