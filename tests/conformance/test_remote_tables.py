@@ -690,3 +690,39 @@ def test_a_session_without_remote_tables() -> None:
         pytest.raises(ConfigError, match="there are no remote tables"),
     ):
         session.save_tables("nowhere")
+
+
+def test_a_broken_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def work(world: World, broken: Callable[[Path], object]) -> str:
+        model, optimizer = build_seeded(with_optimizer(remote(Words)), world.rank)
+        with foreprop.parallelize(model, optimizer, world=world) as session:
+            if world.rank == 0:
+                train = tmp_path / "tables"
+                session.save_tables(train)
+                (file,) = train.glob("*.pt")
+                broken(file)
+            with pytest.raises(ConfigError) as raised:
+                session.load_tables(tmp_path / "tables")
+        return str(raised.value)
+
+    for told in run_cluster(2, lambda world: work(world, Path.unlink)):
+        assert "are not complete: table-0-0.pt is missing" in told
+    for told in run_cluster(2, lambda world: work(world, lambda file: file.write_text("no"))):
+        assert "table-0-0.pt cannot be read as a part of tables" in told
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
+def test_compiled_code_around_it() -> None:
+    """Look-ups are left to ordinary code; without that it is an error, which says so."""
+    model: Any
+    model, optimizer = build_seeded(with_optimizer(remote(Words)))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], whole_tables="all"):
+        with pytest.raises(Exception, match=r"table.forward = torch.compiler.disable"):
+            train_classifier(torch.compile(model, backend="eager"), optimizer, words_of(0))
+        torch.compiler.reset()
+        model.table.forward = torch.compiler.disable(model.table.forward)
+        train_classifier(torch.compile(model, backend="eager"), optimizer, words_of(0))
+        got = copy.deepcopy(dict(model.state_dict()))
+    torch.compiler.reset()
+    wanted = run_plain(with_optimizer(begun(Words)), train_classifier, words_of(0)).model
+    check_close(got, wanted)

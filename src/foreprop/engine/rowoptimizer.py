@@ -36,6 +36,8 @@ class RowOptimizer:
 
     def forget(self) -> None:
         """Begin anew."""
+        self._made: torch.optim.Optimizer | None = None
+        self._begins: dict[str, torch.Tensor] | None = None
         self._arrays: dict[str, torch.Tensor] = {}
         self._numbers: dict[str, Any] = {}  # of the whole shard: "step"
         self._known = lazy_zeros(self._shape[:1], torch.bool)
@@ -53,7 +55,7 @@ class RowOptimizer:
         Gradients must be disabled.
         """
         parameter = torch.nn.Parameter(values)
-        optimizer = self._cls([parameter], **optimizer_arguments(group))
+        optimizer = self._optimizer_of(parameter, group)
         state = optimizer.state[parameter]
         state.update(self.state_of(numbers))
         parameter.grad = torch.sparse_coo_tensor(
@@ -65,6 +67,18 @@ class RowOptimizer:
         )
         optimizer.step()
         self.put(numbers, state)
+
+    def _optimizer_of(
+        self, parameter: torch.nn.Parameter, group: Hyperparameters
+    ) -> torch.optim.Optimizer:
+        """One that has this parameter, and no state but how that begins."""
+        made, arguments = self._made, optimizer_arguments(group)
+        if made is None or not self._numbers:  # the class makes the state's beginning, if any
+            self._made = made = self._cls([parameter], **arguments)
+        else:
+            made.state.clear()
+            made.param_groups[0].update({**arguments, "params": [parameter]})
+        return made
 
     def state_of(self, numbers: torch.Tensor) -> dict[str, Any]:
         """These rows' state, (len(numbers), row_elems) in each array; empty at the start."""
@@ -79,10 +93,13 @@ class RowOptimizer:
 
     def _begin(self) -> dict[str, torch.Tensor]:
         """How a row's state begins, as far as that is not zero."""
+        if self._begins is not None:
+            return self._begins
         parameter = torch.nn.Parameter(torch.zeros(1, self._shape[1], dtype=self._dtype))
         optimizer = self._cls([parameter], **optimizer_arguments(self._group))
         state = optimizer.state[parameter]
-        return {key: state[key] for key in self._arrays if key in state}
+        self._begins = {key: state[key] for key in self._arrays if key in state}
+        return self._begins
 
     def put(self, numbers: torch.Tensor, state: dict[str, Any]) -> None:
         """Replace these rows' state, and the shard's numbers."""

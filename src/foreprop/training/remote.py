@@ -142,6 +142,7 @@ class RemoteTable(SynchronisedParameter):
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """A copy of these rows as they are after the last step; in any order, also repeated."""
+        self.check_stepped()
         found, places = torch.unique(numbers.detach().to("cpu", torch.int64), return_inverse=True)
         self.check_numbers(found)
         rows = self._rows_of(found)[places]
@@ -313,8 +314,9 @@ class _Remote:
         what = "compiled code" if torch.compiler.is_compiling() else _name_of(func)
         raise ConfigError(
             f"{name} is on the meta device and its rows are on the servers only: {what} cannot use"
-            " it. Look rows up with its module, F.embedding or F.embedding_bag, outside of"
-            " torch.compile, or get them with session.rows(name, numbers)"
+            " it. Look rows up with its module, F.embedding or F.embedding_bag, where torch.compile"
+            " leaves them (table.forward = torch.compiler.disable(table.forward)), or get them"
+            " with session.rows(name, numbers)"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

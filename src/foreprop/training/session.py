@@ -45,13 +45,7 @@ from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
-from foreprop.training.tables import (
-    BeforeTableIsLoaded,
-    BeforeTableIsSaved,
-    RemoteTables,
-    TableIsSaved,
-    whole_text,
-)
+from foreprop.training.tables import RemoteTables
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -95,8 +89,6 @@ class Session:
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
         self.leaves_rows = False
-        self._remote: RemoteTables | None = None
-        self._shows_tables = True
         try:
             self._connect(self._embeddings.row_wise)
             if self.rank != 0:
@@ -174,19 +166,14 @@ class Session:
             return RowParameter(index, name, parameter, self, self._backend.rows)
         return SynchronisedParameter(index, name, parameter, self)
 
-    def _find_remote_tables(self) -> RemoteTables | None:
-        found = [p for p in self._parameters if isinstance(p, RemoteTable)]
-        if not found:
-            return None
+    def _find_remote_tables(self) -> RemoteTables:
         return RemoteTables(
-            found,
+            [p for p in self._parameters if isinstance(p, RemoteTable)],
             self.engine.parameters,
-            type(self._optimizer).__name__,
-            self._backend.rows,
+            self._optimizer,
+            self._backend,
             world=self._world,
             config=self.config,
-            session_id=self._backend.session_id,
-            look=self.engine.raise_if_failed,
         )
 
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
@@ -267,19 +254,11 @@ class Session:
         if self.config.whole_tables not in (None, "all"):
             handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(self)))
             handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(self)))
-        handles += self._watch_remote_tables()
+        handles += self._remote.watch(self._embeddings.modules_of)
         if self._buffers:
             handles.append(model.register_forward_pre_hook(buffers.BeforeForward(self)))
             handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(self)))
         self._restore += [handle.remove for handle in handles]
-
-    def _watch_remote_tables(self) -> Iterator[RemovableHandle]:
-        for name in self._embeddings.remote:
-            for module in self._embeddings.modules_of(name):
-                before, after = BeforeTableIsSaved(self, name), TableIsSaved(self, name)
-                yield module.register_state_dict_pre_hook(before)
-                yield module.register_state_dict_post_hook(after)
-                yield module.register_load_state_dict_pre_hook(BeforeTableIsLoaded(self, name))
 
     # What a user asks for.
     @property
@@ -301,12 +280,7 @@ class Session:
 
     def saving(self, begins: bool) -> None:
         """What is read until it ends is a checkpoint's: see `Config.whole_tables`."""
-        self.leaves_rows = begins and not self.keeps_whole_tables
-
-    @property
-    def keeps_whole_tables(self) -> bool:
-        keepers = {"all": True, "rank0": self.rank == 0, "none": False}
-        return keepers[self.config.whole_tables or "all"]
+        self.leaves_rows = begins and not self._remote.keeps_whole
 
     def _settle_all(self) -> None:
         """Wait for what the servers send by themselves."""
@@ -334,16 +308,15 @@ class Session:
         """
         self._check_averages()
         self.flush()
-        self._check_whole_tables()
-        averages = self._with_remote(self._backend.pull_averages(self.completed), AVERAGE)
-        with self._without_whole_tables():
+        averages = self._backend.pull_averages(self.completed)
+        with self._tables_aside(averages, AVERAGE) as averages:
             return averaged_state_dict(self._model, self._own_parameters(), averages)
 
     def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `ema_state_dict` gave, on every rank alike; buffers are left alone."""
         self._check_averages()
         self.flush()
-        with self._without_whole_tables():
+        with self._remote.aside():
             averages = averages_from(state, self._model, self._own_parameters())
         self._backend.replace_averages(self.completed, averages)
 
@@ -354,9 +327,8 @@ class Session:
         ``architecture="ring"``, it is just a copy. Any rank may ask by itself, between steps.
         """
         self.flush()
-        self._check_whole_tables()
-        masters = self._with_remote(self._backend.pull_masters(self.completed), VALUES)
-        with torch.no_grad(), self._without_whole_tables():
+        masters = self._backend.pull_masters(self.completed)
+        with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
             return averaged_state_dict(self._model, self._own_parameters(), masters)
 
     # Tables row by row.
@@ -379,11 +351,7 @@ class Session:
         ``numbers``: (N,), each once; ``values``: (N, elements per row); rank 0's count. Their
         optimizer state stays. Blocks until the servers have them.
         """
-        if not isinstance(self._parameter(name), RemoteTable):
-            raise ConfigError(
-                f"{name} is not a remote table: change the parameter itself, under torch.no_grad()"
-            )
-        self._remote_tables.set_rows(name, numbers, values)
+        self._remote.set_rows(name, numbers, values)
 
     def save_tables(self, folder: str | os.PathLike[str]) -> None:
         """Write all remote tables into a folder: values, optimizer state and averages, in full.
@@ -391,7 +359,7 @@ class Session:
         Any rank may, by itself, between steps; nobody needs room for a table. Rows that were never
         updated or set take no space: they begin alike again.
         """
-        self._remote_tables.save(folder)
+        self._remote.save(folder)
 
     def load_tables(self, folder: str | os.PathLike[str]) -> None:
         """Go on from what `save_tables` wrote, with any number of servers and workers.
@@ -399,7 +367,7 @@ class Session:
         On every rank alike, between steps; rank 0 reads. Raises `ConfigError` on all ranks for
         tables that do not fit, of which nothing is loaded.
         """
-        self._remote_tables.load(folder)
+        self._remote.load(folder)
 
     def _parameter(self, name: str) -> SynchronisedParameter:
         for parameter in self._parameters:
@@ -409,45 +377,14 @@ class Session:
             f"no parameter is called {name!r}; there are {[p.name for p in self._parameters]}"
         )
 
-    @property
-    def _remote_tables(self) -> RemoteTables:
-        if self._remote is None:
-            raise ConfigError(
-                "there are no remote tables: embeddings with sparse=True that were made under"
-                " torch.device('meta')"
-            )
-        return self._remote
-
-    def _check_whole_tables(self) -> None:
-        for name in self._embeddings.remote:
-            self.check_whole_tables(name)
-
-    def check_whole_tables(self, name: str) -> None:
-        if self.config.whole_tables is None and self._shows_tables:
-            raise ConfigError(whole_text(name, self.engine.parameters[self._parameter(name).index]))
-
-    def show_whole_table(self, name: str, state: dict[str, Any], key: str) -> None:
-        table = self._parameter(name)
-        if self.keeps_whole_tables and self._shows_tables and isinstance(table, RemoteTable):
-            state[key] = table.whole()
-
     @contextlib.contextmanager
-    def _without_whole_tables(self) -> Iterator[None]:
-        """A state dict is made of which the remote tables get another value."""
-        self._shows_tables = False
-        try:
-            yield
-        finally:
-            self._shows_tables = True
-
-    def _with_remote(self, found: Sequence[torch.Tensor], entry: str) -> list[torch.Tensor]:
-        """With this of the remote tables, if this rank is to get them whole."""
-        return [
-            synchronised.whole_of(entry)
-            if isinstance(synchronised, RemoteTable) and self.keeps_whole_tables
-            else value.detach()
-            for synchronised, value in zip(self._parameters, found, strict=True)
-        ]
+    def _tables_aside(
+        self, values: Sequence[torch.Tensor], entry: str
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """While a state dict is made with other values: with those of the remote tables, too."""
+        self._remote.check_whole()
+        with self._remote.aside():
+            yield self._remote.put_whole(values, entry)
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         return [synchronised.parameter for synchronised in self._parameters]
@@ -704,7 +641,7 @@ class Session:
 
     # Optimizer state passes through the user's optimizer for checkpoints.
     def _pull_state(self) -> None:
-        self._check_whole_tables()
+        self._remote.check_whole()
         self._settle_all()
         self._backend.pull_state(self.completed)
 
