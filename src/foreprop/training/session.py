@@ -343,7 +343,8 @@ class Session:
         if isinstance(found, RemoteTable):
             return found.rows(numbers)
         with torch.no_grad():
-            return torch.nn.functional.embedding(numbers, found.parameter)
+            on_its_device = numbers.to(found.parameter.device)
+            return torch.nn.functional.embedding(on_its_device, found.parameter)
 
     def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
         """Change some rows of a remote table by hand, between steps, on every rank alike.
