@@ -341,7 +341,7 @@ TABLE: dict[str, tuple[int, Callable[[Client], None], str]] = {
     "a pull beyond": (
         1,
         lambda c: c.send(Kind.TABLE_PULL, struct.pack("!q", 9)),
-        "rows from 9 on, of 8 rows",
+        "rows from place 9 on, of 8 rows",
     ),
 }
 

@@ -68,7 +68,7 @@ def test_pulls() -> None:
     for first in (0, 6):
         assert decode_pull(memoryview(encode_pull(first)), SHARD) == first
     for wrong in (-1, 7):
-        with pytest.raises(RemoteProtocolError, match=f"rows from {wrong} on, of 6 rows"):
+        with pytest.raises(RemoteProtocolError, match=f"rows from place {wrong} on, of 6 rows"):
             decode_pull(memoryview(encode_pull(wrong)), SHARD)
 
 

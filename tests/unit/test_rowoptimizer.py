@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foreprop.engine.rowoptimizer import RowOptimizer
+from foreprop.engine.rowtable import RowTable
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
 
@@ -51,49 +52,59 @@ class Whole:
         self.optimizer.step()
 
 
+def make(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.ones(len(numbers), ELEMS)
+
+
 class ByRows:
-    def __init__(self, cls: Any, options: dict[str, Any]) -> None:
-        self.table = torch.ones(ROWS, ELEMS)
+    def __init__(self, cls: Any, options: dict[str, Any], *, remote: bool = False) -> None:
+        self.rows = RowTable(ROWS, ELEMS, torch.float32, make if remote else None)
+        self.rows.put(torch.arange(0 if remote else ROWS), torch.ones(0 if remote else ROWS, ELEMS))
         self.options = options
-        self.optimizer = RowOptimizer(cls, ROWS, ELEMS, torch.float32, options)
+        self.optimizer = RowOptimizer(cls, self.rows, options)
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.rows.take(torch.arange(ROWS))
 
     def step(self, numbers: torch.Tensor, gradient: torch.Tensor) -> None:
-        values = self.table[numbers]
-        self.optimizer.step(numbers, values, gradient, self.options)
-        self.table[numbers] = values
+        self.optimizer.step(numbers, self.rows.take(numbers), gradient, self.options)
 
 
 def check_same(ours: ByRows, theirs: Whole) -> None:
     assert torch.equal(ours.table, theirs.table)
-    state, wanted = ours.optimizer.whole, theirs.optimizer.state[theirs.table]
+    state = ours.optimizer.state_of(torch.arange(ROWS))
+    wanted = theirs.optimizer.state[theirs.table]
     for key, value in wanted.items():
         if value is not None:
             assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value)), key
 
 
+@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(("cls", "options"), CASES)
-def test_the_same_bits(cls: Any, options: dict[str, Any]) -> None:
-    ours, theirs = ByRows(cls, options), Whole(cls, options)
+def test_the_same_bits(cls: Any, options: dict[str, Any], remote: bool) -> None:
+    ours, theirs = ByRows(cls, options, remote=remote), Whole(cls, options)
     for numbers, gradient in updates(10):
         for each in (ours, theirs):
             each.step(numbers, gradient)
         check_same(ours, theirs)
 
 
+@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize(("cls", "options"), CASES)
-def test_state_goes_to_another_one(cls: Any, options: dict[str, Any]) -> None:
+def test_state_goes_to_another_one(cls: Any, options: dict[str, Any], remote: bool) -> None:
     """As a whole, or of some rows at a time; the others begin as they always do."""
-    ours, theirs = ByRows(cls, options), Whole(cls, options)
+    ours, theirs = ByRows(cls, options, remote=remote), Whole(cls, options)
     for numbers, gradient in updates(3):
         for each in (ours, theirs):
             each.step(numbers, gradient)
-    by_rows, whole = ByRows(cls, options), ByRows(cls, options)
+    by_rows, whole = ByRows(cls, options, remote=remote), ByRows(cls, options)
     touched = torch.unique(torch.cat([numbers for numbers, _ in updates(3)]))
     for some in touched.split(2):
         by_rows.optimizer.put(some, ours.optimizer.state_of(some))
-    whole.optimizer.replace(ours.optimizer.whole)
+    whole.optimizer.replace(ours.optimizer.state_of(torch.arange(ROWS)))
     for other in (by_rows, whole):
-        other.table.copy_(ours.table)
+        other.rows.put(torch.arange(ROWS), ours.table)
     for numbers, gradient in updates(8, seed=1):
         for each in (ours, theirs, by_rows, whole):
             each.step(numbers, gradient)
@@ -106,7 +117,7 @@ def test_an_empty_state_is_a_new_beginning() -> None:
     ours, theirs = ByRows(cls, options), Whole(cls, options)
     ours.step(*updates(1)[0])
     ours.optimizer.replace({})
-    ours.table.fill_(1.0)
+    ours.rows.put(torch.arange(ROWS), torch.ones(ROWS, ELEMS))
     for numbers, gradient in updates(4):
         for each in (ours, theirs):
             each.step(numbers, gradient)

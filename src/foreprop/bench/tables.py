@@ -35,7 +35,7 @@ class TableCost(NamedTuple):
 def measure_tables(
     *, rows: int, row_elems: int, share: float, rows_per_update: int
 ) -> list[TableCost]:
-    """With each optimizer, in a process of its own; each of the first ``share`` rows once."""
+    """With each optimizer, in a process of its own; a ``share`` of the rows, far apart, once."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, maxtasksperchild=1) as pool:
         work = [(name, rows, row_elems, share, rows_per_update) for name in SPARSE_OPTIMIZERS]
@@ -55,7 +55,8 @@ def _measure(
     start_bytes = _peak_bytes() - before_bytes
     last, started_s = max(1, round(rows * share)), time.perf_counter()
     for first in range(0, last, rows_per_update):
-        _update(store, first, min(first + rows_per_update, last), row_elems)
+        numbers = torch.arange(first, min(first + rows_per_update, last)) * (rows // last)
+        _update(store, numbers, row_elems)
     updates = -(-last // rows_per_update)
     return TableCost(
         optimizer,
@@ -88,12 +89,11 @@ def _make_store(optimizer: str, rows: int, row_elems: int, updated: int) -> RowS
     )
     store = RowStore(manifest, manifest.shards(0), 0)
     if updated:
-        _update(store, 0, updated, row_elems)
+        _update(store, torch.arange(updated), row_elems)
     return store
 
 
-def _update(store: RowStore, first: int, last: int, row_elems: int) -> None:
-    numbers = torch.arange(first, last)
+def _update(store: RowStore, numbers: torch.Tensor, row_elems: int) -> None:
     gradient = RowPart(numbers, torch.ones(len(numbers), row_elems))
     store.rows(0, numbers, 1)  # as workers ask for them before
     store.update(0, [[gradient]], (_GROUP,))

@@ -34,7 +34,7 @@ class KeptRows(NamedTuple):
     """int64, ascending, in the shard or in the table."""
     entries: Mapping[str, Any]
     following: int = END
-    """The first row of the next part, or `END`."""
+    """Where the next part begins, or `END`; a server's own way of counting."""
 
 
 def rows_at_once(shard: Shard) -> int:
@@ -47,7 +47,7 @@ def limit_bytes(shard: Shard) -> int:
 
 
 def encode_pull(first: int) -> bytes:
-    """A part is wanted: of the rows from this one on."""
+    """A part is wanted: the first, 0, or the one that begins here."""
     return _FOLLOWING.pack(first)
 
 
@@ -55,7 +55,7 @@ def decode_pull(data: memoryview, shard: Shard) -> int:
     """Raises `RemoteProtocolError`; the payload's size has been checked."""
     first = int(_FOLLOWING.unpack(data)[0])
     if not 0 <= first <= shard.rows:
-        raise RemoteProtocolError(f"rows from {first} on, of {shard.rows} rows")
+        raise RemoteProtocolError(f"kept rows from place {first} on, of {shard.rows} rows")
     return first
 
 

@@ -26,13 +26,14 @@ class RowAverages:
         self._values = lazy_zeros((table.rows, table.row_elems), self._dtype)
         self._steps = 0  # that have been made since the start
         self._moved = lazy_zeros((table.rows,), torch.int64)
-        """By row: after which of them its average was moved, plus one; 0: never."""
+        """By the row's place: after which of them its average was moved, plus one; 0: never."""
 
     def before_change(self, numbers: torch.Tensor | None = None) -> None:
         """The values of these rows, or of all, are about to change: those of now still count."""
         if numbers is None:
             numbers = torch.arange(self._table.rows)
-        late = numbers[self._moved[numbers] <= self._steps]
+        _, moved = self._places(numbers)
+        late = numbers[moved <= self._steps]
         self.put(late, self.of(late))
 
     def end_step(self) -> None:
@@ -48,13 +49,21 @@ class RowAverages:
 
         Nothing is moved for it, so reading does not change what the averages will be.
         """
-        values, moved = self._table.take(numbers).to(self._dtype), self._moved[numbers]
+        values = self._table.take(numbers).to(self._dtype)
+        places, moved = self._places(numbers)
         steps = (self._steps + 1 - moved).to(torch.float64)
         weights = (1 - self._decay**steps).to(self._dtype)
         weights[moved == 0] = 1.0
-        return torch.lerp(self._values[numbers], values, weights[:, None])
+        return torch.lerp(self._values[places], values, weights[:, None])
+
+    def _places(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the rows' averages are (or anywhere), and when they were moved."""
+        places = self._table.places(numbers)
+        anywhere = places.clamp(min=0)
+        return anywhere, self._moved[anywhere] * (places >= 0)
 
     def put(self, numbers: torch.Tensor, averages: torch.Tensor) -> None:
         """Go on from these, as after the last step."""
-        self._values[numbers] = averages.to(self._dtype)
-        self._moved[numbers] = self._steps + 1
+        places = self._table.keep(numbers)
+        self._values[places] = averages.to(self._dtype)
+        self._moved[places] = self._steps + 1

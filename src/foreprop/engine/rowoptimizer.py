@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from foreprop.core.manifest import Hyperparameters
-from foreprop.engine.rowtable import lazy_zeros
+from foreprop.engine.rowtable import RowTable, lazy_zeros
 from foreprop.engine.slicestore import is_array, optimizer_arguments
 
 
@@ -23,15 +23,13 @@ class RowOptimizer:
     def __init__(
         self,
         cls: type[torch.optim.Optimizer],
-        rows: int,
-        row_elems: int,
-        dtype: torch.dtype,
+        table: RowTable,
         group: Hyperparameters,
     ) -> None:
         self._cls = cls
         self._group = group
-        self._dtype = dtype
-        self._shape = (rows, row_elems)
+        self._table = table
+        self._shape = (table.rows, table.row_elems)
         self.forget()
 
     def forget(self) -> None:
@@ -41,7 +39,7 @@ class RowOptimizer:
         self._arrays: dict[str, torch.Tensor] = {}
         self._numbers: dict[str, Any] = {}  # of the whole shard: "step"
         self._known = lazy_zeros(self._shape[:1], torch.bool)
-        """By row, whether the arrays have its state."""
+        """By the row's place in the table, as in the arrays: whether they have its state."""
 
     def step(
         self,
@@ -50,7 +48,7 @@ class RowOptimizer:
         gradient: torch.Tensor,
         group: Hyperparameters,
     ) -> None:
-        """Update ``values``, those of the rows ``numbers``, in place by their gradient.
+        """Update ``values``, those of the rows ``numbers``, by their gradient, and keep them.
 
         Gradients must be disabled.
         """
@@ -66,6 +64,7 @@ class RowOptimizer:
             check_invariants=False,
         )
         optimizer.step()
+        self._table.put(numbers, values)
         self.put(numbers, state)
 
     def _optimizer_of(
@@ -82,27 +81,34 @@ class RowOptimizer:
 
     def state_of(self, numbers: torch.Tensor) -> dict[str, Any]:
         """These rows' state, (len(numbers), row_elems) in each array; empty at the start."""
-        known = self._known.index_select(0, numbers)
+        places = self._table.places(numbers)
+        anywhere = places.clamp(min=0)
+        known = self._known.index_select(0, anywhere) & (places >= 0)
         found = dict(self._numbers)
         for key, array in self._arrays.items():
-            found[key] = array.index_select(0, numbers)
+            found[key] = array.index_select(0, anywhere)
         if self._arrays and not known.all():
-            for key, begins in self._begin().items():
-                found[key] = torch.where(known[:, None], found[key], begins)
+            begins = self._begin()
+            for key in self._arrays:
+                found[key] = torch.where(known[:, None], found[key], begins[key])
         return found
 
     def _begin(self) -> dict[str, torch.Tensor]:
-        """How a row's state begins, as far as that is not zero."""
+        """How a row's state begins; by key, of one row."""
         if self._begins is not None:
             return self._begins
-        parameter = torch.nn.Parameter(torch.zeros(1, self._shape[1], dtype=self._dtype))
+        parameter = torch.nn.Parameter(torch.zeros(1, self._shape[1], dtype=self._table.dtype))
         optimizer = self._cls([parameter], **optimizer_arguments(self._group))
         state = optimizer.state[parameter]
-        self._begins = {key: state[key] for key in self._arrays if key in state}
+        self._begins = {
+            key: state[key] if key in state else torch.zeros(1, 1, dtype=array.dtype)
+            for key, array in self._arrays.items()
+        }
         return self._begins
 
     def put(self, numbers: torch.Tensor, state: dict[str, Any]) -> None:
         """Replace these rows' state, and the shard's numbers."""
+        places = self._table.keep(numbers)
         for key, value in state.items():
             if not is_array(value):
                 self._numbers[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -110,9 +116,9 @@ class RowOptimizer:
             if key not in self._arrays:
                 self._arrays[key] = lazy_zeros(self._shape, value.dtype)
             array = self._arrays[key]
-            array.index_copy_(0, numbers, value.to(array.dtype))
+            array.index_copy_(0, places, value.to(array.dtype))
         if self._arrays:
-            self._known.index_fill_(0, numbers, True)
+            self._known.index_fill_(0, places, True)
 
     @property
     def whole(self) -> dict[str, Any]:

@@ -67,14 +67,13 @@ class _ShardTensors:
     def __init__(
         self,
         shard: Shard,
-        dtype: torch.dtype,
         wire_dtype: torch.dtype,
-        make: Make | None,
+        table: RowTable,
         optimizer: RowOptimizer,
     ) -> None:
         self.shard = shard
         self.wire_dtype = wire_dtype
-        self.table = RowTable(shard.rows, shard.row_elems, dtype, make)
+        self.table = table
         self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
         self.staged: list[RowPart] = []  # values for the next update
         self.averages: RowAverages | None = None  # moving, from the first update on
@@ -106,8 +105,9 @@ class RowStore:
         info = manifest.parameters[shard.parameter]
         dtype, shape = DTYPES[info.dtype], (shard.rows, shard.row_elems)
         group = manifest.optimizer.groups[info.group]
-        optimizer = RowOptimizer(SPARSE_OPTIMIZERS[manifest.optimizer.name], *shape, dtype, group)
-        return _ShardTensors(shard, dtype, wire_dtype, self._make_of(shard, info), optimizer)
+        table = RowTable(*shape, dtype, self._make_of(shard, info))
+        optimizer = RowOptimizer(SPARSE_OPTIMIZERS[manifest.optimizer.name], table, group)
+        return _ShardTensors(shard, wire_dtype, table, optimizer)
 
     def _make_of(self, shard: Shard, info: ParameterInfo) -> Make | None:
         """How this shard's rows begin, if the server makes them itself."""
@@ -222,7 +222,6 @@ class RowStore:
         values = tensors.table.take(total.numbers)
         gradient = total.rows.to(values.dtype)
         tensors.optimizer.step(total.numbers, values, gradient, group)
-        tensors.table.put(total.numbers, values)
 
     def _total(
         self, gradients: Sequence[list[RowPart]], tensors: _ShardTensors, scale: float = 1.0
@@ -302,8 +301,9 @@ class RowStore:
         """The part that a pull asks for; raises `RemoteProtocolError`."""
         tensors = self._remote(number)
         limit = rows_at_once(tensors.shard)
-        numbers = tensors.table.kept_from(decode_pull(data, tensors.shard), limit)
-        following = int(numbers[-1]) + 1 if len(numbers) == limit else END
+        first = decode_pull(data, tensors.shard)
+        numbers = tensors.table.kept_at(first, limit)
+        following = first + limit if len(numbers) == limit else END
         entries = {VALUES: tensors.table.take(numbers)}
         if tensors.averages is not None:
             entries[AVERAGE] = tensors.averages.of(numbers)

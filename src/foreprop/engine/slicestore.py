@@ -70,7 +70,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous CPU tensor's bytes."""
     if not tensor.is_contiguous():
         raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
-    flat = tensor.detach().reshape(-1)
+    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
