@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/train_language_model.py            # batches of 20 + 20 texts
 python examples/train_language_model.py --texts 40                      # alone, the same batches
 torchrun --nproc-per-node 2 examples/train_language_model.py --architecture ring    # all dense
+torchrun --nproc-per-node 2 examples/train_language_model.py --remote      # tables on servers only
 """
 
 import argparse
@@ -24,13 +25,14 @@ LENGTH, WIDTH, DRAWN, HELD_OUT = 20, 64, 1024, 4000
 class LanguageModel(nn.Module):
     """Words to an LSTM to a softmax: over all types, or in training over the drawn ones."""
 
-    def __init__(self, types: int) -> None:
+    def __init__(self, types: int, *, remote: bool = False) -> None:
         super().__init__()
-        self.words = nn.Embedding(types, WIDTH, sparse=True)
+        device = "meta" if remote else "cpu"
+        self.words = nn.Embedding(types, WIDTH, sparse=True, device=device)
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.classes = nn.Embedding(types, WIDTH, sparse=True)
+        self.classes = nn.Embedding(types, WIDTH, sparse=True, device=device)
         for table in (self.words, self.classes):
-            nn.init.uniform_(table.weight, -0.1, 0.1)
+            nn.init.uniform_(table.weight, -0.1, 0.1)  # on the meta device nothing happens
 
     def loss(self, text: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """Sampled softmax, corrected for the log-uniform distribution of ``drawn``."""
@@ -47,7 +49,8 @@ class LanguageModel(nn.Module):
     def perplexity(self, text: torch.Tensor) -> float:
         """Of a text, with the softmax over all types."""
         hidden, _ = self.lstm(self.words(text[:, :-1]))
-        scores = F.linear(hidden.flatten(0, 1), self.classes.weight)
+        everything = self.classes(torch.arange(self.classes.num_embeddings))
+        scores = F.linear(hidden.flatten(0, 1), everything)
         return math.exp(F.cross_entropy(scores, text[:, 1:].flatten()))
 
 
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=20, help="texts in a rank's batch")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--architecture", default="hybrid")
+    parser.add_argument("--remote", action="store_true", help="tables on the servers only")
     parser.add_argument("--out", type=Path, help="JSON file for the perplexities by step")
     options = parser.parse_args()
 
@@ -75,9 +79,11 @@ def main() -> None:
     numbers, types = wikitext2()
     texts = numbers[: len(numbers) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     held_out, training = texts[-HELD_OUT // LENGTH :], texts[: -HELD_OUT // LENGTH]
-    model = LanguageModel(len(types))
+    model = LanguageModel(len(types), remote=options.remote)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3, initial_accumulator_value=1e-3)
-    session = foreprop.parallelize(model, optimizer, architecture=options.architecture)
+    session = foreprop.parallelize(
+        model, optimizer, architecture=options.architecture, table_init="uniform(-0.1, 0.1)"
+    )
     loader = foreprop.shard(DataLoader(TensorDataset(training), batch_size=options.texts))
 
     seen = []

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.manifest import Knobs, Reply, WireDtype
+from foreprop.core.rowinit import check_table_init
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Placement
 from foreprop.errors import ConfigError
@@ -135,16 +136,27 @@ class Config:
     dense_parameters: str | None = _setting(
         None, "names of embeddings not to be held row by row; patterns, with commas"
     )
-    whole_tables: WholeTables = _setting(
-        "all",
+    whole_tables: WholeTables | None = _setting(
+        None,
         "who gets all rows of tables held row by row in state_dict() and close(); others keep what"
-        " they have: all, rank0 or none",
+        " they have: all, rank0 or none; by default all, and for remote tables an error",
     )
+    table_init: str | None = _setting(
+        None,
+        "how remote tables' rows begin: normal(mean, std), uniform(from, to) or constant(value);"
+        " for some tables pattern=...; between several ;. By default normal(0, 1)",
+    )
+    table_seed: int = _setting(0, "of the numbers for that", 0)
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
     )
     reduction: Reduction = _setting(
         "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
+    )
+    sparse_reduction: Reduction | None = _setting(
+        None,
+        "the same for the sparse gradients of embeddings with sparse=True, wherever they are held;"
+        " by default as reduction",
     )
     clip_grad_norm: float | None = _setting(
         None, "scale the aggregated gradients down to this global 2-norm"
@@ -175,6 +187,7 @@ class Config:
             )
         self._check_architecture()
         self._check_aggregation()
+        check_table_init(self.table_init)
 
     def _check_aggregation(self) -> None:
         for name in ("clip_grad_norm", "clip_grad_value"):
@@ -269,6 +282,7 @@ class Config:
         """What happens to gradients between their sum and the optimizer."""
         return Aggregation(
             reduction=self.reduction,
+            sparse_reduction=self.sparse_reduction,
             clip_grad_norm=self.clip_grad_norm,
             clip_grad_value=self.clip_grad_value,
             ema=self.ema,

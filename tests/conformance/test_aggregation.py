@@ -355,6 +355,7 @@ def test_clipping_has_the_same_bits_for_every_partition(name: str) -> None:
 
 SETTINGS = [
     {"reduction": "sum"},
+    {"sparse_reduction": "sum"},
     {"clip_grad_value": 0.5},
     {"clip_grad_norm": 0.5},
     {"ema": 0.9},

@@ -13,10 +13,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foreprop.core.manifest import ParameterInfo
+from foreprop.core.rowinit import row_init_of
 from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, encode_header
+from foreprop.engine.keptrows import VALUES, KeptRows, encode_kept
 from foreprop.engine.slicestore import encode_state
 from foreprop.errors import PeerLost, RemoteProtocolError
 from tests.faults.wire_peers import (
@@ -204,6 +208,7 @@ MEMBERS: dict[str, tuple[Callable[[Client], None], str]] = {
         lambda c: c.send(Kind.STATE, encode_state({}), step=2, flags=Flag.AVERAGES),
         "a moving average for slice 0, which has none",
     ),
+    "rows of no table": (lambda c: c.send(Kind.TABLE, b"x"), "shard 0 is not of a remote table"),
     "odd failure": (lambda c: c.send(Kind.FAILURE, b"{}"), "not a failure report"),
 }
 
@@ -310,6 +315,53 @@ def test_what_does_not_fit_the_wires_type(name: str) -> None:
         worker.expect(Kind.WELCOME)
         say(worker)
         assert reason in worker.expect_failure().message
+        running.wait()
+
+
+TABLE: dict[str, tuple[int, Callable[[Client], None], str]] = {
+    "another rank's": (
+        1,
+        lambda c: c.send(Kind.TABLE, encode_kept(KeptRows(torch.tensor([1]), {}))),
+        "rank 1 sent a table's rows; only rank 0 may",
+    ),
+    "rubbish": (0, lambda c: c.send(Kind.TABLE, b"rubbish"), "7 bytes are no part of a table"),
+    "no such row": (
+        0,
+        lambda c: c.send(Kind.TABLE, encode_kept(KeptRows(torch.tensor([9]), {}))),
+        "rows 9 to 9 of 8; they must be there",
+    ),
+    "a number for rows": (
+        0,
+        lambda c: c.send(Kind.TABLE, encode_kept(KeptRows(torch.tensor([1]), {VALUES: 3}))),
+        "values of rows is 3, not rows",
+    ),
+    "huge": (0, lambda c: c.send(Kind.TABLE, says_bytes=2**31), "TABLE of 2147483648 bytes"),
+    "values": (0, lambda c: c.send(Kind.ROWS_VALUE, bytes(8)), "came for step 0: twice or late"),
+    "a short pull": (1, lambda c: c.send(Kind.TABLE_PULL, b"x"), "carries 1 bytes, not 8"),
+    "a pull beyond": (
+        1,
+        lambda c: c.send(Kind.TABLE_PULL, struct.pack("!q", 9)),
+        "rows from place 9 on, of 8 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_does_not_fit_a_remote_table(name: str) -> None:
+    rank, say, reason = TABLE[name]
+    info = ParameterInfo(
+        name="t", shape=(8, 3), dtype="float32", group=0, rows=True, init=row_init_of("t", None)
+    )
+    with session(joined=False) as running:
+        workers = [running.stranger(0), running.stranger(1)]
+        workers[1].rank = 1
+        for worker in workers:
+            worker.hello(manifest_of(parameters=(info,)))
+        for worker in workers:
+            worker.expect(Kind.WELCOME)
+        say(workers[rank])
+        for worker in workers:
+            assert reason in worker.expect_failure().message
         running.wait()
 
 

@@ -102,6 +102,18 @@ def test_pulls_wait_for_their_step() -> None:
     assert machine.handle(pull(1, step=1, request=4)) == [answer(1, step=1, request=4)]
 
 
+def test_rows_that_the_server_makes_are_there_at_once() -> None:
+    """Of a remote table: nobody sends its values, and nobody may."""
+    shards = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5, remote={2})
+    assert [shard.remote for shard in shards] == [False, False, True, True]
+    machine = RowsMachine(shards, index=0, workers=1, names=["a", "b", "c"])
+    assert machine.handle(pull(0, B)) == [answer(0, B)]
+    assert machine.handle(pull(0, A)) == []
+    with pytest.raises(RemoteProtocolError, match="values for the rows of c came for step 0"):
+        machine.handle(RowsValued(0, B, 0))
+    assert machine.handle(push(0, B)) == [UpdateRows(B, 1, (0,))]
+
+
 def test_pulls_before_the_values() -> None:
     machine = RowsMachine(SHARDS, index=0, workers=2, names=["a", "b", "c"])
     assert machine.handle(pull(1)) == []

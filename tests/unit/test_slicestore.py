@@ -463,3 +463,9 @@ def test_only_contiguous_memory_is_viewed() -> None:
         bytes_of(torch.zeros(4, 4).t())
     with pytest.raises(InternalError, match="contiguous"):
         bytes_of(torch.zeros(8)[::2])
+
+
+def test_bytes_of_one_element_or_none_with_an_odd_stride() -> None:
+    for elems in (0, 1):
+        tensor = torch.arange(1, 4, dtype=torch.int32).as_strided((elems,), (0,), 1)
+        assert bytes_of(tensor).tobytes() == (b"\2\0\0\0" if elems else b"")

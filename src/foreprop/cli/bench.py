@@ -11,6 +11,7 @@ from rich.table import Table
 from foreprop.bench.exchange import Exchange, measure_exchange
 from foreprop.bench.jitter import simulate_jitter
 from foreprop.bench.overhead import measure_scheduling, measure_waiting
+from foreprop.bench.tables import measure_tables
 from foreprop.bench.wire import measure_wire
 from foreprop.lab import limit
 from foreprop.lab.profile import load_profile
@@ -123,4 +124,30 @@ def jitter(
         ("backward", result.backward_s),
     ):
         shown.add_row(name, f"{seconds:.3f} s", f"{seconds / result.adaptive_s:.3f}")
+    Console().print(shown)
+
+
+@bench.command("tables")
+def tables(
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the shard.")] = 2_000_000,
+    row_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per row.")] = 64,
+    share: Annotated[float, typer.Option(help="Of the rows, how many are updated, once.")] = 1.0,
+    rows_per_update: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 4096,
+) -> None:
+    """What a server's shard of a remote table takes, with nobody else in the process.
+
+    Each row is asked for, made, and updated, as in its first step.
+    """
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"{share} is not above 0 and at most 1", param_hint="--share")
+    found = measure_tables(
+        rows=rows, row_elems=row_elems, share=share, rows_per_update=rows_per_update
+    )
+    shown = Table(title=f"{rows} rows of {row_elems} elements, {share:.2%} of them updated")
+    for heading in ("", "values, MB", "at the start, MB", "at most, MB", "ms per update"):
+        shown.add_column(heading, justify="right")
+    for cost in found:
+        sizes = (cost.table_bytes, cost.start_bytes, cost.peak_bytes)
+        in_mb = [f"{size_bytes / 1e6:.1f}" for size_bytes in sizes]
+        shown.add_row(cost.optimizer, *in_mb, f"{cost.update_s * 1e3:.1f}")
     Console().print(shown)

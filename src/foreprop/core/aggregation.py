@@ -20,11 +20,17 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The settings that all processes of a session must share, see `foreprop.Config`."""
 
     reduction: Reduction = "mean"
+    sparse_reduction: Reduction | None = None
+    """Of sparse gradients (Parallax's average_sparse); None: the same."""
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     ema: float | None = None
     skip_nonfinite: bool = False
     """Gradients are of a scaled loss; a step in which some are not finite is left out."""
+
+    def reduction_of(self, *, sparse: bool) -> Reduction:
+        """For parameters whose gradients are sparse, or dense."""
+        return self.sparse_reduction or self.reduction if sparse else self.reduction
 
     @property
     def needs_norm(self) -> bool:

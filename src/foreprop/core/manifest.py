@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from foreprop.core.aggregation import Aggregation
+from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.peers import Peers, each_worker, nodes
+from foreprop.core.rowinit import RowInit
 from foreprop.core.rows import Shard, plan_shards
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
@@ -60,6 +61,10 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     group: int
     rows: bool = False
     """Held row-wise by the servers (an embedding's table), not in slices."""
+    sparse: bool = False
+    """Its gradients are sparse, as the model says; wherever it is held."""
+    init: RowInit | None = None
+    """Of a remote table, whose rows no worker has: how servers make them."""
 
     @property
     def elems(self) -> int:
@@ -98,6 +103,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """By parameter, what its gradients and new values travel in."""
         return [wire_dtype_of(info.dtype, self.knobs.wire_dtype) for info in self.parameters]
 
+    def reductions(self) -> list[Reduction]:
+        """By parameter, what is made of the ranks' gradients."""
+        reduction_of = self.knobs.aggregation.reduction_of
+        return [reduction_of(sparse=info.sparse) for info in self.parameters]
+
     def slices(self) -> tuple[Slice, ...]:
         partition = Partition(
             granularity=self.knobs.granularity,
@@ -118,7 +128,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             for number, info in enumerate(self.parameters)
             if info.rows
         ]
-        return plan_shards(tables, servers=self.knobs.servers, first_number=slices)
+        remote = {n for n, info in enumerate(self.parameters) if info.init is not None}
+        servers = self.knobs.servers
+        return plan_shards(tables, servers=servers, first_number=slices, remote=remote)
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -139,6 +151,8 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
         if info.rows and len(info.shape) != 2:
             raise RemoteProtocolError(f"parameter {info.name!r} has no rows: {info.shape}")
+        if info.init is not None and not (info.rows and 0 <= info.init.key < 2**64):
+            raise RemoteProtocolError(f"parameter {info.name!r} has no rows to make: {info.init}")
         if not 0 <= info.group < len(manifest.optimizer.groups):
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
     knobs = manifest.knobs

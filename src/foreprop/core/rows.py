@@ -9,13 +9,16 @@ may come early, and waits on the server until that step's update is done. If upd
 of all gradients, sum and update are two operations, with a ``barrier`` between them that the shards
 share with the server's slices (`core.barrier`).
 
+Of a remote table (one that no worker has) nobody sends the values: each server makes its rows, and
+may be asked for them at once.
+
 Row r lies on server r mod S, as its row r div S: word numbers often go by frequency, and so every
 server gets its share of the frequent ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.barrier import StepBarrier, TellNormPart
@@ -33,15 +36,35 @@ class Shard(NamedTuple):
     server: int
     rows: int
     row_elems: int
+    remote: bool = False
+    """Nobody sends its values: the server makes them."""
+
+    @property
+    def elems(self) -> int:
+        return self.rows * self.row_elems
 
 
 def plan_shards(
-    shapes: Sequence[tuple[int, int, int]], *, servers: int, first_number: int
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    servers: int,
+    first_number: int,
+    remote: Collection[int] = (),
 ) -> tuple[Shard, ...]:
-    """A shard on every server for each (parameter, rows, elements per row), in order."""
+    """A shard on every server for each (parameter, rows, elements per row), in order.
+
+    ``remote``: the parameters whose rows the servers make.
+    """
     numbered = ((shape, server) for shape in shapes for server in range(servers))
     return tuple(
-        Shard(number, parameter, server, rows_of(server, rows, servers), row_elems)
+        Shard(
+            number,
+            parameter,
+            server,
+            rows_of(server, rows, servers),
+            row_elems,
+            parameter in remote,
+        )
         for number, ((parameter, rows, row_elems), server) in enumerate(numbered, first_number)
     )
 
@@ -149,8 +172,8 @@ RowsInstruction = UpdateRows | SumRows | TellNormPart | InstallRows | AnswerRows
 class _ShardState:
     __slots__ = ("collected", "done_step", "pulls", "updating", "valued_step")
 
-    def __init__(self) -> None:
-        self.done_step = -1
+    def __init__(self, *, remote: bool) -> None:
+        self.done_step = 0 if remote else -1
         self.updating = 0  # the step of the sum or update under way, or 0
         self.collected: dict[int, dict[int, int]] = {}  # by step and rank: the push's flags
         self.pulls: list[RowsPulled] = []  # that wait for their step
@@ -178,7 +201,11 @@ class RowsMachine:
         self._workers = workers
         self._peers = peers or each_worker(workers)
         self._names = {shard.number: names[shard.parameter] for shard in shards}
-        self._states = {shard.number: _ShardState() for shard in shards if shard.server == index}
+        self._states = {
+            shard.number: _ShardState(remote=shard.remote)
+            for shard in shards
+            if shard.server == index
+        }
         self._barrier = barrier
         self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
         self._held: dict[int, tuple[int, ...]] = {}  # likewise, of those at the barrier

@@ -53,6 +53,9 @@ class Kind(IntEnum):
     ROWS_REPLY = 23  # S: the rows of a request
     NORM_PART = 24  # S: to rank 0, the sum of this server's squares of a step's gradients
     NORM = 25  # W (rank 0) to servers, server 0 to the other workers: the step's global norm
+    TABLE = 26  # W (rank 0): rows of a remote table with all that is kept of them; `slice`: shard
+    TABLE_PULL = 27  # W: send me a part of what is kept of this shard
+    TABLE_REPLY = 28  # S
 
 
 class Flag(IntEnum):
@@ -65,6 +68,7 @@ class Flag(IntEnum):
     MORE = 8  # ROWS_VALUE, ROWS_PUSH: another part follows
     AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
     MASTER = 32  # STATE_PULL: the values in full instead of the optimizer's state
+    ANEW = 64  # TABLE: forget first what has been kept; ROWS_PULL: the same, a relay's rows
 
 
 class Header(NamedTuple):

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from foreprop.core.aggregation import Aggregation
+from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.norm import BIN_BITS, BINS, ZERO, SquareSum
 
 _AT_ONCE_ELEMS = 65_536
@@ -20,10 +20,10 @@ _LEAST_TOP = -36
 
 
 def finish_sum(
-    total: torch.Tensor, aggregation: Aggregation, *, workers: int, scale: float = 1.0
+    total: torch.Tensor, reduction: Reduction, *, workers: int, scale: float = 1.0
 ) -> None:
     """The ranks' gradients have been added up: make the mean, and take out the loss's scale."""
-    if workers > 1 and aggregation.reduction == "mean":
+    if workers > 1 and reduction == "mean":
         total /= workers
     if scale != 1.0:
         total *= 1.0 / scale

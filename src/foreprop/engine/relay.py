@@ -42,6 +42,7 @@ from foreprop.core.worker import (
 from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure, decode_failure, failure_of
 from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups, with_scale
+from foreprop.engine.keptrows import PULL_BYTES
 from foreprop.engine.norms import NORM_BYTES
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.peer import (
@@ -65,6 +66,10 @@ from foreprop.net.stream import Stream
 from foreprop.observe.stages import Stage
 
 _EMPTY = memoryview(b"")
+_ANSWERED_ABOVE: dict[int, Kind] = {
+    Kind.STATE_PULL: Kind.STATE_REPLY,
+    Kind.TABLE_PULL: Kind.TABLE_REPLY,
+}
 _STATUS_LIMIT_BYTES = 65_536
 _CAUSE_S = 1.0
 """How long after the connection's end another process may still tell the reason."""
@@ -135,6 +140,10 @@ class RelaySession:
             return bounded(header, self._rows.limit_bytes(header))
         if kind == Kind.STATE:
             return bounded(header, self._state_limit_bytes(header))
+        if kind == Kind.TABLE:
+            return bounded(header, self._rows.kept_limit_bytes(header.slice))
+        if kind == Kind.TABLE_PULL:
+            return exactly(header, PULL_BYTES)
         if kind == Kind.HYPERPARAMETERS:
             return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)
         if kind == Kind.NORM:
@@ -157,12 +166,12 @@ class RelaySession:
             self._dispatch(PullArrived(number, header.slice, header.step, header.priority))
         elif kind == Kind.HYPERPARAMETERS:
             self._on_hyperparameters(number, header, payload)
-        elif kind in (Kind.NORM, Kind.BLOB, Kind.STATE):
+        elif kind in (Kind.NORM, Kind.BLOB, Kind.STATE, Kind.TABLE):
             self._on_word_of_rank_zero(peer, header, payload)
         elif kind == Kind.BLOB_PULL:
             self._on_blob_pull(peer, header)
-        elif kind == Kind.STATE_PULL:
-            self._ask(Kind.STATE_REPLY, peer, header)
+        elif kind in _ANSWERED_ABOVE:
+            self._ask(_ANSWERED_ABOVE[kind], peer, header)
             self._pass_on(header, payload)
         elif kind == Kind.STATUS_PULL:
             self._on_status_pull(peer, header)
@@ -284,6 +293,8 @@ class RelaySession:
         kind = header.kind
         if kind == Kind.STATE_REPLY:
             return self._state_limit_bytes(header)
+        if kind == Kind.TABLE_REPLY:
+            return self._rows.kept_limit_bytes(header.slice)
         if kind == Kind.BLOB_REPLY:
             return self._manifest.blob_bytes[which_blob(header, self._manifest)]
         limits = {
@@ -317,8 +328,8 @@ class RelaySession:
             self._tell_workers(Kind.NORM, header, payload)
         elif kind == Kind.BLOB_REPLY:
             self._hand_out_blob(header, payload)
-        elif kind == Kind.STATE_REPLY:
-            self._answer(self._asker(header).number, Kind.STATE_REPLY, header, payload)
+        elif kind in (Kind.STATE_REPLY, Kind.TABLE_REPLY):
+            self._answer(self._asker(header).number, Kind(kind), header, payload)
         elif kind == Kind.STATUS_REPLY:
             self._hand_out_status(header, payload)
         else:

@@ -2,8 +2,8 @@
 
 "Local aggregation" of sparse gradients (Parallax, section 5.3.2): the rows of all workers of the
 node are added up in rank order, each touched row is pushed once. A pull asks the server for those
-of its rows that nobody on this node has asked for as of the same step; it is answered when all are
-here.
+of its rows that nobody on this node has asked for as of the same step, or `Flag.ANEW` all of them;
+it is answered when all are here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from foreprop.core.rows import (
     UpdateRows,
 )
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.engine.keptrows import limit_bytes as kept_limit_bytes
+from foreprop.engine.rowindex import RowIndex
 from foreprop.engine.rowparts import (
     RowPart,
     decode_part,
@@ -45,7 +47,6 @@ _REQUESTS = 2**32
 """How many numbers requests have, before they begin again."""
 _STEPS_KEPT = 2
 """A worker may ask for the next batch's rows while another still asks for this one's."""
-_NOT_ASKED = -1
 
 
 class RowRelayHost(Protocol):
@@ -76,6 +77,7 @@ class RowRelayHost(Protocol):
 class _Request:
     """Rows that the server has been asked for."""
 
+    number: int
     fetched: _Fetched
     step: int
     rows: torch.Tensor
@@ -98,12 +100,24 @@ class _Waiting:
 class _Fetched:
     """A shard's rows as of one step, as far as this node has asked for them."""
 
-    request_of: torch.Tensor
-    """By row: the request that it comes with, or `_NOT_ASKED`."""
-    place_of: torch.Tensor
-    """By row: where it is in that."""
-    requests: dict[int, _Request] = field(default_factory=dict)
+    index: RowIndex = field(default_factory=RowIndex)
+    """Which rows those are, and their places: one request's after the other's."""
+    requests: list[_Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Of each request, the first place."""
     waiting: list[_Waiting] = field(default_factory=list)
+
+    def add(self, request: _Request, numbers: torch.Tensor) -> None:
+        """Rows that have no place yet."""
+        self.starts.append(self.index.count)
+        self.index.add(numbers)
+        self.requests.append(request)
+
+    def find(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which requests these rows come with, as places in ``requests``, and where in them."""
+        places, starts = self.index.find(numbers), torch.tensor(self.starts)
+        which = torch.searchsorted(starts, places, right=True) - 1
+        return which, places - starts[which]
 
 
 class RelayRows:
@@ -151,6 +165,10 @@ class RelayRows:
 
     def _limit_bytes_of(self, shard: Shard) -> int:
         return part_limit_bytes(shard, self._dtypes[shard.parameter].itemsize)
+
+    def kept_limit_bytes(self, number: int) -> int:
+        """The longest part of a remote table; raises `RemoteProtocolError`."""
+        return kept_limit_bytes(self._owned(number))
 
     def _owned(self, number: int) -> Shard:
         shard = self._shards.get(number)
@@ -247,40 +265,37 @@ class RelayRows:
         shard = self._owned(pulled_shard(payload))
         numbers = decode_pull(payload, shard)
         with self._lock:
-            fetched = self._fetched_as_of(shard, header.step)
-            asked = fetched.request_of[numbers]
-            new = numbers[asked == _NOT_ASKED]
+            fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
+            new = numbers[fetched.index.find(numbers) < 0]
             request = self._register(shard, header.step, fetched, new) if len(new) else None
-            wanted = set(fetched.request_of[numbers].tolist())
-            missing = {each for each in wanted if not fetched.requests[each].arrived}
+            used = [fetched.requests[i] for i in set(fetched.find(numbers)[0].tolist())]
+            missing = {each.number for each in used if not each.arrived}
             waiting = _Waiting(worker, header, numbers, missing)
             if missing:
                 fetched.waiting.append(waiting)
         if request is not None:
-            data = encode_pull(shard.number, new)
-            self._host.send_on(Kind.ROWS_PULL, header.step, header.priority, request, data)
+            data, place = encode_pull(shard.number, new), (header.step, header.priority)
+            self._host.send_on(Kind.ROWS_PULL, *place, request.number, data)
         if not missing:
             self._hand_out(fetched, waiting)
 
-    def _fetched_as_of(self, shard: Shard, step: int) -> _Fetched:
+    def _fetched_as_of(self, shard: Shard, step: int, *, anew: bool) -> _Fetched:
         steps = self._fetched.setdefault(shard.number, {})
-        if step not in steps:
-            request_of = torch.full((shard.rows,), _NOT_ASKED, dtype=torch.int64)
-            steps[step] = _Fetched(request_of, torch.empty_like(request_of))
+        if anew or step not in steps:
+            steps[step] = _Fetched()
             for old in sorted(steps)[:-_STEPS_KEPT]:
                 del steps[old]
         return steps[step]
 
-    def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> int:
+    def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> _Request:
         number = self._next_request
         self._next_request = (number + 1) % _REQUESTS
         # the values at the start come in full
         dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
         rows = torch.empty(len(new), shard.row_elems * dtype.itemsize, dtype=torch.uint8)
-        self._requests[number] = fetched.requests[number] = _Request(fetched, step, rows)
-        fetched.request_of[new] = number
-        fetched.place_of[new] = torch.arange(len(new))
-        return number
+        self._requests[number] = request = _Request(number, fetched, step, rows)
+        fetched.add(request, new)
+        return request
 
     def room(self, header: Header) -> memoryview:
         """Where a reply's rows go; raises `RemoteProtocolError` for what nobody asked for."""
@@ -307,8 +322,8 @@ class RelayRows:
 
     def _hand_out(self, fetched: _Fetched, waiting: _Waiting) -> None:
         numbers, (_, _, _, step, slice_, priority, _) = waiting.numbers, waiting.header
-        sources, places = fetched.request_of[numbers], fetched.place_of[numbers]
-        parts = [(s, fetched.requests[s].rows) for s in set(sources.tolist())]
+        sources, places = fetched.find(numbers)
+        parts = [(source, fetched.requests[source].rows) for source in set(sources.tolist())]
         width = parts[0][1].shape[1] if parts else 0
         rows = torch.empty(len(numbers), width, dtype=torch.uint8)
         for source, fetched_rows in parts:

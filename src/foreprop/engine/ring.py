@@ -507,7 +507,8 @@ class RingEngine:
             # what follows is as if it had not been cast
             gradient = total.to(torch.promote_types(total.dtype, torch.float32))
             scale = self._settings_at(step).scale
-            finish_sum(gradient, self._aggregation, workers=self._group.size, scale=scale)
+            reduction = self._aggregation.reduction_of(sparse=info.sparse)
+            finish_sum(gradient, reduction, workers=self._group.size, scale=scale)
             self._gradients[parameter] = gradient
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:

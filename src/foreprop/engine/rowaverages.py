@@ -10,50 +10,60 @@ from __future__ import annotations
 
 import torch
 
-from foreprop.engine.aggregation import start_average
+from foreprop.engine.rowtable import RowTable, lazy_zeros
 
 
 class RowAverages:
-    """Of one shard, beginning with the table's values. Not thread-safe."""
+    """Of one shard, beginning with the table's values. Not thread-safe.
 
-    def __init__(self, table: torch.Tensor, decay: float) -> None:
-        self._table = table.detach()  # the same memory
+    Of a row that has not changed since the start nothing is kept: its average is its value.
+    """
+
+    def __init__(self, table: RowTable, decay: float) -> None:
+        self._table = table
         self._decay = decay
-        self._values = start_average(table)
+        self._dtype = torch.promote_types(table.dtype, torch.float32)
+        self._values = lazy_zeros((table.rows, table.row_elems), self._dtype)
         self._steps = 0  # that have been made since the start
-        self._moved = torch.zeros(len(table), dtype=torch.int64)
-        """By row: after which of them its average was moved."""
+        self._moved = lazy_zeros((table.rows,), torch.int64)
+        """By the row's place: after which of them its average was moved, plus one; 0: never."""
 
     def before_change(self, numbers: torch.Tensor | None = None) -> None:
         """The values of these rows, or of all, are about to change: those of now still count."""
         if numbers is None:
-            numbers = torch.arange(len(self._moved))
-        late = numbers[self._moved[numbers] < self._steps]
-        self._values[late] = self._current(late)
-        self._moved[late] = self._steps
+            numbers = torch.arange(self._table.rows)
+        _, moved = self._places(numbers)
+        late = numbers[moved <= self._steps]
+        self.put(late, self.of(late))
 
     def end_step(self) -> None:
         """Averages move by one step, to where the values are now."""
         self._steps += 1
 
     def current(self) -> torch.Tensor:
-        """A copy of all rows' averages after the last step.
+        """A copy of all rows' averages after the last step."""
+        return self.of(torch.arange(self._table.rows))
+
+    def of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows' averages after the last step.
 
         Nothing is moved for it, so reading does not change what the averages will be.
         """
-        found = self._values.clone()
-        late = (self._moved < self._steps).nonzero()[:, 0]
-        found[late] = self._current(late)
-        return found
+        values = self._table.take(numbers).to(self._dtype)
+        places, moved = self._places(numbers)
+        steps = (self._steps + 1 - moved).to(torch.float64)
+        weights = (1 - self._decay**steps).to(self._dtype)
+        weights[moved == 0] = 1.0
+        return torch.lerp(self._values[places], values, weights[:, None])
 
-    def _current(self, numbers: torch.Tensor) -> torch.Tensor:
-        steps = (self._steps - self._moved[numbers]).to(torch.float64)
-        weights = (1 - self._decay**steps).to(self._values.dtype)[:, None]
-        return torch.lerp(
-            self._values[numbers], self._table[numbers].to(self._values.dtype), weights
-        )
+    def _places(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the rows' averages are (or anywhere), and when they were moved."""
+        places = self._table.places(numbers)
+        anywhere = places.clamp(min=0)
+        return anywhere, self._moved[anywhere] * (places >= 0)
 
-    def replace(self, values: torch.Tensor) -> None:
+    def put(self, numbers: torch.Tensor, averages: torch.Tensor) -> None:
         """Go on from these, as after the last step."""
-        self._values.copy_(values)
-        self._moved.fill_(self._steps)
+        places = self._table.keep(numbers)
+        self._values[places] = averages.to(self._dtype)
+        self._moved[places] = self._steps + 1

@@ -134,8 +134,11 @@ class RowExchange:
         self._send(shard.server, kind, step, priority, data, slice_=shard.number, flags=flags)
 
     # Pulling.
-    def pull(self, parameter: int, step: int, numbers: torch.Tensor) -> Pull:
-        """Ask for rows as they are after ``step``; ``numbers`` ascend, int64."""
+    def pull(self, parameter: int, step: int, numbers: torch.Tensor, *, flags: int = 0) -> Pull:
+        """Ask for rows as they are after ``step``; ``numbers`` ascend, int64.
+
+        With ``Flag.ANEW`` a relay forgets what it has of that step.
+        """
         shards = self._shards_of[parameter]
         rows = torch.empty(len(numbers), shards[0].row_elems, dtype=self._dtypes[parameter])
         pull = Pull(parameter, step, numbers, rows)
@@ -146,8 +149,8 @@ class RowExchange:
                     asked.append((shard, places, self._register(pull, shard, places)))
         for shard, places, request in asked:
             data = encode_pull(shard.number, numbers[places] // self._servers)
-            priority = self._priority_of(parameter)
-            self._send(shard.server, Kind.ROWS_PULL, step, priority, data, slice_=request)
+            about = (Kind.ROWS_PULL, step, self._priority_of(parameter), data)
+            self._send(shard.server, *about, slice_=request, flags=flags)
         return pull
 
     def _register(self, pull: Pull, shard: Shard, places: torch.Tensor) -> int:

@@ -40,6 +40,7 @@ from foreprop.engine.hyperparameters import (
     scale_of,
     with_scale,
 )
+from foreprop.engine.keptrows import PULL_BYTES
 from foreprop.engine.norms import NORM_BYTES, decode_norm
 from foreprop.engine.peer import (
     HYPERPARAMETERS_LIMIT_BYTES,
@@ -127,6 +128,10 @@ class ServerSession:
             return bounded(header, self._rows.limit_bytes(header))
         if kind == Kind.STATE:
             return bounded(header, self._state_store(header).state_limit_bytes(header.slice))
+        if kind == Kind.TABLE:
+            return bounded(header, self._rows.store.kept_limit_bytes(header.slice))
+        if kind == Kind.TABLE_PULL:
+            return exactly(header, PULL_BYTES)
         if kind == Kind.HYPERPARAMETERS:
             return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)
         if kind == Kind.NORM:
@@ -185,6 +190,12 @@ class ServerSession:
                 (store.import_average if averages else store.import_state)(header.slice, payload)
         elif kind == Kind.STATE_PULL:
             self._on_state_pull(peer, header)
+        elif kind == Kind.TABLE:
+            self._on_table(peer, header, payload)
+        elif kind == Kind.TABLE_PULL:
+            with self._lock:
+                data = self._rows.store.export_kept(header.slice, payload)
+            self._answer(number, Kind.TABLE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
             self._tell_status(peer, header)
         elif kind == Kind.BYE:
@@ -217,6 +228,13 @@ class ServerSession:
             else:
                 data = store.export_state(header.slice)
         self._answer(peer.number, Kind.STATE_REPLY, header, data)
+
+    def _on_table(self, peer: Peer, header: Header, payload: memoryview) -> None:
+        if peer.rank != 0:
+            raise RemoteProtocolError(f"rank {peer.rank} sent a table's rows; only rank 0 may")
+        with self._lock:
+            anew = bool(header.flags & Flag.ANEW)
+            self._rows.store.import_kept(header.slice, payload, anew=anew)
 
     def _state_store(self, header: Header) -> SliceStore | RowStore:
         """Which of the stores has the optimizer state that a frame is about."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import torch
@@ -70,7 +70,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A writable view of a contiguous CPU tensor's bytes."""
     if not tensor.is_contiguous():
         raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
-    flat = tensor.detach().reshape(-1)
+    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -108,7 +109,7 @@ class GradientBuffer:
 
 
 class PartOptimizer:
-    """The optimizer of one slice or shard; made for its first update, with the group of that."""
+    """The optimizer of one slice; made for its first update, with the group of that."""
 
     __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received")
 
@@ -125,9 +126,9 @@ class PartOptimizer:
     def prepare(self, group: Hyperparameters) -> torch.optim.Optimizer:
         """For an update with these numbers, and with a state that has been received since."""
         if self._made is None:
-            self._made = self._cls([self._parameter], **_arguments(group), **self._options)
+            self._made = self._cls([self._parameter], **optimizer_arguments(group), **self._options)
         elif self._group is not group:
-            self._made.param_groups[0].update(_arguments(group))
+            self._made.param_groups[0].update(optimizer_arguments(group))
         self._group = group
         if self._received is not None:
             self._made.state[self._parameter] = self._received
@@ -198,6 +199,7 @@ class SliceStore:
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
+        self._reductions = manifest.reductions()
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._slices = {
@@ -323,7 +325,8 @@ class SliceStore:
             total = total.float()  # summing in half precision would lose small gradients
         for rank in ranks[1:]:
             total += tensors.gradients[rank].tensor
-        finish_sum(total, self._aggregation, workers=self._world_size, scale=scale)
+        reduction = self._reductions[tensors.piece.parameter]
+        finish_sum(total, reduction, workers=self._world_size, scale=scale)
         return total
 
     def _give_back(self, buffer: GradientBuffer) -> None:
@@ -336,7 +339,7 @@ class SliceStore:
         tensors = self._slices[slice_]
         part, state = tensors.extent.part, tensors.optimizer.state
         return encode_state(
-            {key: part(value) if _is_array(value) else value for key, value in state.items()}
+            {key: part(value) if is_array(value) else value for key, value in state.items()}
         )
 
     def import_state(self, slice_: int, data: memoryview) -> None:
@@ -345,7 +348,7 @@ class SliceStore:
         state = decode_state(data, elems=tensors.piece.elems)
         tensors.optimizer.replace_state(
             {
-                key: _with_padding(value, tensors.extent) if _is_array(value) else value
+                key: _with_padding(value, tensors.extent) if is_array(value) else value
                 for key, value in state.items()
             }
         )
@@ -390,7 +393,7 @@ def _show(tensors: _SliceTensors) -> None:
     tensors.shown.copy_(tensors.parameter)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -400,7 +403,7 @@ def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
     return tensor
 
 
-def _arguments(group: Hyperparameters) -> dict[str, Any]:
+def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in group.items():
         key, _, dtype = name.partition(" ")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from foreprop.config import Config
 from foreprop.core.barrier import OUTSIDE, NormCombiner
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
+from foreprop.core.rows import Shard
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
@@ -47,6 +48,16 @@ from foreprop.core.worker import (
     WorkerMachine,
 )
 from foreprop.engine.failure import decode_failure, failure_of
+from foreprop.engine.keptrows import (
+    END,
+    KeptRows,
+    cut_kept,
+    decode_kept,
+    encode_kept,
+    in_table,
+)
+from foreprop.engine.keptrows import encode_pull as encode_kept_pull
+from foreprop.engine.keptrows import limit_bytes as kept_limit_bytes
 from foreprop.engine.norms import NORM_BYTES, GradientNorms, decode_norm, encode_norm
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.progress import NOTHING, Progress
@@ -264,9 +275,40 @@ class WorkerEngine:
                 min(len(self._streams), self.parameters[parameter].shape[0])
             )
             step = self._rows_step.get(parameter, 0)
-            pulls.append(self.rows.pull(parameter, step, of_each_server))
+            # anew: a relay's rows may be older than a change by hand
+            pulls.append(self.rows.pull(parameter, step, of_each_server, flags=Flag.ANEW))
         for pull in pulls:
             self.wait_for_rows(pull)
+
+    def kept_rows(self, parameter: int) -> Iterator[KeptRows]:
+        """All that servers keep of a remote table, in parts, with the table's row numbers."""
+        for shard in self.rows.shards_of(parameter):
+            following = 0
+            while following != END:
+                part = self._fetch_kept(shard, following)
+                following = part.following
+                yield in_table(part, shard, len(self._streams))
+
+    def _fetch_kept(self, shard: Shard, first: int) -> KeptRows:
+        key, about = (int(Kind.TABLE_REPLY), shard.number), (Kind.TABLE_PULL, 0, CONTROL_PRIORITY)
+        self._send_message(shard.server, *about, encode_kept_pull(first), slice_=shard.number)
+        self.progress.wait_until(
+            lambda: key in self._answers,
+            self._config.step_timeout_s,
+            lambda: f"rows of {self.parameters[shard.parameter].name} from {shard.server}",
+        )
+        return decode_kept(memoryview(bytearray(self._answers.pop(key))), shard)
+
+    def send_kept_rows(self, parameter: int, part: KeptRows, *, anew: bool = False) -> None:
+        """Rank 0: replace rows, or all that there is, while no update can be under way.
+
+        Row numbers are the table's. Blocks until the servers have taken them.
+        """
+        shards, flags = self.rows.shards_of(parameter), Flag.ANEW if anew else 0
+        for shard, own in cut_kept(part, shards, len(self._streams)):
+            about = (Kind.TABLE, 0, CONTROL_PRIORITY, encode_kept(own))
+            self._send_message(shard.server, *about, slice_=shard.number, flags=flags)
+        self.settle_rows()
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
         """Tell every server the optimizer's numbers for this step and the following ones."""
@@ -617,6 +659,8 @@ class WorkerEngine:
         if kind == Kind.STATE_REPLY and header.slice < len(self.slices) + len(self.rows.shards):
             shard = self.rows.shards[header.slice - len(self.slices)]
             return state_limit_bytes(shard.rows * shard.row_elems)
+        if kind == Kind.TABLE_REPLY:
+            return self._kept_limit_bytes(header.slice - len(self.slices))
         if kind == Kind.BLOB_REPLY and header.slice < len(self.manifest.blob_bytes):
             return self.manifest.blob_bytes[header.slice]
         if kind == Kind.STATUS_REPLY:
@@ -624,6 +668,10 @@ class WorkerEngine:
         if kind in (Kind.NORM_PART, Kind.NORM):
             return ENCODED_BYTES if kind == Kind.NORM_PART else NORM_BYTES
         return MAX_CONTROL_BYTES if kind in (Kind.FAILURE, Kind.REFUSE) else 0
+
+    def _kept_limit_bytes(self, place: int) -> int:
+        known = 0 <= place < len(self.rows.shards)
+        return kept_limit_bytes(self.rows.shards[place]) if known else 0
 
     def _on_frame(self, server: int, frame: Frame, started_ns: int) -> None:
         header, payload = frame
@@ -654,7 +702,7 @@ class WorkerEngine:
         elif kind == Kind.BLOB_REPLY:
             self._blobs[slice_] = payload
             self.progress.notify()
-        elif kind in (Kind.STATE_REPLY, Kind.STATUS_REPLY):
+        elif kind in (Kind.STATE_REPLY, Kind.TABLE_REPLY, Kind.STATUS_REPLY):
             self._answers[(kind, slice_)] = bytes(payload)
             self.progress.notify()
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.norm import SquareSum
+from foreprop.engine.keptrows import KeptRows
 from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
@@ -87,6 +88,14 @@ class RowEngine(Protocol):
 
     def pull_rows(self, parameter: int, step: int, numbers: torch.Tensor) -> Pull: ...
     def wait_for_rows(self, pull: Pull) -> torch.Tensor: ...
+    def settle_rows(self) -> None:
+        """Block until the servers have updated all tables as of this rank's last pushes."""
+
+    def kept_rows(self, parameter: int) -> Iterator[KeptRows]:
+        """Of a remote table: all that is kept of its rows, in parts."""
+
+    def send_kept_rows(self, parameter: int, part: KeptRows, *, anew: bool = False) -> None:
+        """Rank 0: replace rows of a remote table, or all; blocks until the servers have them."""
 
 
 class Starting(Protocol):

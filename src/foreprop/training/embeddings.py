@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import ParameterInfo
+from foreprop.core.rowinit import RowInit, row_init_of
 from foreprop.errors import ConfigError
 from foreprop.training.optimizer import check_row_wise
 
@@ -41,13 +44,41 @@ class Embeddings:
                 self._modules.setdefault(name, []).append(module)
                 self._group_of[name] = group
         self._made_sparse: list[Any] = []
-        sparse = self._with_sparse_gradients()
-        self._check_optimizer(sparse)
-        self.row_wise = self._asked_for(sparse, config)
+        self.sparse = self._with_sparse_gradients()
+        """The names of the tables whose gradients are sparse, as the user has made the modules."""
+        self._check_optimizer(self.sparse)
+        self.row_wise = self._asked_for(self.sparse, config)
         """The names of the tables that servers hold row by row from the start."""
+        self.remote = self._find_remote(named, config)
+        """Those of them that are on the meta device, and how their rows begin."""
         self.candidates = self._may_be_either(config)
         """The names of those that ``architecture="auto"`` decides about."""
         self.make_sparse(self.row_wise)
+
+    def _find_remote(self, named: Named, config: Config) -> dict[str, RowInit]:
+        found = {}
+        for name, parameter, _ in named:
+            if not parameter.is_meta:
+                continue
+            if name not in self.row_wise:
+                raise ConfigError(_meta_text(f"parameter {name}"))
+            if config.architecture == "auto":
+                raise ConfigError(
+                    f"parameter {name} is on the meta device, and architecture='auto' may begin"
+                    " anew after some steps, when only the servers have its rows: use 'hybrid',"
+                    " and sparse_parameters"
+                )
+            found[name] = row_init_of(
+                name,
+                config.table_init,
+                seed=config.table_seed,
+                padding_row=self._modules[name][0].padding_idx,
+            )
+        return found
+
+    def modules_of(self, name: str) -> Sequence[Any]:
+        """Those whose table it is."""
+        return self._modules[name]
 
     def make_sparse(self, names: Collection[str]) -> None:
         """Have these tables' gradients be sparse, until `restore`."""
@@ -113,6 +144,48 @@ class Embeddings:
         except ConfigError:
             return False
         return True
+
+
+def check_rest(model: torch.nn.Module, named: Named) -> None:
+    """Raise `ConfigError` if something that the optimizer does not have is on the meta device."""
+    ours = {id(parameter) for _, parameter, _ in named}
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_meta and id(tensor) not in ours:
+                raise ConfigError(_meta_text(f"{kind} {name}"))
+
+
+def _meta_text(what: str) -> str:
+    return (
+        f"{what} is on the meta device, where only the weights of embeddings may be that have"
+        " sparse=True (or are named in sparse_parameters), are in the optimizer, and are held row"
+        " by row by servers (any architecture but 'ring'). Give it memory and values first:"
+        " module.to_empty(device='cpu'), then initialise it"
+    )
+
+
+def check_kind(info: ParameterInfo, aggregation: Aggregation, *, sparse: bool) -> None:
+    """A gradient is sparse, or dense: raise `ConfigError` if it must be reduced as the other kind.
+
+    What the ranks make of it is agreed on before there is any, by what the modules say.
+    """
+    reduction_of = aggregation.reduction_of
+    if reduction_of(sparse=sparse) == reduction_of(sparse=info.sparse):
+        return
+    if sparse:
+        why = "sparse, but it is not the weight of an embedding with sparse=True"
+        todo = "make it one"
+    else:
+        why = "dense, but it is the weight of an embedding with sparse=True"
+        todo = "say sparse=False"
+    raise ConfigError(
+        f"reduction is {aggregation.reduction!r}, sparse_reduction is"
+        f" {aggregation.sparse_reduction!r}, and the gradient of {info.name} is {why}: {todo}, or"
+        " give both the same value"
+    )
 
 
 def _matches(name: str, patterns: str | None) -> bool:

@@ -6,12 +6,13 @@ Each of the two knows its own parameters only, by numbers of its own; here they 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from foreprop.core.manifest import ParameterInfo
+from foreprop.engine.keptrows import KeptRows
 from foreprop.engine.launch import Connections
 from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
@@ -251,6 +252,15 @@ class HybridEngine:
 
     def wait_for_rows(self, pull: Pull) -> torch.Tensor:
         return self._rows.wait_for_rows(pull)
+
+    def settle_rows(self) -> None:
+        self._rows.settle_rows()
+
+    def kept_rows(self, parameter: int) -> Iterator[KeptRows]:
+        return self._rows.kept_rows(self._row_number[parameter])
+
+    def send_kept_rows(self, parameter: int, part: KeptRows, *, anew: bool = False) -> None:
+        self._rows.send_kept_rows(self._row_number[parameter], part, anew=anew)
 
     def grad_norm(self, step: int) -> float | None:
         """Of all parameters: the servers' part is told the total."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.engine.slicestore import bytes_of
+from foreprop.errors import InternalError
 
 Ready = Callable[[memoryview], None]
 
@@ -166,6 +167,24 @@ class Stager:
             complete()
 
 
+class NoMemory:
+    """Of a remote table, which is on the meta device: the servers have its rows."""
+
+    values = memoryview(b"")
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        raise InternalError("a remote table's gradient is not sent as a whole")
+
+    def await_staged(self) -> None:
+        pass
+
+    def before_sending_values(self) -> None:
+        pass
+
+    def land(self) -> None:
+        pass
+
+
 class MemoryFactory:
     """Chooses each parameter's memory; owns the threads that some of it needs."""
 
@@ -173,6 +192,8 @@ class MemoryFactory:
         self._stagers: dict[torch.device, Stager] = {}
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
+        if parameter.is_meta:
+            return NoMemory()
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             return DirectMemory(parameter)
         if parameter.device.type == "cuda":

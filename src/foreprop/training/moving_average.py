@@ -39,7 +39,9 @@ def averaged_state_dict(
     for name, value in model.state_dict(keep_vars=True).items():
         number = number_of.get(id(value))
         if number is not None:
-            found[name] = averages[number].reshape(value.shape).to(value.device, copy=True)
+            average = averages[number].reshape(value.shape)
+            device = average.device if value.is_meta else value.device  # a remote table's is here
+            found[name] = average.to(device, copy=True)
         else:
             found[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return found
@@ -60,9 +62,14 @@ def averages_from(
 def _average_of(
     parameter: torch.nn.Parameter, name: str | None, state: Mapping[str, Any]
 ) -> torch.Tensor:
-    if name is None:
+    value = state.get(name) if name is not None else None
+    if parameter.is_meta and value is not None and not value.is_meta:
+        raise ConfigError(
+            f"the moving averages have values for {name}, whose rows are on the servers only: use"
+            " session.load_tables(folder), and leave it out here"
+        )
+    if name is None or parameter.is_meta:
         return start_average(parameter)
-    value = state.get(name)
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
         raise ConfigError(

@@ -30,7 +30,8 @@ def parallelize(
     everybody's. Ranks and addresses come from torchrun; started plainly the world is this process.
 
     Args:
-        model: any module; its parameters keep their identity, names and class.
+        model: any module; its parameters keep their identity, names and class. Embeddings with
+            sparse gradients may be on the meta device: their rows are on the servers only.
         optimizer: an element-wise ``torch.optim`` optimizer over (some of) its parameters.
         preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp`` or ``tensorflow``.
         config: all settings at once, instead of ``preset`` and ``settings``.

@@ -42,6 +42,9 @@ class SessionState(Protocol):
     leaves_rows: bool
     """Whether nobody wants all rows of a table now."""
 
+    reduces_by_kind: bool
+    """Whether other things are made of sparse gradients than of dense ones."""
+
     fixed_passes: int | None
     """Backward passes per step as configured; None: to be learned."""
 
@@ -58,8 +61,8 @@ class SessionState(Protocol):
     def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
         """Whether an operation's result makes this the parameter's first use; notes the order."""
 
-    def check_sparse(self, parameter: int) -> None:
-        """Raise `ConfigError` if the optimizer cannot take a sparse gradient of it."""
+    def check_layout(self, parameter: int, layout: torch.layout) -> None:
+        """Raise `ConfigError` if a gradient of this layout cannot be taken."""
 
     def gradient_ready(self, parameter: SynchronisedParameter) -> None:
         """Autograd has just computed a gradient."""
@@ -69,11 +72,18 @@ class SynchronisedParameter:
     """The life of one parameter between `backward()` and its next use."""
 
     def __init__(
-        self, index: int, name: str, parameter: torch.nn.Parameter, session: SessionState
+        self,
+        index: int,
+        name: str,
+        parameter: torch.nn.Parameter,
+        session: SessionState,
+        leaf: torch.nn.Parameter | None = None,
     ) -> None:
         self.index = index
         self.name = name
         self.parameter = parameter
+        self._leaf = parameter if leaf is None else leaf
+        """Where autograd gathers the parameter's gradient."""
         self.expected_passes = 0  # backward passes per step; 0: not known yet
         self.counts_rows = False
         self.touched_rows = 0  # of the last gradient's, if they are counted
@@ -128,8 +138,8 @@ class SynchronisedParameter:
     # Gradients.
     def attach_hook(self) -> None:
         """Watch for gradients, if the parameter can have any."""
-        if self._hook is None and self.parameter.requires_grad:
-            register: Any = self.parameter.register_post_accumulate_grad_hook
+        if self._hook is None and self._leaf.requires_grad:
+            register: Any = self._leaf.register_post_accumulate_grad_hook
             self._hook = register(self._on_gradient)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -172,8 +182,9 @@ class SynchronisedParameter:
             self._discard()
 
     def _check_gradient(self, gradient: torch.Tensor) -> None:
-        if gradient.layout != torch.strided:
-            self._session.check_sparse(self.index)
+        session = self._session
+        if gradient.layout != torch.strided or session.reduces_by_kind:
+            session.check_layout(self.index, gradient.layout)
 
     def _refuse_another_pass(self, kept: bool) -> None:
         if kept:
@@ -242,7 +253,7 @@ class SynchronisedParameter:
     # The end of a step.
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""
-        gradient = self.parameter.grad
+        gradient = self._leaf.grad
         if self._pushed_step == step:
             self._check_still_ours(gradient)
         else:

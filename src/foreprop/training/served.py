@@ -38,6 +38,8 @@ from foreprop.training.optimizer import (
 from foreprop.version import __version__
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
+_MOST_ROWS = 2**31 - 1
+"""Of a shard: their numbers travel as int32."""
 _NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
 
@@ -76,6 +78,11 @@ class ServedBackend:
             trace=setup.make_trace(self.session_id),
             servers=self.connections.server_names(),
         )
+
+    @property
+    def _shards(self) -> list[Shard]:
+        """Those of tables that workers have, too."""
+        return [shard for shard in self._engine.rows.shards if not shard.remote]
 
     def _manifest(self) -> Manifest:
         setup = self._setup
@@ -119,7 +126,7 @@ class ServedBackend:
             self._send_state(0)  # first: who has the values may ask for it
             self._engine.offer_values()
             for number, info in enumerate(self._setup.infos):
-                if info.rows:
+                if info.rows and info.init is None:
                     table = self._setup.parameters[number].detach()
                     self._engine.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
@@ -149,8 +156,8 @@ class ServedBackend:
             return
         self._engine.settle_rows()
         pieces: dict[int, list[dict[str, Any]]] = {}
-        slices, shards = self._engine.slices, self._engine.rows.shards
-        answers = self._engine.fetch_states(range(len(slices) + len(shards)), step)
+        slices, shards = self._engine.slices, self._shards
+        answers = self._engine.fetch_states(_numbers(slices, shards), step)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces.setdefault(piece.parameter, []).append(state)
@@ -197,7 +204,7 @@ class ServedBackend:
             parameter = self._setup.parameters[piece.parameter]
             part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
             self._engine.send_state(piece.number, step, encode_state(part))
-        for shard in self._engine.rows.shards:
+        for shard in self._shards:
             parameter = self._setup.parameters[shard.parameter]
             own = {
                 key: value[shard.server :: self.connections.servers]
@@ -212,12 +219,15 @@ class ServedBackend:
         parameters, cast = self._setup.parameters, self._wire_dtypes
         if step == 0 or not any(cast):  # all ranks have started in full
             return parameters
-        pieces: list[Slice | Shard] = [*self._engine.slices, *self._engine.rows.shards]
+        pieces: list[Slice | Shard] = [*self._engine.slices, *self._shards]
         pieces = [piece for piece in pieces if cast[piece.parameter] is not None]
         numbers = [piece.number for piece in pieces]
         answers = self._engine.fetch_states(numbers, step, flags=Flag.MASTER)
         layout = torch.contiguous_format
-        found = [parameter.detach().cpu().clone(memory_format=layout) for parameter in parameters]
+        found = [
+            parameter if parameter.is_meta else parameter.detach().cpu().clone(memory_format=layout)
+            for parameter in parameters
+        ]
         for piece in pieces:
             shown = self._own_part(piece, found[piece.parameter])
             state = decode_state(memoryview(answers[piece.number]), elems=shown.numel())
@@ -239,9 +249,8 @@ class ServedBackend:
         if step == 0:  # rank 0's values may still be on their way to the servers
             return [start_average(parameter) for parameter in self._setup.parameters]
         pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
-        slices, shards = self._engine.slices, self._engine.rows.shards
-        numbers = range(len(slices) + len(shards))
-        answers = self._engine.fetch_states(numbers, step, flags=Flag.AVERAGES)
+        slices, shards = self._engine.slices, self._shards
+        answers = self._engine.fetch_states(_numbers(slices, shards), step, flags=Flag.AVERAGES)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces[piece.parameter].append(state[AVERAGE])
@@ -263,7 +272,7 @@ class ServedBackend:
                 flat = averages[piece.parameter].reshape(-1)
                 data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
                 self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
-            for shard in self._engine.rows.shards:
+            for shard in self._shards:
                 rows = averages[shard.parameter][shard.server :: self.connections.servers]
                 data = encode_state({AVERAGE: rows.reshape(-1)})
                 self._engine.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
@@ -293,6 +302,10 @@ class ServedBackend:
         )
 
 
+def _numbers(slices: Sequence[Slice], shards: Sequence[Shard]) -> list[int]:
+    return [piece.number for piece in slices] + [shard.number for shard in shards]
+
+
 def _check_frames(manifest: Manifest) -> None:
     if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
         raise ConfigError(
@@ -301,6 +314,14 @@ def _check_frames(manifest: Manifest) -> None:
         )
     slices = manifest.slices()
     for shard in manifest.shards(len(slices)):
+        if shard.rows > _MOST_ROWS:
+            raise ConfigError(
+                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
+                f" each server; at most {_MOST_ROWS}: use more servers (servers_per_node,"
+                " dedicated_servers)"
+            )
+        if shard.remote:
+            continue
         limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
         if limit_bytes > MAX_PAYLOAD_BYTES:
             raise ConfigError(

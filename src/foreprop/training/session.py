@@ -9,7 +9,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from foreprop.config import Config
 from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.rowinit import RowInit
+from foreprop.engine.keptrows import VALUES
+from foreprop.engine.slicestore import AVERAGE
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
@@ -32,7 +35,7 @@ from foreprop.training.auto import (
 )
 from foreprop.training.backend import Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
-from foreprop.training.embeddings import Embeddings
+from foreprop.training.embeddings import Embeddings, check_kind, check_rest
 from foreprop.training.hybrid import connect
 from foreprop.training.lookahead import lookahead
 from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
@@ -40,7 +43,9 @@ from foreprop.training.memory import Memory
 from foreprop.training.moving_average import averaged_state_dict, averages_from
 from foreprop.training.optimizer import check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
+from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
+from foreprop.training.tables import RemoteTables
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -61,6 +66,7 @@ class Session:
         self.config = config
         self.completed = 0  # steps since the backend was connected
         self.fixed_passes = config.backward_passes
+        self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
         self._world = world
         self._model = model
         self._optimizer = optimizer
@@ -70,6 +76,7 @@ class Session:
             self._loss_scale = LossScale(scaler, optimizer)
         self._named = list(named_parameters(model, optimizer))
         self._embeddings = Embeddings(model, self._named, optimizer, config)
+        check_rest(model, self._named)
         self._managed_ids = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
         _check_unmanaged(self._named)
         self._buffers = buffers.ModelBuffers(model)
@@ -102,7 +109,7 @@ class Session:
         self._use_order: list[int] = []
         self._in_first_forward = False
         self._parameters: list[SynchronisedParameter] = []
-        self._tables: list[RowParameter] = []
+        self._tables: list[RowParameter | RemoteTable] = []
         self._backend = connect(self._setup(row_wise))
         self.engine: Engine = self._backend.engine
         self._connected = True
@@ -111,7 +118,10 @@ class Session:
                 self._synchronised(index, name, parameter)
                 for index, (name, parameter, _) in enumerate(self._named)
             ]
-            self._tables += [p for p in self._parameters if isinstance(p, RowParameter)]
+            self._tables += [
+                p for p in self._parameters if isinstance(p, (RowParameter, RemoteTable))
+            ]
+            self._remote = self._find_remote_tables()
             self._backend.start(self._parameters)
             if self.rank == 0 and self.world_size > 1:
                 self._publish_buffers(0)
@@ -131,7 +141,15 @@ class Session:
             config=self.config,
             optimizer=self._optimizer,
             parameters=[parameter for _, parameter, _ in self._named],
-            infos=[_parameter_info(*entry, rows=entry[0] in row_wise) for entry in self._named],
+            infos=[
+                _parameter_info(
+                    *entry,
+                    rows=entry[0] in row_wise,
+                    sparse=entry[0] in self._embeddings.sparse,
+                    init=self._embeddings.remote.get(entry[0]),
+                )
+                for entry in self._named
+            ],
             frozen=[p for p in model_parameters if id(p) not in self._managed_ids],
             buffers=self._buffers,
             memory=self._parameters,
@@ -142,9 +160,21 @@ class Session:
     def _synchronised(
         self, index: int, name: str, parameter: torch.nn.Parameter
     ) -> SynchronisedParameter:
+        if self.engine.parameters[index].init is not None:
+            return RemoteTable(index, name, parameter, self, self._backend.rows)
         if self.engine.parameters[index].rows:
             return RowParameter(index, name, parameter, self, self._backend.rows)
         return SynchronisedParameter(index, name, parameter, self)
+
+    def _find_remote_tables(self) -> RemoteTables:
+        return RemoteTables(
+            [p for p in self._parameters if isinstance(p, RemoteTable)],
+            self.engine.parameters,
+            self._optimizer,
+            self._backend,
+            world=self._world,
+            config=self.config,
+        )
 
     def _make_trace(self, session_id: str) -> TraceRecorder | None:
         if self.config.trace is not None and self._trace is None:
@@ -221,9 +251,10 @@ class Session:
             for module in model.modules()  # a part may be loaded by itself
             if next(module.parameters(recurse=False), None) is not None
         ]
-        if self.config.whole_tables != "all":
+        if self.config.whole_tables not in (None, "all"):
             handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(self)))
             handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(self)))
+        handles += self._remote.watch(self._embeddings.modules_of)
         if self._buffers:
             handles.append(model.register_forward_pre_hook(buffers.BeforeForward(self)))
             handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(self)))
@@ -249,8 +280,7 @@ class Session:
 
     def saving(self, begins: bool) -> None:
         """What is read until it ends is a checkpoint's: see `Config.whole_tables`."""
-        keepers = {"all": True, "rank0": self.rank == 0, "none": False}
-        self.leaves_rows = begins and not keepers[self.config.whole_tables]
+        self.leaves_rows = begins and not self._remote.keeps_whole
 
     def _settle_all(self) -> None:
         """Wait for what the servers send by themselves."""
@@ -279,13 +309,15 @@ class Session:
         self._check_averages()
         self.flush()
         averages = self._backend.pull_averages(self.completed)
-        return averaged_state_dict(self._model, self._own_parameters(), averages)
+        with self._tables_aside(averages, AVERAGE) as averages:
+            return averaged_state_dict(self._model, self._own_parameters(), averages)
 
     def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `ema_state_dict` gave, on every rank alike; buffers are left alone."""
         self._check_averages()
         self.flush()
-        averages = averages_from(state, self._model, self._own_parameters())
+        with self._remote.aside():
+            averages = averages_from(state, self._model, self._own_parameters())
         self._backend.replace_averages(self.completed, averages)
 
     def master_state_dict(self) -> dict[str, Any]:
@@ -296,8 +328,64 @@ class Session:
         """
         self.flush()
         masters = self._backend.pull_masters(self.completed)
-        with torch.no_grad():
+        with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
             return averaged_state_dict(self._model, self._own_parameters(), masters)
+
+    # Tables row by row.
+    def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """A copy of some rows of a parameter as they are after the last `optimizer.step()`.
+
+        ``numbers``: integers of any shape, on any device; the result has that shape and the rows'.
+        Only these rows are fetched. Any rank may ask by itself, between steps. Raises `IndexError`
+        for rows that are not there.
+        """
+        found = self._parameter(name)
+        if isinstance(found, RemoteTable):
+            return found.rows(numbers)
+        with torch.no_grad():
+            on_its_device = numbers.to(found.parameter.device)
+            return torch.nn.functional.embedding(on_its_device, found.parameter)
+
+    def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Change some rows of a remote table by hand, between steps, on every rank alike.
+
+        ``numbers``: (N,), each once; ``values``: (N, elements per row); rank 0's count. Their
+        optimizer state stays. Blocks until the servers have them.
+        """
+        self._remote.set_rows(name, numbers, values)
+
+    def save_tables(self, folder: str | os.PathLike[str]) -> None:
+        """Write all remote tables into a folder: values, optimizer state and averages, in full.
+
+        Any rank may, by itself, between steps; nobody needs room for a table. Rows that were never
+        updated or set take no space: they begin alike again.
+        """
+        self._remote.save(folder)
+
+    def load_tables(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what `save_tables` wrote, with any number of servers and workers.
+
+        On every rank alike, between steps; rank 0 reads. Raises `ConfigError` on all ranks for
+        tables that do not fit, of which nothing is loaded.
+        """
+        self._remote.load(folder)
+
+    def _parameter(self, name: str) -> SynchronisedParameter:
+        for parameter in self._parameters:
+            if parameter.name == name:
+                return parameter
+        raise ConfigError(
+            f"no parameter is called {name!r}; there are {[p.name for p in self._parameters]}"
+        )
+
+    @contextlib.contextmanager
+    def _tables_aside(
+        self, values: Sequence[torch.Tensor], entry: str
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """While a state dict is made with other values: with those of the remote tables, too."""
+        self._remote.check_whole()
+        with self._remote.aside():
+            yield self._remote.put_whole(values, entry)
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         return [synchronised.parameter for synchronised in self._parameters]
@@ -407,9 +495,12 @@ class Session:
         if self._compute_trace is not None:
             self._compute_trace.gradient_ready(parameter.name)
 
-    def check_sparse(self, parameter: int) -> None:
+    def check_layout(self, parameter: int, layout: torch.layout) -> None:
         info = self.engine.parameters[parameter]
-        check_row_wise(self._optimizer, {info.name: info.group})
+        sparse = layout != torch.strided
+        if sparse:
+            check_row_wise(self._optimizer, {info.name: info.group})
+        check_kind(info, self.config.aggregation, sparse=sparse)
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
@@ -551,6 +642,7 @@ class Session:
 
     # Optimizer state passes through the user's optimizer for checkpoints.
     def _pull_state(self) -> None:
+        self._remote.check_whole()
         self._settle_all()
         self._backend.pull_state(self.completed)
 
@@ -594,7 +686,13 @@ class Session:
 
 
 def _parameter_info(
-    name: str, parameter: torch.nn.Parameter, group: int, *, rows: bool
+    name: str,
+    parameter: torch.nn.Parameter,
+    group: int,
+    *,
+    rows: bool,
+    sparse: bool,
+    init: RowInit | None,
 ) -> ParameterInfo:
     dtype = str(parameter.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
@@ -607,7 +705,9 @@ def _parameter_info(
             " before parallelize()"
         )
     shape = tuple(parameter.shape)
-    return ParameterInfo(name=name, shape=shape, dtype=dtype, group=group, rows=rows)
+    return ParameterInfo(
+        name=name, shape=shape, dtype=dtype, group=group, rows=rows, sparse=sparse, init=init
+    )
 
 
 def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> None:

@@ -1,0 +1,98 @@
+"""How servers make the rows of a remote table, whose values no worker ever has as a whole.
+
+A row's values depend on the table's key and the row's number alone, so they are the same for any
+number of servers, and a row that no step has touched can be made again whenever it is wanted.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import math
+import re
+from typing import Literal
+
+import msgspec
+
+from foreprop.errors import ConfigError
+
+Distribution = Literal["normal", "uniform", "constant"]
+
+DEFAULT = "normal(0, 1)"
+"""That of ``nn.Embedding.reset_parameters``."""
+_ENTRY = re.compile(r"\s*(?:([^=]+?)\s*=\s*)?(normal|uniform|constant)\s*\(([^()]*)\)\s*")
+_ARGUMENTS = {"normal": 2, "uniform": 2, "constant": 1}
+
+
+class RowInit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``first`` and ``second``: of ``normal`` mean and standard deviation, of ``uniform`` from and
+    to, of ``constant`` the value.
+    """
+
+    distribution: Distribution
+    first: float
+    second: float
+    key: int
+    """Below 2**64; of the seed and the table's name."""
+    padding_row: int | None = None
+    """A row that begins as zeros."""
+
+
+def row_init_of(
+    name: str, text: str | None, *, seed: int = 0, padding_row: int | None = None
+) -> RowInit:
+    """What the setting ``table_init`` says about the table of this name.
+
+    ``text`` has entries like ``uniform(-0.1, 0.1)`` or ``words.*=normal(0, 0.01)``, with semicolons
+    between them; the first whose pattern matches counts. Raises `ConfigError`.
+    """
+    for entry in (text or "").split(";"):
+        if not entry.strip():
+            continue
+        pattern, distribution, arguments = parse_entry(entry)
+        if pattern is None or fnmatch.fnmatchcase(name, pattern):
+            break
+    else:
+        _, distribution, arguments = parse_entry(DEFAULT)
+    return RowInit(
+        distribution=distribution,
+        first=arguments[0],
+        second=arguments[-1],
+        key=key_of(name, seed),
+        padding_row=padding_row,
+    )
+
+
+def key_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def parse_entry(entry: str) -> tuple[str | None, Distribution, list[float]]:
+    """The pattern, if there is one, the distribution and its numbers."""
+    found = _ENTRY.fullmatch(entry)
+    if found is None:
+        raise _unreadable(entry)
+    pattern, distribution, inside = found.groups()
+    try:
+        numbers = [float(number) for number in inside.split(",")]
+    except ValueError:
+        raise _unreadable(entry) from None
+    if len(numbers) != _ARGUMENTS[distribution] or not all(map(math.isfinite, numbers)):
+        raise _unreadable(entry)
+    return pattern, distribution, numbers  # type: ignore[return-value]  # the pattern's three
+
+
+def check_table_init(text: str | None) -> None:
+    """Raises `ConfigError` for what `row_init_of` could not read."""
+    for entry in (text or "").split(";"):
+        if entry.strip():
+            parse_entry(entry)
+
+
+def _unreadable(entry: str) -> ConfigError:
+    return ConfigError(
+        f"table_init has {entry.strip()!r}; it must be normal(mean, std), uniform(from, to) or"
+        " constant(value), with a pattern of names and = before it if it is for some tables only,"
+        " and ; between several"
+    )
