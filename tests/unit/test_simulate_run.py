@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import statistics
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from typer.testing import CliRunner
 
 from foreprop.cli.main import app
 from foreprop.errors import ConfigError
+from foreprop.lab import limit
 from foreprop.lab.profile import Profile, ProfiledArray, load_profile
-from foreprop.lab.records import Record, read_records
+from foreprop.lab.records import Record, read_records, write_records
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.run import SIMULATED_SYSTEMS, SimulatedSetting, simulate_lab
+from foreprop.simulate.run import SIMULATED_SYSTEMS, SimulatedSetting, simulate_lab, simulate_system
 
 RECORDS = Path(__file__).parents[2] / "docs" / "results" / "results.json"
 KEPT = [
@@ -133,6 +135,17 @@ def test_slow_servers_are_felt() -> None:
     assert slowed.iteration_s.median > updates_s
 
 
+@pytest.mark.parametrize("system", ["p3", "slicing", "ring"])
+def test_every_node_sends_its_share_and_no_more(system: str) -> None:
+    """2 (N - 1) / N of the model's bytes in a step, and headers."""
+    asked = setting(system, balance=0.5)
+    simulated = simulate_system(system, asked, Hosts(), steps=4)
+    model_bytes = limit.model_bytes(asked.layers)
+    share_bytes = 4 * 2 * 3 / 4 * model_bytes * limit.HEADER_FACTOR
+    for sent_bytes in simulated.sent_bytes:
+        assert 0.99 * share_bytes < sent_bytes < 1.06 * share_bytes
+
+
 def test_records_say_that_they_are_simulated() -> None:
     (record,) = simulate_lab(setting("p3"))
     assert record.network == "simulated"
@@ -156,3 +169,25 @@ def test_the_command_writes_records(tmp_path: Path) -> None:
     records = read_records(tmp_path / "results.json")
     assert [record.system for record in records] == ["p3", "ddp"]
     assert all(record.network == "simulated" for record in records)
+
+
+@pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
+def test_the_comparison_with_the_lab_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """benchmarks/simulated_steps.py, of one record."""
+    script = Path(__file__).parents[2] / "benchmarks" / "simulated_steps.py"
+    record = measured("ddp", "sockeye", 4, 1.0)
+    write_records(tmp_path / "results.json", [record])
+    points = runpy.run_path(str(script))["main"](
+        str(tmp_path / "results.json"), str(tmp_path / "steps")
+    )
+    (point,) = points["ddp"]
+    assert point["measured_s"] == record.iteration_s.median
+    assert point["simulated_s"] == pytest.approx(point["measured_s"], rel=0.05)
+    assert "ddp 1 records" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("steps.*")} == {
+        "steps.json",
+        "steps.png",
+        "steps.svg",
+    }

@@ -71,6 +71,7 @@ class Device:
         self._random = random.Random(seed)
         self._step = 0  # whose gradients the pass that follows uses
         self._layer = 0
+        self._array = 0  # of the layer, that the forward pass asks for next
         self._blocked = False
         self._blocked_s = 0.0
         self._idle_s = 0.0
@@ -91,27 +92,30 @@ class Device:
         self._begin_forward()
 
     def _forward(self) -> None:
-        """Begin the next layer's forward pass, if its arrays are there."""
-        if self._is_missing():
-            return
-        now_s = self._clock.now_s
+        """Begin the next layer's forward pass when its arrays are there, asked for one by one."""
+        arrays = self._parameters[self._layer]
+        while self._array < len(arrays):
+            if not self._blocked:
+                self._synchronisation.needed(arrays[self._array])
+            if not self._synchronisation.is_complete(arrays[self._array]):
+                self._block()
+                return
+            self._unblock()
+            self._array += 1
+        self._array = 0
+        layer = self._layers[self._layer]
+        self._clock.at(self._clock.now_s + self._drawn(layer.forward_s), self._forward_done)
+
+    def _block(self) -> None:
+        if not self._blocked:
+            self._blocked, self._blocked_s = True, self._clock.now_s
+
+    def _unblock(self) -> None:
         if self._blocked:
             self._blocked = False
-            self._idle_s += now_s - self._blocked_s
-            self._synchronisation.waited(now_s - self._blocked_s)
-        layer = self._layers[self._layer]
-        self._clock.at(now_s + self._drawn(layer.forward_s), self._forward_done)
-
-    def _is_missing(self) -> bool:
-        """Ask for the layer's arrays one after the other, as its module does."""
-        for parameter in self._parameters[self._layer]:
-            if not self._blocked:
-                self._synchronisation.needed(parameter)
-            if not self._synchronisation.is_complete(parameter):
-                if not self._blocked:
-                    self._blocked, self._blocked_s = True, self._clock.now_s
-                return True
-        return False
+            waited_s = self._clock.now_s - self._blocked_s
+            self._idle_s += waited_s
+            self._synchronisation.waited(waited_s)
 
     def _forward_done(self, _: None) -> None:
         self._layer += 1
