@@ -13,9 +13,11 @@ from foreprop.core.plan import (
     Observation,
     Observer,
     backward_order,
+    better_order,
     cut_chunks,
     lateness_s,
     plan_order,
+    plans_after,
 )
 from foreprop.errors import ConfigError, InternalError
 
@@ -116,6 +118,21 @@ def test_lateness_is_that_of_the_latest_parameter_for_its_use() -> None:
     seen = Observation(ready_s=(2.0, 1.0), needed_s=(0.0, 3.0), chunk_s=(1.0, 1.5))
     assert lateness_s((1, 0), chunks, seen) == 3.5  # 0 is reduced from 2.5 to 3.5, needed at 0
     assert lateness_s((0, 1), chunks, seen) == 3.0  # 1 from 3.0 to 4.5, needed at 3.0
+
+
+def test_an_order_is_changed_only_for_one_that_is_clearly_better() -> None:
+    chunks = cut_chunks([1, 1], 1)
+    seen = observed([1.0, 0.0], [1.0, 0.5])
+    best = plan_order(chunks, [0, 1], seen)
+    assert best == (1, 0)
+    assert better_order(None, chunks, [0, 1], seen) == best
+    assert better_order(best, chunks, [0, 1], seen) is None
+    assert better_order((0, 1), chunks, [0, 1], seen) == best
+    assert better_order((0, 1), chunks, [0, 1], None) is None
+
+
+def test_orders_are_planned_early_and_then_now_and_then() -> None:
+    assert [step for step in range(1, 151) if plans_after(step)] == [4, 8, 50, 100, 150]
 
 
 times = st.floats(0, 10)

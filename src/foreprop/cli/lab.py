@@ -25,6 +25,12 @@ from foreprop.lab.profile import Profile, load_profile, profile_names, read_prof
 from foreprop.lab.records import Record, write_records
 from foreprop.lab.run import run_lab, sampled_steps
 from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
+from foreprop.simulate.run import (
+    SIMULATED,
+    SIMULATED_SYSTEMS,
+    SimulatedSetting,
+    simulate_lab,
+)
 
 if TYPE_CHECKING:
     from foreprop.lab.figures import Figures
@@ -39,43 +45,52 @@ _MxnetPython = Annotated[
     typer.Option(help="Python of an environment with mxnet==1.9.1 and numpy<1.24."),
 ]
 
+_Model = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(profile_names())}; default vgg19.")
+]
+_ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="A JSON file of arrays and FLOPs, instead of --model."),
+]
+_Nodes = Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")]
+_Balance = Annotated[
+    float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
+]
+_Rate = Annotated[
+    float | None, typer.Option(help="The links' rate in Mbit/s, instead of --balance.")
+]
+_Scale = Annotated[int, typer.Option(help="Divides every array, slice and bucket.")]
+_Compute = Annotated[
+    float | None,
+    typer.Option(help="Seconds that the device computes per step; by default enough for 2 CPUs."),
+]
+_Iterations = Annotated[int, typer.Option(help="Measured steps of each system.")]
+_SliceElems = Annotated[int, typer.Option(help="Elements per slice of the unscaled model.")]
+_Jitter = Annotated[
+    float, typer.Option(help="Draw each layer's time anew, up to this share off, as 0.2.")
+]
+_EgressOnly = Annotated[
+    bool, typer.Option("--egress-only", help="Shape only what nodes send, as the paper did.")
+]
+
 
 @lab.command("run")
 def run(
-    model: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(profile_names())}; default vgg19.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="A JSON file of arrays and FLOPs, instead of --model.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes, each with its workers and a server.")] = 4,
+    model: _Model = None,
+    profile: _ProfileFile = None,
+    nodes: _Nodes = 4,
     workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
-    balance: Annotated[
-        float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
-    ] = None,
-    rate_mbit: Annotated[
-        float | None, typer.Option(help="The links' rate in Mbit/s, instead of --balance.")
-    ] = None,
-    scale: Annotated[int, typer.Option(help="Divides every array, slice and bucket.")] = 16,
-    compute_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds that the device computes per step; by default enough for 2 CPUs."
-        ),
-    ] = None,
+    balance: _Balance = None,
+    rate_mbit: _Rate = None,
+    scale: _Scale = 16,
+    compute_s: _Compute = None,
     systems: Annotated[
         str, typer.Option(help=f"Separated by commas: {', '.join(SYSTEMS)}.")
     ] = "p3,slicing,kvstore,ddp",
-    iterations: Annotated[int, typer.Option(help="Measured steps of each system.")] = 20,
-    slice_elems: Annotated[
-        int, typer.Option(help="Elements per slice of the unscaled model.")
-    ] = SLICE_ELEMS,
-    jitter: Annotated[
-        float, typer.Option(help="Draw each layer's time anew, up to this share off, as 0.2.")
-    ] = 0.0,
-    egress_only: Annotated[
-        bool, typer.Option("--egress-only", help="Shape only what nodes send, as the paper did.")
-    ] = False,
+    iterations: _Iterations = 20,
+    slice_elems: _SliceElems = SLICE_ELEMS,
+    jitter: _Jitter = 0.0,
+    egress_only: _EgressOnly = False,
     mxnet_python: _MxnetPython = None,
     trace: Annotated[
         Path | None, typer.Option(help="Folder for traces of the presets, for `foreprop trace`.")
@@ -115,6 +130,52 @@ def run(
         console.print(f"Notice: {notice}", style="yellow", markup=False)
     console.print(table(setting, result.records))
     write_records(results, result.records)
+    console.print(f"Records: {results}", soft_wrap=True, markup=False)
+
+
+@lab.command("simulate")
+def simulate(
+    model: _Model = None,
+    profile: _ProfileFile = None,
+    nodes: _Nodes = 4,
+    balance: _Balance = None,
+    rate_mbit: _Rate = None,
+    scale: _Scale = 16,
+    compute_s: _Compute = None,
+    systems: Annotated[
+        str, typer.Option(help=f"Separated by commas: {', '.join(SIMULATED_SYSTEMS)}.")
+    ] = "p3,slicing,kvstore,ddp",
+    iterations: _Iterations = 20,
+    slice_elems: _SliceElems = SLICE_ELEMS,
+    jitter: _Jitter = 0.0,
+    egress_only: _EgressOnly = False,
+    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/simulated"),
+) -> None:
+    """Predict what `run` would measure, without a cluster; write results.json.
+
+    The presets and ring are foreprop's own state machines, on a simulated clock with simulated
+    links; ddp is a model of DistributedDataParallel. The same options give the same records.
+    """
+    chosen = _profile(model, profile)
+    setting = SimulatedSetting(
+        profile=chosen,
+        systems=_names(systems),
+        nodes=nodes,
+        scale=scale,
+        compute_s=usual_compute_s(chosen, nodes) if compute_s is None else compute_s,
+        rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
+        balance=balance,
+        iterations=iterations,
+        slice_elems=slice_elems,
+        jitter=jitter,
+        shape_ingress=not egress_only,
+    )
+    results = _writable(out) / "results.json"
+    console = Console()
+    with console.status("") as status:
+        records = simulate_lab(setting, progress=status.update)
+    console.print(table(setting, records))
+    write_records(results, records)
     console.print(f"Records: {results}", soft_wrap=True, markup=False)
 
 
@@ -298,8 +359,10 @@ def _writable(folder: Path) -> Path:
 
 def table(setting: LabSetting, records: list[Record]) -> Table:
     first = records[0]
+    simulated = first.network == SIMULATED
+    kind = "simulated: " if simulated else ""
     shown = Table(
-        title=f"{first.model} / {first.scale}, {_nodes(setting)},"
+        title=f"{kind}{first.model} / {first.scale}, {_nodes(setting)},"
         f" {first.rate_bits_per_s / 1e6:.0f} Mbit/s (balance {first.balance:.2f}),"
         f" compute {first.compute_s:.2f} s, limit {first.limit_s:.3f} s"
     )
@@ -313,8 +376,8 @@ def table(setting: LabSetting, records: list[Record]) -> Table:
             f"{step.p10:.3f}-{step.p90:.3f}",
             "CPU-bound" if record.cpu_bound else f"{record.efficiency:.3f}",
             f"{record.waiting_s:.3f}",
-            f"{record.cpu_s_per_gb:.1f}",
-            f"{100 * record.cpu_share:.0f} %",
+            "" if simulated else f"{record.cpu_s_per_gb:.1f}",
+            "" if simulated else f"{100 * record.cpu_share:.0f} %",
         )
     if any(record.cpu_bound for record in records):
         shown.caption = (

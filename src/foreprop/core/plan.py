@@ -139,6 +139,33 @@ def lateness_s(order: Sequence[int], chunks: Sequence[Chunk], observed: Observat
     return late_s
 
 
+_WORTHWHILE = 0.99
+"""A new order is told if it lets the forward pass begin in less than this of the old one's time."""
+_FIRST_PLANS = (4, 8)
+_PLAN_EVERY = 50
+
+
+def plans_after(step: int) -> bool:
+    """Whether rank 0 looks for a better order when this step is over."""
+    return step in _FIRST_PLANS or step % _PLAN_EVERY == 0
+
+
+def better_order(
+    order: Sequence[int] | None,
+    chunks: Sequence[Chunk],
+    forward_order: Sequence[int],
+    observed: Observation | None,
+) -> tuple[int, ...] | None:
+    """What to go over to from ``order`` (None: from one that was not planned); None: keep it."""
+    if observed is None:
+        return None
+    planned = plan_order(chunks, forward_order, observed)
+    if order is None:
+        return planned
+    before_s = lateness_s(order, chunks, observed)
+    return planned if lateness_s(planned, chunks, observed) <= _WORTHWHILE * before_s else None
+
+
 _REMEMBERED_STEPS = 5
 
 

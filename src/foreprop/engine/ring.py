@@ -22,7 +22,7 @@ from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.plan import Chunk, Observer, Piece, cut_chunks, lateness_s, plan_order
+from foreprop.core.plan import Chunk, Observer, Piece, better_order, cut_chunks, plans_after
 from foreprop.core.ring import (
     ChunkReduced,
     Finishing,
@@ -63,10 +63,6 @@ MOST_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
 _TOLD_S = 5.0
 _LEAVE_S = 1.0
 _FIRST_OBSERVED = 2  # in the first step gradients are pushed all at once, at its end
-_FIRST_PLANS = (4, 8)
-_PLAN_EVERY = 50
-_WORTHWHILE = 0.99
-"""A new order is told if it lets the forward pass begin in less than this of the old one's time."""
 _KEPT_BLOBS = 3
 
 
@@ -200,7 +196,7 @@ class RingEngine:
 
     def end_step(self, step: int) -> None:
         """`optimizer.step()` is over: at some steps rank 0 tells the order for the ones to come."""
-        if not _plans_after(step) or self._group.size == 1:
+        if not plans_after(step) or self._group.size == 1:
             return
         key = f"order/{step}"
         if self._rank == 0:
@@ -233,14 +229,7 @@ class RingEngine:
         with self._work:
             observed = self._observer.observation(others_ready_s)
             self._observer.forget_rate()
-        if observed is None:
-            return None
-        order = plan_order(self.chunks, self._forward_order, observed)
-        if self.order is not None:
-            before_s = lateness_s(self.order, self.chunks, observed)
-            if lateness_s(order, self.chunks, observed) > _WORTHWHILE * before_s:
-                return None
-        return order
+        return better_order(self.order, self.chunks, self._forward_order, observed)
 
     def is_complete(self, parameter: int) -> bool:
         return self._machine.is_complete(parameter)
@@ -596,7 +585,3 @@ def _families(chunks: Sequence[Chunk]) -> dict[int, list[int]]:
             family.append(parameter)
             families[parameter] = family
     return families
-
-
-def _plans_after(step: int) -> bool:
-    return step in _FIRST_PLANS or step % _PLAN_EVERY == 0

@@ -52,6 +52,12 @@ class Network:
     def address(self, node: int) -> str:
         return f"{_PREFIX}.{node + 1}"
 
+    def bucket(self) -> tuple[int, int]:
+        """Of a link's token bucket: bytes that may pass at once, and that may wait in its queue."""
+        rate = int(self.rate_bits_per_s)
+        burst_bytes = int(max(self.burst_bytes, rate / 8 * _LEAST_BURST_S))
+        return burst_bytes, int(rate / 8 * _QUEUE_S) + burst_bytes
+
 
 def enter_namespaces() -> None:
     """Move this process into a new network, its children into a new process namespace.
@@ -165,8 +171,7 @@ def _set_up(routes: Any, name: str) -> int:
 
 def _shape(routes: Any, index: int, network: Network) -> None:
     rate = int(network.rate_bits_per_s)
-    burst_bytes = int(max(network.burst_bytes, rate / 8 * _LEAST_BURST_S))
-    queue_bytes = int(rate / 8 * _QUEUE_S) + burst_bytes
+    burst_bytes, queue_bytes = network.bucket()
     routes.tc("replace", "tbf", index, rate=f"{rate}bit", burst=burst_bytes, limit=queue_bytes)
 
 

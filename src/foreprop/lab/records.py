@@ -63,7 +63,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: int | None
     """DDP's bucket size, already divided by the scale."""
     network: str
-    """``namespaces`` (the kernel's links and shapers) or ``pacing`` (the transport's own)."""
+    """``namespaces`` (the kernel's links and shapers), ``pacing`` (the transport's own) or
+    ``simulated`` (`foreprop.simulate`): nothing was measured."""
     versions: dict[str, str]
 
 

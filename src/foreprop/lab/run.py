@@ -25,7 +25,14 @@ from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, Langua
 from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
-from foreprop.lab.setting import BUCKET_BYTES, DDP, DDP_TUNED, MXNET, LabSetting
+from foreprop.lab.setting import (
+    BUCKET_BYTES,
+    CANDIDATE_BUCKETS_BYTES,
+    DDP,
+    DDP_TUNED,
+    MXNET,
+    LabSetting,
+)
 from foreprop.lab.systems import (
     DdpSystem,
     ForepropSystem,
@@ -44,7 +51,6 @@ _BLOCK_STEPS = 5
 _DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
 _TUNING_STEPS = 2
 _SAMPLE_S = 0.01
-_CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
 _MXNET_PORT = 29600
 _OTHERS = (DDP, DDP_TUNED, DDP_SPARSE, DDP_DENSE, *MXNET)
 """Systems that are not foreprop."""
@@ -157,7 +163,7 @@ class _Run:
     def _best_bucket(self) -> int:
         """The bucket size with the shortest steps, each tried for a few."""
         seconds: dict[int, float] = {}
-        for candidate in _CANDIDATE_BUCKETS_BYTES:
+        for candidate in CANDIDATE_BUCKETS_BYTES:
             size = self._setting.scaled(candidate)
             if seconds and size > 2 * limit.model_bytes(self._setting.layers):
                 break  # one bucket holds everything

@@ -22,6 +22,8 @@ SLICE_ELEMS = 50_000
 BIG_ARRAY_ELEMS = 1_000_000
 BUCKET_BYTES = 25 * 2**20
 """Unscaled sizes: slices (P3 section 5.7), KVStore's big arrays, DDP's buckets."""
+CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
+"""What ddp-tuned tries, unscaled."""
 
 
 _SLICES_PER_S = 1000
@@ -67,6 +69,7 @@ class LabSetting:
     """Read node 0's interface counters every 10 ms during measured steps."""
 
     known_systems: ClassVar[tuple[str, ...]] = SYSTEMS
+    most_nodes: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.systems if name not in self.known_systems]
@@ -80,12 +83,12 @@ class LabSetting:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
-        if self.nodes > 64:
-            raise ConfigError(f"nodes is {self.nodes}; at most 64 on one machine")
-        if self.workers > 64:
+        if self.nodes > self.most_nodes:
+            raise ConfigError(f"nodes is {self.nodes}; at most {self.most_nodes} on one machine")
+        if self.workers > self.most_nodes:
             raise ConfigError(
-                f"workers_per_node is {self.workers_per_node} on {self.nodes} nodes; at most 64"
-                " workers on one machine"
+                f"workers_per_node is {self.workers_per_node} on {self.nodes} nodes; at most"
+                f" {self.most_nodes} workers on one machine"
             )
         if self.workers_per_node > 1 and any(name in MXNET for name in self.systems):
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,24 +72,31 @@ def local_aggregation() -> LocalAggregation:
     return Config.resolve().local_aggregation
 
 
+def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
+    """Of a preset or of ``ring``: everything that counts elements or bytes divided by the scale.
+
+    ``changes`` are fields of `Config`.
+    """
+    ring = name == RING
+    fields: dict[str, Any] = {
+        "architecture": RING if ring else "p2p",
+        "workers_per_node": setting.workers_per_node,
+        "chunk_elems": setting.scaled(_DEFAULT.chunk_elems),
+        "slice_elems": setting.scaled(setting.slice_elems),
+        "big_array_elems": setting.scaled(BIG_ARRAY_ELEMS),
+        "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
+        "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
+    }
+    return Config.resolve(None if ring else name, **(fields | changes))
+
+
 class ForepropSystem:
     """foreprop with one of its presets, or with all-reduce."""
 
     def __init__(self, name: str, setting: LabSetting, rank: int, *, paced: bool) -> None:
         trace = None if setting.trace is None else str(setting.trace / name)
-        ring = name == RING
-        config = Config.resolve(
-            None if ring else name,
-            architecture=RING if ring else "p2p",
-            workers_per_node=setting.workers_per_node,
-            chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
-            slice_elems=setting.scaled(setting.slice_elems),
-            big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
-            unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
-            push_window_bytes=setting.scaled(_DEFAULT.push_window_bytes),
-            link_rate_bits_per_s=setting.rate if paced else None,
-            trace=trace,
-        )
+        rate = setting.rate if paced else None
+        config = foreprop_config(name, setting, link_rate_bits_per_s=rate, trace=trace)
         self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._session = parallelize(self._model, self._optimizer, config=config)

@@ -1,0 +1,92 @@
+"""The simulator beside the lab: every record of a results.json simulated, and a scatter plot.
+
+python benchmarks/simulated_steps.py docs/results/results.json docs/results/simulated-steps
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+
+from foreprop.lab.profile import load_profile
+from foreprop.lab.records import Record, read_records
+from foreprop.simulate.run import SIMULATED_SYSTEMS, SimulatedSetting, simulate_lab
+
+USUAL_SLICE_ELEMS = 50_000
+ITERATIONS = 5
+MARKERS = "osv^DPX*"
+
+
+def main(results: str, name: str) -> dict[str, list[dict[str, float | str]]]:
+    """Writes NAME.svg, NAME.png and NAME.json; prints the errors by system."""
+    points: dict[str, list[dict[str, float | str]]] = {}
+    for record in read_records(Path(results)):
+        usual = record.slice_elems == USUAL_SLICE_ELEMS // record.scale
+        if record.system in SIMULATED_SYSTEMS and usual and not record.cpu_bound:
+            points.setdefault(record.system, []).append(compare(record))
+    for system, compared in points.items():
+        print(system, describe(compared))
+    draw(points, name)
+    Path(f"{name}.json").write_text(json.dumps(points, indent=1) + "\n")
+    return points
+
+
+def compare(record: Record) -> dict[str, float | str]:
+    """The steps as they were measured and as they are simulated, by the device's compute."""
+    setting = SimulatedSetting(
+        profile=load_profile(record.model),
+        systems=(record.system,),
+        nodes=record.nodes,
+        scale=record.scale,
+        compute_s=record.compute_s,
+        rate_bits_per_s=record.rate_bits_per_s,
+        iterations=ITERATIONS,
+        warm_up=1,
+    )
+    (simulated,) = simulate_lab(setting)
+    return {
+        "model": record.model,
+        "nodes": record.nodes,
+        "balance": record.balance,
+        "compute_s": record.compute_s,
+        "measured_s": record.iteration_s.median,
+        "simulated_s": simulated.iteration_s.median,
+    }
+
+
+def describe(compared: list[dict[str, float | str]]) -> str:
+    errors = [float(p["simulated_s"]) / float(p["measured_s"]) - 1 for p in compared]
+    absolute = [abs(error) for error in errors]
+    return (
+        f"{len(errors)} records, error {statistics.median(absolute):.1%} in the median,"
+        f" {max(absolute):.1%} at most, {statistics.fmean(errors):+.1%} on average"
+    )
+
+
+def draw(points: dict[str, list[dict[str, float | str]]], name: str) -> None:
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    for marker, (system, compared) in zip(MARKERS, points.items(), strict=False):
+        x, y = (
+            [float(p[key]) / float(p["compute_s"]) for p in compared]
+            for key in ("measured_s", "simulated_s")
+        )
+        axes.scatter(x, y, marker=marker, alpha=0.6, label=system)
+    ends = (1.0, max(axes.get_xlim()[1], axes.get_ylim()[1]))
+    axes.plot(ends, ends, color="black", linewidth=1)
+    for share in (0.88, 1.12):
+        axes.plot(ends, [share * end for end in ends], color="grey", linewidth=1, linestyle=":")
+    axes.set(xlabel="measured step / compute", ylabel="simulated step / compute")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(title="dotted: 12 % off")
+    for suffix in ("svg", "png"):
+        figure.savefig(f"{name}.{suffix}", dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Discrete-event simulation of the lab: the core's state machines on a simulated clock."""

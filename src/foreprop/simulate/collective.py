@@ -1,0 +1,113 @@
+"""All-reduce in a ring, as gloo does it: 2 (N - 1) passes, each from every rank to the next one.
+
+A collective's elements are cut into N parts, and each part into two halves, whose passes follow
+each other independently: one is on its way while the other one is added up (Patarasuk and Yuan:
+Bandwidth optimal all-reduce algorithms). A rank takes part from when it has issued the collective.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from foreprop.lab.limit import BYTES_PER_ELEM
+from foreprop.simulate.cluster import Cluster
+from foreprop.simulate.connection import Connection, Kernel, Loopback
+from foreprop.simulate.hosts import Hosts
+
+_HALVES = (0, 1)
+_MESSAGE_BYTES = 32  # gloo's own header
+
+
+@dataclass(slots=True)
+class _Collective:
+    part_bytes: int
+    """Of each pass of a half."""
+    done: dict[int, Callable[[], None]]
+    """By rank, of those that have issued it."""
+    received: dict[tuple[int, int], int]
+    """By rank and half: passes received."""
+
+
+class Ring:
+    """The collectives of a cluster; equal keys on all ranks are one collective."""
+
+    def __init__(self, cluster: Cluster, hosts: Hosts, *, buffer_bytes: int) -> None:
+        self._clock = cluster.clock
+        self._hosts = hosts
+        self._size = len(cluster.nodes)
+        self._passes = 2 * (self._size - 1)
+        self._under_way: dict[Hashable, _Collective] = {}
+        kernel = hosts.kernel(
+            cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
+        )
+        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.nodes]
+
+    def issue(self, rank: int, key: Hashable, elems: int, done: Callable[[], None]) -> None:
+        """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
+        collective = self._under_way.get(key)
+        if collective is None:
+            part_bytes = -(-elems * BYTES_PER_ELEM // (self._size * len(_HALVES)))
+            collective = self._under_way[key] = _Collective(part_bytes, {}, {})
+        collective.done[rank] = done
+        for half in _HALVES:
+            received = collective.received.setdefault((rank, half), 0)
+            for number in range(received + 1):  # those that came before it was issued, too
+                self._send(key, collective, rank, half, number)
+
+    def _send(
+        self, key: Hashable, collective: _Collective, rank: int, half: int, step: int
+    ) -> None:
+        if step < self._passes:
+            message = (key, (rank + 1) % self._size, half)
+            self._pipes[rank].send(message, _MESSAGE_BYTES + collective.part_bytes)
+
+    def _arrived(self, message: Any) -> None:
+        """Add it to one's own part, which takes time, and pass it on."""
+        collective = self._under_way[message[0]]
+        added_s = collective.part_bytes / BYTES_PER_ELEM * self._hosts.sum_elem_s
+        at_s = self._clock.now_s + self._hosts.receive_s + added_s
+        self._clock.at(at_s, self._received, message)
+
+    def _received(self, message: tuple[Hashable, int, int]) -> None:
+        key, rank, half = message
+        collective = self._under_way[key]
+        passes = collective.received.get((rank, half), 0) + 1
+        collective.received[rank, half] = passes
+        if rank not in collective.done:
+            return
+        self._send(key, collective, rank, half, passes)
+        if all(collective.received[rank, each] == self._passes for each in _HALVES):
+            done = collective.done[rank]
+            if all(count == self._passes for count in collective.received.values()):
+                del self._under_way[key]
+            done()
+
+
+class _Pipe:
+    """A rank's connection to the next one: messages wait in line, as in gloo's event loop."""
+
+    def __init__(
+        self, cluster: Cluster, kernel: Kernel, rank: int, arrived: Callable[[Any], None]
+    ) -> None:
+        following = (rank + 1) % len(cluster.nodes)
+        self._waiting: deque[tuple[Any, int]] = deque()
+        self._busy = False
+        self._connection: Connection | Loopback = cluster.connect(
+            rank, following, kernel, peer=following, sent=self._taken, deliver=arrived
+        )
+
+    def send(self, message: Any, size_bytes: int) -> None:
+        self._waiting.append((message, size_bytes))
+        self._next()
+
+    def _taken(self, _: int) -> None:
+        self._busy = False
+        self._next()
+
+    def _next(self) -> None:
+        if self._waiting and not self._busy:
+            self._busy = True
+            self._connection.send(*self._waiting.popleft())

@@ -1,0 +1,227 @@
+"""One direction of a TCP connection between two processes: what the kernel takes, sends, delivers.
+
+Theory of operation. Bytes are handed over message by message, as the shell does it: a message has
+been sent when the kernel has taken its last byte. What the kernel has taken nothing can overtake.
+It passes the queue in front of the sender's link and the one in front of the receiver's, first in,
+first out; at most a window of it is under way, until it is acknowledged. The windows of all
+connections of a link together fill its queue, so those that have data share it evenly, as TCP
+connections do in the long run, without its losses and its slow start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from foreprop.simulate.clock import Clock
+from foreprop.simulate.link import HEADERS_BYTES, LinkDirection, wire_bytes
+
+Sent = Callable[[int], None]
+Deliver = Callable[[Any], None]
+
+_WRITABLE_SHARE = 2 / 3
+"""Of its buffer: Linux wakes who waits for room when no more than this is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What the kernel does with a connection's bytes."""
+
+    unsent_bytes: int
+    """It begins a new segment while it holds fewer unsent (`TCP_NOTSENT_LOWAT`)."""
+    buffer_bytes: int
+    """It begins a new segment while it holds fewer, unsent or unacknowledged (`SO_SNDBUF`)."""
+    segment_bytes: int
+    """To a segment that it has begun and not sent it adds, whatever the bounds, up to this."""
+    window_bytes: int
+    """Sent and not acknowledged."""
+    burst_bytes: int
+    """What the simulation moves as one: more costs accuracy, less costs time."""
+    latency_s: float
+    """Of each of the two links on the way, queues left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The queues that the bytes pass, and those that their acknowledgements pass."""
+
+    egress: LinkDirection
+    port: LinkDirection
+    back_egress: LinkDirection
+    back_port: LinkDirection
+
+
+class Connection:
+    """``sent(peer)`` is called when the last message was taken, ``deliver`` with each that is in.
+
+    ``reverse`` is the other direction, if there is one: its bytes carry acknowledgements for free.
+    """
+
+    __slots__ = (
+        "_acknowledgements",
+        "_back_egress",
+        "_back_port",
+        "_burst_bytes",
+        "_clock",
+        "_deliver",
+        "_egress",
+        "_end_bytes",
+        "_in_flight_bytes",
+        "_kernel",
+        "_latency_s",
+        "_messages",
+        "_peer",
+        "_port",
+        "_received_bytes",
+        "_sent",
+        "_unsent_bytes",
+        "_untaken_bytes",
+        "_waiting",
+        "_window_bytes",
+        "reverse",
+    )
+
+    def __init__(
+        self, clock: Clock, path: Path, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
+    ) -> None:
+        self._clock = clock
+        self._egress, self._port = path.egress, path.port
+        self._back_egress, self._back_port = path.back_egress, path.back_port
+        self._kernel = kernel
+        self._window_bytes = kernel.window_bytes
+        self._burst_bytes = kernel.burst_bytes
+        self._latency_s = kernel.latency_s
+        self._peer = peer
+        self._sent = sent
+        self._deliver = deliver
+        self._messages: deque[tuple[int, Any]] = deque()  # with the number of its last byte
+        self._end_bytes = 0
+        self._received_bytes = 0
+        self._untaken_bytes = 0  # of the last message
+        self._unsent_bytes = 0
+        self._in_flight_bytes = 0
+        self._acknowledgements: deque[tuple[float, int]] = deque()  # when, bytes
+        self._waiting = False  # for the first of them
+        self.reverse: Connection | None = None
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether bytes wait to be sent, which can carry acknowledgements of the other ones."""
+        return self._unsent_bytes > 0
+
+    def send(self, message: Any, size_bytes: int) -> None:
+        """One at a time: the next one after ``sent``."""
+        self._end_bytes += size_bytes
+        self._untaken_bytes = size_bytes
+        self._messages.append((self._end_bytes, message))
+        self._take_acknowledgements()
+        self._take(self._kernel.buffer_bytes)
+        self._transmit()
+
+    def _take(self, bound_bytes: float) -> None:
+        """Move from the message to the kernel what that has room for."""
+        kernel = self._kernel
+        while self._untaken_bytes:
+            room = kernel.segment_bytes - self._unsent_bytes
+            if not self._unsent_bytes or room <= 0:
+                held_bytes = self._unsent_bytes + self._in_flight_bytes
+                if self._unsent_bytes >= kernel.unsent_bytes or held_bytes >= bound_bytes:
+                    return
+                room = kernel.segment_bytes
+            taken = min(self._untaken_bytes, room)
+            self._untaken_bytes -= taken
+            self._unsent_bytes += taken
+            if not self._untaken_bytes:
+                self._clock.at(self._clock.now_s, self._sent, self._peer)
+
+    def _transmit(self) -> None:
+        """Hand to the link what the window allows."""
+        now_s = self._clock.now_s
+        while self._unsent_bytes:
+            size = min(self._burst_bytes, self._unsent_bytes)
+            if self._in_flight_bytes and self._in_flight_bytes + size > self._window_bytes:
+                break
+            self._unsent_bytes -= size
+            self._in_flight_bytes += size
+            left_s = self._egress.accept(now_s, wire_bytes(size))
+            self._clock.at(left_s + self._latency_s, self._reach_port, size)
+            if self._untaken_bytes and not self._unsent_bytes:
+                self._take(self._kernel.buffer_bytes)
+        self._await_acknowledgement()
+
+    def _reach_port(self, size: int) -> None:
+        left_s = self._port.accept(self._clock.now_s, wire_bytes(size))
+        self._clock.at(left_s + self._latency_s, self._arrive, size)
+
+    def _arrive(self, size: int) -> None:
+        self._received_bytes += size
+        self._acknowledge(size)
+        messages = self._messages
+        while messages and messages[0][0] <= self._received_bytes:
+            self._deliver(messages.popleft()[1])
+
+    def _acknowledge(self, size: int) -> None:
+        """By what goes the other way, or by a packet of its own; through that way's queues."""
+        reverse = self.reverse
+        extra = 0 if reverse is not None and reverse.is_backlogged else HEADERS_BYTES
+        at_port_s = self._back_egress.accept(self._clock.now_s, extra) + self._latency_s
+        back_s = at_port_s + self._back_port.delay_s(at_port_s) + self._latency_s
+        waiting = self._acknowledgements
+        if waiting and back_s < waiting[-1][0]:
+            back_s = waiting[-1][0]
+        waiting.append((back_s, size))
+        self._await_acknowledgement()
+
+    def _await_acknowledgement(self) -> None:
+        """Look again when the next one is in, if that can make a difference."""
+        if self._waiting or not self._acknowledgements:
+            return
+        if self._unsent_bytes or self._untaken_bytes:
+            self._waiting = True
+            due_s = max(self._acknowledgements[0][0], self._clock.now_s)
+            self._clock.at(due_s, self._acknowledged)
+
+    def _acknowledged(self, _: None) -> None:
+        self._waiting = False
+        self._take_acknowledgements()
+        if self._untaken_bytes:
+            self._take(self._kernel.buffer_bytes * _WRITABLE_SHARE)
+        self._transmit()
+
+    def _take_acknowledgements(self) -> None:
+        waiting, now_s = self._acknowledgements, self._clock.now_s
+        while waiting and waiting[0][0] <= now_s:
+            self._in_flight_bytes -= waiting.popleft()[1]
+
+
+class Loopback:
+    """Between processes of one node: no link, only time to copy."""
+
+    __slots__ = ("_busy_until_s", "_byte_s", "_clock", "_deliver", "_latency_s", "_peer", "_sent")
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        byte_s: float,
+        latency_s: float,
+        peer: int,
+        sent: Sent,
+        deliver: Deliver,
+    ) -> None:
+        self._clock = clock
+        self._byte_s = byte_s
+        self._latency_s = latency_s
+        self._peer = peer
+        self._sent = sent
+        self._deliver = deliver
+        self._busy_until_s = 0.0
+
+    def send(self, message: Any, size_bytes: int) -> None:
+        """As `Connection.send`."""
+        started_s = max(self._busy_until_s, self._clock.now_s)
+        self._busy_until_s = started_s + size_bytes * self._byte_s
+        self._clock.at(self._busy_until_s, self._sent, self._peer)
+        self._clock.at(self._busy_until_s + self._latency_s, self._deliver, message)

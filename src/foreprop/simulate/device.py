@@ -1,0 +1,171 @@
+"""The lab's emulated accelerator on the simulated clock: one worker's training loop.
+
+A layer's forward pass begins when its arrays are there (`training.waiting`: the first use waits);
+its gradients are ready when its backward pass ends (`lab.accelerator`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from foreprop.lab.profile import Layer
+from foreprop.simulate.clock import Clock
+
+
+class Synchronisation(Protocol):
+    """What a training loop asks of the system that synchronises its parameters."""
+
+    look: Callable[[], None]
+    """Set by the device: to be called when it may find something complete."""
+    proceed: Callable[[], None]
+    """Set by the device: see `end_step`."""
+
+    def is_complete(self, parameter: int) -> bool:
+        """Whether the parameter may be used."""
+
+    def start_step(self) -> None:
+        """A forward pass begins."""
+
+    def needed(self, parameter: int) -> None:
+        """The forward pass uses it now, and waits if it is not complete."""
+
+    def waited(self, seconds: float) -> None:
+        """The forward pass has waited for so long, after `needed`."""
+
+    def gradient_ready(self, parameter: int, step: int) -> None: ...
+
+    def end_step(self, step: int) -> bool:
+        """After the backward pass; False: the device goes on when ``proceed`` is called."""
+
+
+class Device:
+    """Steps run from the end of a forward pass to the end of the next one, as in the lab.
+
+    ``finished`` is called when ``steps`` of them are done. ``jitter``: the largest share by which
+    each layer's time is off.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        layers: Sequence[Layer],
+        synchronisation: Synchronisation,
+        *,
+        steps: int,
+        finished: Callable[[], None],
+        jitter: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.step_s: list[float] = []
+        self.waited_s: list[float] = []
+        self._clock = clock
+        self._layers = layers
+        self._parameters = number_arrays(layers)
+        self._synchronisation = synchronisation
+        synchronisation.look, synchronisation.proceed = self._look, self._proceed
+        self._steps = steps
+        self._finished = finished
+        self._jitter = jitter
+        self._random = random.Random(seed)
+        self._step = 0  # whose gradients the pass that follows uses
+        self._layer = 0
+        self._array = 0  # of the layer, that the forward pass asks for next
+        self._blocked = False
+        self._blocked_s = 0.0
+        self._idle_s = 0.0
+        self._ended_s = 0.0
+
+    def start(self) -> None:
+        """The first forward pass, in which nothing is waited for."""
+        self._synchronisation.start_step()
+        self._forward()
+
+    def _look(self) -> None:
+        if self._blocked:
+            self._forward()
+
+    def _proceed(self) -> None:
+        """The time since the end of the backward pass was waited for."""
+        self._idle_s += self._clock.now_s - self._blocked_s
+        self._begin_forward()
+
+    def _forward(self) -> None:
+        """Begin the next layer's forward pass when its arrays are there, asked for one by one."""
+        arrays = self._parameters[self._layer]
+        while self._array < len(arrays):
+            if not self._blocked:
+                self._synchronisation.needed(arrays[self._array])
+            if not self._synchronisation.is_complete(arrays[self._array]):
+                self._block()
+                return
+            self._unblock()
+            self._array += 1
+        self._array = 0
+        layer = self._layers[self._layer]
+        self._clock.at(self._clock.now_s + self._drawn(layer.forward_s), self._forward_done)
+
+    def _block(self) -> None:
+        if not self._blocked:
+            self._blocked, self._blocked_s = True, self._clock.now_s
+
+    def _unblock(self) -> None:
+        if self._blocked:
+            self._blocked = False
+            waited_s = self._clock.now_s - self._blocked_s
+            self._idle_s += waited_s
+            self._synchronisation.waited(waited_s)
+
+    def _forward_done(self, _: None) -> None:
+        self._layer += 1
+        if self._layer < len(self._layers):
+            self._forward()
+            return
+        self._note_step()
+        if len(self.step_s) == self._steps:
+            self._finished()
+            return
+        self._step += 1
+        self._backward()
+
+    def _note_step(self) -> None:
+        now_s = self._clock.now_s
+        if self._step:
+            self.step_s.append(now_s - self._ended_s)
+            self.waited_s.append(self._idle_s)
+        self._ended_s, self._idle_s = now_s, 0.0
+
+    def _backward(self) -> None:
+        self._layer -= 1
+        layer = self._layers[self._layer]
+        self._clock.at(self._clock.now_s + self._drawn(layer.backward_s), self._backward_done)
+
+    def _backward_done(self, _: None) -> None:
+        for parameter in self._parameters[self._layer]:
+            self._synchronisation.gradient_ready(parameter, self._step)
+        if self._layer:
+            self._backward()
+        elif self._synchronisation.end_step(self._step):
+            self._begin_forward()
+        else:
+            self._blocked_s = self._clock.now_s
+
+    def _begin_forward(self) -> None:
+        self._synchronisation.start_step()
+        self._forward()
+
+    def _drawn(self, seconds: float) -> float:
+        if self._jitter:
+            seconds *= 1 + self._jitter * self._random.uniform(-1, 1)
+        return seconds
+
+
+def number_arrays(layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+    """By layer, the numbers of its arrays, counted in forward order."""
+    numbers: list[tuple[int, ...]] = []
+    first = 0
+    for layer in layers:
+        numbers.append(tuple(range(first, first + len(layer.sizes_elems))))
+        first += len(layer.sizes_elems)
+    return numbers

@@ -1,0 +1,101 @@
+"""foreprop's presets on a simulated cluster: a worker and a server on each node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreprop.config import Config
+from foreprop.core.slicing import Partition, plan_slices
+from foreprop.lab.limit import BYTES_PER_ELEM
+from foreprop.lab.setting import LabSetting
+from foreprop.lab.systems import foreprop_config
+from foreprop.simulate.cluster import Cluster, SimulatedSteps
+from foreprop.simulate.connection import Connection, Kernel
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.served import Agreement, ServedWorker, Server
+
+SEND_BUFFER_BYTES = 4_194_304
+"""Linux's largest automatic send buffer, which the lab divides by the scale."""
+_LEAST_WINDOW_BYTES = 8192  # engine.launch's
+
+
+def simulate_preset(
+    name: str,
+    setting: LabSetting,
+    cluster: Cluster,
+    hosts: Hosts,
+    *,
+    steps: int,
+    **changes: Any,
+) -> SimulatedSteps:
+    """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
+    config = foreprop_config(name, setting, **changes)
+    agreement = agree(config, setting)
+    workers = [ServedWorker(cluster.clock, agreement, hosts, rank) for rank in cluster.nodes]
+    servers = [Server(cluster.clock, agreement, hosts, index) for index in cluster.nodes]
+    join(cluster, workers, servers, *_kernels(config, setting, cluster, hosts))
+    return cluster.train(setting.layers, workers, steps=steps, jitter=setting.jitter)
+
+
+def agree(config: Config, setting: LabSetting) -> Agreement:
+    """What the manifest of such a session would say."""
+    sizes = [size for layer in setting.layers for size in layer.sizes_elems]
+    partition = Partition(
+        granularity=config.granularity,
+        placement=config.placement,
+        servers=setting.nodes,
+        slice_elems=config.slice_elems,
+        big_array_elems=config.big_array_elems,
+        seed=config.placement_seed,
+    )
+    return Agreement(
+        slices=plan_slices(sizes, [BYTES_PER_ELEM] * len(sizes), partition),
+        parameters=len(sizes),
+        order=config.order,
+        reply=config.reply,
+        workers=setting.nodes,
+        servers=setting.nodes,
+        push_window_bytes=config.push_window_bytes,
+    )
+
+
+def _kernels(
+    config: Config, setting: LabSetting, cluster: Cluster, hosts: Hosts
+) -> tuple[Kernel, Kernel]:
+    """Of pushes, whose send buffer is bounded, and of replies."""
+    pushed_bytes = max(_LEAST_WINDOW_BYTES, config.push_window_bytes // setting.nodes)
+    replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    others = max(1, setting.nodes - 1)
+
+    def kernel(buffer_bytes: int) -> Kernel:
+        return hosts.kernel(
+            cluster.link,
+            connections=2 * others,  # pushes to the others' servers, replies to their workers
+            unsent_bytes=config.unsent_bytes,
+            buffer_bytes=buffer_bytes,
+        )
+
+    return kernel(pushed_bytes), kernel(replied_bytes)
+
+
+def join(
+    cluster: Cluster,
+    workers: list[ServedWorker],
+    servers: list[Server],
+    pushes: Kernel,
+    replies: Kernel,
+) -> None:
+    """Connect every worker with every server."""
+    for rank, worker in enumerate(workers):
+        for index, server in enumerate(servers):
+            outlet, back = worker.outlet, server.outlet
+            forth_way = cluster.connect(
+                rank, index, pushes, peer=index, sent=outlet.taken, deliver=server.receive
+            )
+            back_way = cluster.connect(
+                index, rank, replies, peer=rank, sent=back.taken, deliver=worker.receive
+            )
+            if isinstance(forth_way, Connection) and isinstance(back_way, Connection):
+                forth_way.reverse, back_way.reverse = back_way, forth_way
+            outlet.connections.append(forth_way)
+            back.connections.append(back_way)

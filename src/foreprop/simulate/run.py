@@ -1,0 +1,152 @@
+"""What `lab.run` measures, simulated: the same settings in, the same records out."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab import limit
+from foreprop.lab.network import Network
+from foreprop.lab.records import Record, Spread
+from foreprop.lab.setting import (
+    BUCKET_BYTES,
+    CANDIDATE_BUCKETS_BYTES,
+    DDP,
+    DDP_TUNED,
+    RING,
+    LabSetting,
+)
+from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
+from foreprop.simulate.ddp import simulate_ddp
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.presets import simulate_preset
+from foreprop.simulate.ring import simulate_ring
+from foreprop.version import __version__
+
+SIMULATED = "simulated"
+"""`Record.network` of what was not measured."""
+SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
+_DISCARDED_STEPS = 1  # as in the lab: the first step begins with empty links
+_RING_STEPS = 9  # until ring has planned twice
+_TUNING_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSetting(LabSetting):
+    """What can be simulated: fewer systems than the lab has, on more nodes."""
+
+    known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
+    most_nodes: ClassVar[int] = 1024
+
+    def __post_init__(self) -> None:
+        super(SimulatedSetting, self).__post_init__()
+        if self.workers_per_node > 1:
+            raise ConfigError(
+                f"workers_per_node is {self.workers_per_node}; only 1 can be simulated"
+            )
+
+
+def simulate_lab(
+    setting: SimulatedSetting,
+    *,
+    hosts: Hosts | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Record]:
+    """A record for each system, in the setting's order; deterministic.
+
+    ``warm_up`` steps are simulated and not counted, as in the lab, but at least one. CPU times of
+    the records are 0.
+    """
+    records = []
+    for name in setting.systems:
+        progress(f"{name}: simulating")
+        records.append(_simulate(name, setting, hosts or Hosts()))
+    return records
+
+
+def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts) -> Record:
+    uncounted = max(_DISCARDED_STEPS, setting.warm_up, _RING_STEPS if name == RING else 0)
+    bucket_bytes = setting.scaled(BUCKET_BYTES) if name == DDP else None
+    if name == DDP_TUNED:
+        bucket_bytes = _best_bucket(setting, hosts)
+    steps = uncounted + setting.iterations
+    simulated = simulate_system(name, setting, hosts, steps=steps, bucket_bytes=bucket_bytes)
+    return _record(name, setting, simulated, uncounted, bucket_bytes)
+
+
+def simulate_system(
+    name: str,
+    setting: SimulatedSetting,
+    hosts: Hosts,
+    *,
+    steps: int,
+    bucket_bytes: int | None = None,
+) -> SimulatedSteps:
+    """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP."""
+    network = Network(nodes=setting.nodes, rate_bits_per_s=setting.rate)
+    cluster = Cluster(
+        lab_link(network), hosts, nodes=setting.nodes, open_ports=not setting.shape_ingress
+    )
+    if bucket_bytes is not None:
+        return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
+    if name == RING:
+        return simulate_ring(setting, cluster, hosts, steps=steps)
+    return simulate_preset(name, setting, cluster, hosts, steps=steps)
+
+
+def _best_bucket(setting: SimulatedSetting, hosts: Hosts) -> int:
+    """As the lab finds it: the candidate with the shortest steps."""
+    seconds: dict[int, float] = {}
+    for size in map(setting.scaled, CANDIDATE_BUCKETS_BYTES):
+        if seconds and size > 2 * limit.model_bytes(setting.layers):
+            break  # one bucket holds everything
+        steps = _DISCARDED_STEPS + _TUNING_STEPS
+        simulated = simulate_system(DDP_TUNED, setting, hosts, steps=steps, bucket_bytes=size)
+        seconds[size] = statistics.fmean(simulated.step_s[0][_DISCARDED_STEPS:])
+    return min(seconds, key=lambda size: seconds[size])
+
+
+def _record(
+    name: str,
+    setting: SimulatedSetting,
+    simulated: SimulatedSteps,
+    uncounted: int,
+    bucket_bytes: int | None,
+) -> Record:
+    layers = setting.layers
+    compute_s = limit.compute_s(layers)
+    wire_s = limit.wire_s(
+        limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
+    )
+    step_s, waited_s = (
+        [statistics.fmean(nodes) for nodes in zip(*lists, strict=True)][uncounted:]
+        for lists in (simulated.step_s, simulated.waited_s)
+    )
+    spread = Spread.of(step_s)
+    return Record(
+        system=name,
+        model=setting.profile.name,
+        scale=setting.scale,
+        nodes=setting.nodes,
+        rate_bits_per_s=setting.rate,
+        balance=wire_s / compute_s,
+        compute_s=compute_s,
+        wire_s=wire_s,
+        limit_s=setting.limit_s,
+        iteration_s=spread,
+        efficiency=setting.limit_s / spread.median,
+        waiting_s=statistics.fmean(waited_s),
+        cpu_s_per_gb=0.0,
+        cpu_share=0.0,
+        cpu_bound=False,
+        iterations=len(step_s),
+        slice_elems=setting.scaled(setting.slice_elems),
+        bucket_bytes=bucket_bytes,
+        network=SIMULATED,
+        versions={"foreprop": __version__, "python": platform.python_version()},
+    )
