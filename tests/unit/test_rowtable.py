@@ -64,5 +64,5 @@ def test_what_has_not_been_written_takes_no_memory() -> None:
     table.put(numbers, torch.zeros(100_000, 64))
     assert table.take(numbers).sum() == 0
     taken = resident_bytes() - before
-    assert taken < 2 * 100_000 * 64 * 4, f"{taken} bytes"  # of 256 GB
+    assert taken < 4 * 100_000 * 64 * 4, f"{taken} bytes"  # of 256 GB, with temporaries
     assert len(lazy_zeros((10**12,), torch.uint8)) == 10**12
