@@ -22,6 +22,7 @@ from tests.conformance.parity import (
     check_close,
     check_same_bits,
     check_world_of_one,
+    check_world_of_two,
     make_batches,
     merge,
     run_plain,
@@ -276,6 +277,7 @@ def test_a_change_before_the_first_step_counts() -> None:
         train_classifier(model, optimizer, batches)
 
     check_world_of_one(with_sgd(), loop, make_batches())
+    check_world_of_two(with_sgd(), loop, batches_of(2))
 
 
 @servers_only

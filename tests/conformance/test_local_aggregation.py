@@ -309,6 +309,21 @@ def test_tables_train_as_in_one_process_with_all_the_data(
         check_close(trained.model, plain.model)
 
 
+def test_tables_have_the_same_bits_for_every_partition() -> None:
+    build, by_rank = with_optimizer(Words, torch.optim.Adagrad), ranks(4)
+    runs = [
+        run_foreprop(build, train_classifier, by_rank, local_size=2, **settings)[0]
+        for settings in (
+            {},
+            {"slice_elems": 7},
+            {"servers_per_node": 3},
+            {"preset": "kvstore"},
+        )
+    ]
+    for run in runs[1:]:
+        check_same_bits(run.model, runs[0].model)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"clip_grad_norm": 0.05}, {"ema": 0.9}, {"wire_dtype": "bfloat16"}, {"preset": "kvstore"}],

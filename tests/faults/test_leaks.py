@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.engine.launch import ProcessServer
+from foreprop.engine.processes import ProcessServer
 from foreprop.engine.world import World
 from foreprop.errors import ForepropError, HandshakeError
 from tests.cluster import run_cluster

@@ -106,6 +106,14 @@ def test_unknown_names_are_refused() -> None:
         ({"placement_seed": -1}, "placement_seed is -1; it must be at least 0"),
         ({"servers_per_node": -1}, "servers_per_node is -1; it must be at least 0"),
         ({"dedicated_servers": -1}, "dedicated_servers is -1; it must be at least 0"),
+        (
+            {"local_aggregation": "yes"},
+            "local_aggregation is 'yes'; it must be one of ['auto', 'on'",
+        ),
+        (
+            {"architecture": "ring", "local_aggregation": "on"},
+            "local_aggregation is 'on', which is for servers; architecture is 'ring'",
+        ),
         ({"workers_per_node": 0}, "workers_per_node is 0; it must be at least 1"),
         ({"workers_per_node": "2"}, "workers_per_node is '2'; it must be int or nothing"),
         ({"interface": 3}, "interface is 3; it must be str or nothing"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from foreprop.engine.launch import NodeLinks
+from foreprop.engine.nodelinks import NodeLinks
 from foreprop.errors import ConfigError, TransportError
 from foreprop.net.memory import connected_pair
 from foreprop.net.pacing import Link, PacedStream

@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from foreprop.bench.bare import BarePair, cpu_seconds
 from foreprop.bench.still import StillServer
 from foreprop.config import Config
-from foreprop.engine.launch import ProcessServer
+from foreprop.engine.processes import ProcessServer
 from foreprop.engine.world import World
 from foreprop.training.served import ServedBackend
 from foreprop.training.session import Session

@@ -182,6 +182,11 @@ class WorkerMachine:
     def queue_depth(self) -> int:
         return len(self._lanes)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        return self._lanes.idle
+
     def priority_of(self, parameter: int) -> int:
         return self._priority[parameter]
 

@@ -27,10 +27,9 @@ from foreprop.engine.launch import (
     DEDICATED_SESSIONS,
     REFUSED,
     Announcement,
-    ProcessServer,
-    ServerTask,
     dedicated_key,
 )
+from foreprop.engine.processes import ProcessServer, ServerTask
 from foreprop.errors import ConfigError, ForepropError, TransportError
 from foreprop.net.tcp import keep_alive, listen, local_address
 from foreprop.version import __version__

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
-from foreprop.engine.launch import RelayTask, ServerTask, build_relays, build_server
 from foreprop.engine.nodelinks import unlink_links
+from foreprop.engine.processes import RelayTask, ServerTask, build_relays, build_server
 from foreprop.engine.relay import Relay
 
 _PR_SET_PDEATHSIG = 1

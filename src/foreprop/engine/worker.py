@@ -168,6 +168,7 @@ class WorkerEngine:
         """By row-wise parameter: the step of its last push."""
         self._lock = threading.Lock()
         self._closing = False
+        self._offering = False
         self._finished = threading.Event()
         self._failed = threading.Event()
         self._sending = [threading.Lock() for _ in streams]  # frames never interleave
@@ -221,8 +222,19 @@ class WorkerEngine:
         )
 
     def offer_values(self) -> None:
-        """Rank 0: send every parameter to its server, which sends it to the other ranks."""
+        """Rank 0: send every parameter to its server, which sends it to the other ranks.
+
+        Blocks until all have left: they are read as they leave, and may change when this returns.
+        """
+        self._offering = True
         self._dispatch(ValuesOffered())
+        self.progress.wait_until(
+            lambda: self._machine.is_idle,
+            self._config.join_timeout_s,
+            lambda: f"the servers to take rank 0's values; {self.queue_depth} slices are queued",
+            setting="join_timeout_s",
+        )
+        self._offering = False
 
     def await_values(self) -> None:
         """Other ranks: every parameter is pending until rank 0's values have come."""
@@ -490,6 +502,8 @@ class WorkerEngine:
     def _next_after_sent(self, server: int) -> SendFrame | None:
         with self._lock:
             instructions = self._machine.handle(FrameSent(server))
+        if self._offering and not instructions:
+            self.progress.notify()
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
                 return instruction
