@@ -26,6 +26,7 @@ from foreprop.errors import ConfigError
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 
 WholeTables = Literal["all", "rank0", "none"]
+Collectives = Literal["auto", "gloo", "nccl"]
 LocalAggregation = Literal["auto", "on", "off"]
 
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
@@ -129,6 +130,11 @@ class Config:
     )
     chunks_in_flight: int = _setting(
         4, "architecture=ring: full chunks under way at once, or twice as many small", 1
+    )
+    collectives: Collectives = _setting(
+        "auto",
+        "architecture=ring: gloo, through host memory, or nccl, between GPUs; auto: nccl where each"
+        " rank's parameters are on a GPU of its own",
     )
     sparse_parameters: str | None = _setting(
         None, "names of embeddings to be held row by row; patterns (*, ?), with commas"
