@@ -365,12 +365,13 @@ class Server:
             self._known = self._peers_of(first.manifest)
             refused = self._compare_all(first.manifest)
             complete = len(self._peers) == self._known.count
+            session = None
             if not refused and complete:
-                self._session = self._make_session(first.manifest, self)
+                session = self._session = self._make_session(first.manifest, self)
         if refused:
             self.fail(Failure(kind="HandshakeError", message=refused))
-        elif self._session is not None:
-            self._session.start()
+        elif session is not None:  # not `_session`: another thread may have made that by now
+            session.start()
 
     def _compare_all(self, zero: Manifest) -> str | None:
         """How the first peer and the others, or this process, differ."""
