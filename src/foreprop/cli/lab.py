@@ -251,7 +251,8 @@ def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) ->
     compared = f"over {first}" if first in ABLATION else "hybrid is"
     headings = ("system", "step", "steps/s", compared, "sent", "received", "waiting", "CPUs")
     for heading in headings:
-        made.add_column(heading, justify="left" if heading == "system" else "right")
+        system = heading == "system"
+        made.add_column(heading, justify="left" if system else "right", no_wrap=system)
     steps = {m.record.system: m.record.iteration_s.median for m in measured}
     best = steps.get(HYBRID)
 
