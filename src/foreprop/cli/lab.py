@@ -50,7 +50,10 @@ _Model = Annotated[
 ]
 _ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", help="A JSON file of arrays and FLOPs, instead of --model."),
+    typer.Option(
+        "--profile",
+        help="A file that foreprop.profile() has saved, or a JSON file of arrays and FLOPs.",
+    ),
 ]
 _Nodes = Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")]
 _Balance = Annotated[
@@ -62,7 +65,10 @@ _Rate = Annotated[
 _Scale = Annotated[int, typer.Option(help="Divides every array, slice and bucket.")]
 _Compute = Annotated[
     float | None,
-    typer.Option(help="Seconds that the device computes per step; by default enough for 2 CPUs."),
+    typer.Option(
+        help="Seconds that the device computes per step; by default as measured (see --profile),"
+        " or else enough for 2 CPUs."
+    ),
 ]
 _Iterations = Annotated[int, typer.Option(help="Measured steps of each system.")]
 _SliceElems = Annotated[int, typer.Option(help="Elements per slice of the unscaled model.")]
