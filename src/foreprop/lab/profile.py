@@ -320,5 +320,5 @@ def _check(array: ProfiledArray) -> None:
 
 
 def _check_amount(value: float, what: str) -> None:
-    if not 0 <= value < math.inf:
-        raise msgspec.ValidationError(f"{what} is {value}; it must be finite and not negative")
+    if value < 0:
+        raise msgspec.ValidationError(f"{what} is {value}; it must not be negative")
