@@ -269,6 +269,52 @@ def test_order_and_shapes_are_those_that_a_session_sees(make: Any) -> None:
     )
 
 
+def test_what_is_used_before_the_forward_pass_does_not_count() -> None:
+    """A penalty on the last layer's weights, added up first; as in a session."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        penalty: torch.Tensor = model[4].weight.square().sum()
+        return penalty + F.cross_entropy(model(batch[0]), batch[1])
+
+    model, optimizer = build_seeded(with_sgd())
+    profile = foreprop.profile(model, optimizer, BATCH, loss, **FEW)
+    assert [array.name for array in profile.arrays] == [
+        name for name, _ in model.named_parameters()
+    ]
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for body in self.bodies:
+            x = checkpoint(body, x, use_reentrant=True)
+        return x.sum()
+
+
+def test_what_is_first_seen_in_the_backward_pass_comes_in_the_models_order() -> None:
+    """Used without gradients before, outside of the model's own forward pass."""
+    profile = foreprop.profile(Recomputed(), None, X, Recomputed.loss, **FEW)
+    names = [name for name, _ in Recomputed().named_parameters()]
+    assert [array.name for array in profile.arrays] == names
+
+
+def test_every_pass_begins_without_gradients() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.extend(parameter.grad for parameter in model.parameters())
+        return mean(model, x)
+
+    seen: list[Any] = []
+    model = small_model()
+    model(X).sum().backward()
+    foreprop.profile(model, None, X, loss, **FEW)
+    assert len(seen) == 6 * (1 + 2 * 4)
+    assert set(seen) == {None}
+
+
 def test_arrays_without_a_gradient_are_named_in_the_note() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -426,6 +472,7 @@ class Changing(nn.Module):
         self.body = small_model()
         self.register_buffer("average", torch.zeros(5))
         self.clipped = nn.Parameter(torch.full((5,), 3.0))
+        self.unused = nn.Parameter(torch.ones(2))
         self.hidden = torch.zeros(5)
         self.calls = 0
         self.fails_at = 0
