@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -621,6 +622,13 @@ def buffered_on_meta() -> nn.Module:
     return model
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        result: nn.Module = torch.jit.script(small_model())
+    return result
+
+
 def frozen() -> nn.Module:
     return small_model().requires_grad_(False)
 
@@ -631,6 +639,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "model is a function; it must be a torch.nn.Module",
     ),
+    "scripted": (scripted, {}, "model is a ScriptModule, in which nobody sees"),
     "no optimizer": (
         small_model,
         {"optimizer": 0.1},

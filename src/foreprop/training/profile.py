@@ -168,6 +168,11 @@ def _trained_parameters(
     """Those that have something to send; `ConfigError` for what cannot be measured."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            "model is a ScriptModule, in which nobody sees when a parameter is used: measure the"
+            " module that it was made from"
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer, or"
