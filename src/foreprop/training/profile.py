@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from foreprop.training.session import is_managed
 from foreprop.training.untouched import Untouched
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+_CHANGEABLE = (MutableMapping, MutableSequence)
 
 
 def profile(
@@ -264,18 +266,15 @@ def _forward_of(
             if of_torch:
                 result = loss(model(*batch[:-1]), batch[-1])
             else:
-                # a copy, because it is common to pop the labels out of a dictionary
-                result = loss(model, copy.copy(batch) if _is_container(batch) else batch)
+                # it is common to pop the labels out of a dictionary
+                given = copy.copy(batch) if isinstance(batch, _CHANGEABLE) else batch
+                result = loss(model, given)
         except Exception as error:
             error.add_note(f"foreprop.profile() called {call}, with loss={_name(loss)}")
             raise
         return _checked(result)
 
     return forward
-
-
-def _is_container(batch: Any) -> bool:
-    return hasattr(batch, "__setitem__") and not isinstance(batch, torch.Tensor)
 
 
 def _is_of_torch(loss: Callable[..., Any]) -> bool:
