@@ -270,7 +270,7 @@ class SynchronisedParameter:
             self._session.begin_pushing()
             self._push(gradient, step)
         if self.counts_rows:
-            self.touched_rows = _count_rows(gradient)
+            self.touched_rows = count_rows(gradient)
         if self._passes and not self._applied:
             self._learn(step)
         self._applied, self._passes, self._discards = True, 0, 0
@@ -416,7 +416,7 @@ class SynchronisedParameter:
             self._hook = None
 
 
-def _count_rows(gradient: torch.Tensor | None) -> int:
+def count_rows(gradient: torch.Tensor | None) -> int:
     """How many rows of a gradient are not zero."""
     if gradient is None:
         return 0
