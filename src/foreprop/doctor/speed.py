@@ -1,0 +1,216 @@
+"""Findings about round trips and rates."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from foreprop.doctor.records import Examination, Finding, Flow, Trip
+from foreprop.doctor.words import rate_text, time_text
+
+SLOW_RATE = 0.5
+"""Of the usual rate; what is below counts as slow."""
+SLOW_TRIP = 3.0
+_LEAST_TRIP_EXCESS_S = 0.0002
+"""Of messages within one rack; so much more may be chance."""
+FAR_TRIP_S = 0.005
+
+
+# How fast.
+def usual_trip_s(trips: Sequence[Trip]) -> float | None:
+    """The median over hosts of the shortest that each has: few slow ones do not move it."""
+    best: dict[int, float] = {}
+    for trip in trips:
+        if trip.error is None:
+            for host in (trip.source, trip.to):
+                best[host] = min(best.get(host, trip.median_s), trip.median_s)
+    return statistics.median(best.values()) if best else None
+
+
+def usual_rate(flows: Sequence[Flow]) -> float | None:
+    """bit/s: the median over hosts of the best that each has, in either direction."""
+    best = best_rates(flows)
+    return statistics.median(best.values()) if best else None
+
+
+def best_rates(flows: Sequence[Flow]) -> dict[int, float]:
+    best: dict[int, float] = {}
+    for flow in flows:
+        if flow.error is None:
+            for host in (flow.source, flow.to):
+                best[host] = max(best.get(host, 0.0), flow.bits_per_s)
+    return best
+
+
+def find_slow_trips(examination: Examination) -> Iterator[Finding]:
+    hosts = examination.hosts
+    for trip in examination.trips:
+        if trip.error is not None:
+            yield _broken(examination, trip.source, trip.to, "small messages", trip.error)
+    usual_s = usual_trip_s(examination.trips)
+    if usual_s is None:
+        return
+    slow = [
+        trip
+        for trip in examination.trips
+        if trip.error is None
+        and trip.median_s > SLOW_TRIP * usual_s
+        and trip.median_s > usual_s + _LEAST_TRIP_EXCESS_S
+    ]
+    for names, pairs, worst in _by_host(examination, [(t.source, t.to, t.median_s) for t in slow]):
+        yield Finding(
+            severity="warning",
+            check="round trip",
+            hosts=names,
+            found=f"{pairs} has a round trip of {time_text(worst)}, where {time_text(usual_s)} is"
+            " usual",
+            advice="see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
+            " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
+        )
+    if usual_s > FAR_TRIP_S:
+        yield Finding(
+            severity="warning",
+            check="round trip",
+            hosts=[host.name for host in hosts],
+            found=f"a round trip of {time_text(usual_s)} is usual here: these hosts are far apart",
+            advice="every first use of a parameter may wait for that; train within one site, or on"
+            " fewer and larger machines",
+        )
+    for trip in examination.trips:
+        if trip.error is None and trip not in slow and _is_uneven(trip):
+            one, other = hosts[trip.source].name, hosts[trip.to].name
+            yield Finding(
+                severity="hint",
+                check="round trip",
+                hosts=[one, other],
+                found=f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more"
+                f" there and back, half of them {time_text(trip.median_s)} or less",
+                advice="see whether other programs use these machines or the network between them",
+            )
+
+
+def _is_uneven(trip: Trip) -> bool:
+    excess_s = trip.p90_s - trip.median_s
+    return trip.p90_s > SLOW_TRIP * trip.median_s and excess_s > 5 * _LEAST_TRIP_EXCESS_S
+
+
+def _broken(examination: Examination, source: int, to: int, what: str, error: str) -> Finding:
+    one, other = examination.hosts[source].name, examination.hosts[to].name
+    return Finding(
+        severity="error",
+        check="reach",
+        hosts=[one, other],
+        found=f"{what} from {one} to {other} broke off, although they connect: {error}",
+        advice=f"see whether the link drops packets, and large ones in particular: ping -M do -s"
+        f" 1472 {other} from {one}; MTUs must be alike all the way",
+    )
+
+
+def _by_host(
+    examination: Examination, slow: Sequence[tuple[int, int, float]]
+) -> Iterator[tuple[list[str], str, float]]:
+    """Slow pairs, in either direction; those that share a host that all of them have, as one."""
+    names = [host.name for host in examination.hosts]
+    measured = {frozenset((trip.source, trip.to)) for trip in examination.trips}
+    left = list(slow)
+    for host, name in enumerate(names):
+        pairs = {pair for pair in measured if host in pair}
+        mine = [entry for entry in left if host in entry[:2]]
+        if len(pairs) > 1 and {frozenset(entry[:2]) for entry in mine} == pairs:
+            left = [entry for entry in left if entry not in mine]
+            yield [name], f"{name} to every other host", max(entry[2] for entry in mine)
+    for one, other, value in left:
+        yield [names[one], names[other]], f"{names[one]} to {names[other]}", value
+
+
+def find_slow_flows(examination: Examination) -> Iterator[Finding]:
+    for flow in (*examination.alone, *examination.together):
+        if flow.error is not None:
+            yield _broken(examination, flow.source, flow.to, "sending", flow.error)
+    usual = usual_rate(examination.alone)
+    if usual is None:
+        return
+    good = [flow for flow in examination.alone if flow.error is None]
+    slow = [flow for flow in good if flow.bits_per_s < SLOW_RATE * usual]
+    left = slow
+    for host, name in enumerate(host.name for host in examination.hosts):
+        for sends in (True, False):
+            mine, others = _of_host(slow, host, sends=sends), _of_host(good, host, sends=sends)
+            if len(others) > 1 and len(mine) == len(others):
+                left = [flow for flow in left if flow not in mine]
+                yield _slow_host(name, usual, mine, sends=sends)
+    reverse = {(flow.source, flow.to): flow.bits_per_s for flow in good}
+    for flow in left:
+        yield _slow_pair(examination, flow, usual, reverse.get((flow.to, flow.source)))
+
+
+def _of_host(flows: Sequence[Flow], host: int, *, sends: bool) -> list[Flow]:
+    return [flow for flow in flows if (flow.source if sends else flow.to) == host]
+
+
+_SLOW_LINK = (
+    "see the link's negotiated speed, cable and switch port of {where} (ethtool), other traffic, a"
+    " traffic shaper, and whether the right interface is used (FOREPROP_INTERFACE)"
+)
+
+
+def _slow_host(name: str, usual: float, flows: Sequence[Flow], *, sends: bool) -> Finding:
+    best = max(flow.bits_per_s for flow in flows)
+    verb = "sends to" if sends else "gets from"
+    return Finding(
+        severity="warning",
+        check="rate",
+        hosts=[name],
+        found=f"{name} {verb} every other host at {rate_text(best)} or less, where"
+        f" {rate_text(usual)} is usual; every step waits for the slowest",
+        advice=_SLOW_LINK.format(where=name),
+    )
+
+
+def _slow_pair(examination: Examination, flow: Flow, usual: float, back: float | None) -> Finding:
+    one, other = (examination.hosts[host].name for host in (flow.source, flow.to))
+    reverse = "" if back is None else f" ({rate_text(back)} the other way)"
+    return Finding(
+        severity="warning",
+        check="rate",
+        hosts=[one, other],
+        found=f"{one} sends to {other} at {rate_text(flow.bits_per_s)}{reverse}, where"
+        f" {rate_text(usual)} is usual",
+        advice=_SLOW_LINK.format(where=f"{one} and {other}"),
+    )
+
+
+def totals(flows: Sequence[Flow]) -> dict[int, tuple[float, float]]:
+    """By host: bit/s sent and received, over all its peers."""
+    sums: dict[int, tuple[float, float]] = {}
+    for flow in flows:
+        if flow.error is None:
+            out, into = sums.get(flow.source, (0.0, 0.0))
+            sums[flow.source] = (out + flow.bits_per_s, into)
+            out, into = sums.get(flow.to, (0.0, 0.0))
+            sums[flow.to] = (out, into + flow.bits_per_s)
+    return sums
+
+
+def find_crowding(examination: Examination) -> Iterator[Finding]:
+    """Whether all at once, as in training, get less than each alone."""
+    told, crowded = [], []
+    for host, both in sorted(totals(examination.together).items()):
+        name = examination.hosts[host].name
+        for sends, together in ((True, both[0]), (False, both[1])):
+            flows = _of_host(examination.alone, host, sends=sends)
+            alone = max((flow.bits_per_s for flow in flows if flow.error is None), default=0.0)
+            if together < SLOW_RATE * alone:
+                verb = "sends" if sends else "receives"
+                told.append(f"{name} {verb} {rate_text(together)} ({rate_text(alone)} alone)")
+                crowded.append(name)
+    if told:
+        yield Finding(
+            severity="warning",
+            check="all at once",
+            hosts=list(dict.fromkeys(crowded)),
+            found="when everybody sends to everybody, as in training, there is much less: "
+            + ", ".join(told),
+            advice="see whether the switch or an uplink between switches is shared by too many,"
+            " whether CPUs are busy, and whether several hosts of the file are one machine",
+        )
