@@ -155,14 +155,13 @@ class _Examination:
 
     def _connected(self) -> list[Pair]:
         """Whose first can connect to the second, of hosts that still answer."""
-        failed = self._panel.failures
-        return sorted(
-            (a.source, a.to)
-            for a in self._attempts
-            if a.purpose == "server"
-            and a.outcome == "connected"
-            and not failed.keys() & {a.source, a.to}
-        )
+        found = self._attempts
+        connected = [a for a in found if a.purpose == "server" and a.outcome == "connected"]
+        return self._able(sorted((a.source, a.to) for a in connected))
+
+    def _able(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Those of which neither host has failed meanwhile."""
+        return [pair for pair in pairs if not self._panel.failures.keys() & set(pair)]
 
     def _ping(self) -> list[Trip]:
         """One pair at a time: milliseconds each, unless messages take long."""
@@ -171,7 +170,8 @@ class _Examination:
         trips: list[Trip] = []
         for together in plan_rounds(one_way, len(self._asked.names)):
             commands: dict[int, Command] = {
-                source: Ping(peers=[self._peer(to)], seconds=seconds) for source, to in together
+                source: Ping(peers=[self._peer(to)], seconds=seconds)
+                for source, to in self._able(together)
             }
             for answer in self._ask(commands, within_s=seconds + _MARGIN_S).values():
                 trips += answer.trips if isinstance(answer, Pinged) else []
@@ -186,7 +186,7 @@ class _Examination:
             self._say(f"measuring {sum(map(len, rounds))} directions, about {expected_s:.0f} s")
         flows: list[Flow] = []
         for together in rounds:
-            flows += self._send(together, settle_s)
+            flows += self._send(self._able(together), settle_s)
         return flows
 
     def _together(self) -> list[Flow]:

@@ -43,50 +43,58 @@ def best_rates(flows: Sequence[Flow]) -> dict[int, float]:
 
 
 def find_slow_trips(examination: Examination) -> Iterator[Finding]:
-    hosts = examination.hosts
+    good = [trip for trip in examination.trips if trip.error is None]
     for trip in examination.trips:
         if trip.error is not None:
             yield _broken(examination, trip.source, trip.to, "small messages", trip.error)
-    usual_s = usual_trip_s(examination.trips)
+    usual_s = usual_trip_s(good)
     if usual_s is None:
         return
-    slow = [
-        trip
-        for trip in examination.trips
-        if trip.error is None
-        and trip.median_s > SLOW_TRIP * usual_s
-        and trip.median_s > usual_s + _LEAST_TRIP_EXCESS_S
-    ]
-    for names, pairs, worst in _by_host(examination, [(t.source, t.to, t.median_s) for t in slow]):
-        yield Finding(
-            severity="warning",
-            check="round trip",
-            hosts=names,
-            found=f"{pairs} has a round trip of {time_text(worst)}, where {time_text(usual_s)} is"
-            " usual",
-            advice="see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
-            " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
-        )
+    least_slow_s = max(SLOW_TRIP * usual_s, usual_s + _LEAST_TRIP_EXCESS_S)
+    slow = [trip for trip in good if trip.median_s > least_slow_s]
+    for names, trips in _by_place(examination, good, slow):
+        yield _slow_trip(names, trips, usual_s)
     if usual_s > FAR_TRIP_S:
         yield Finding(
             severity="warning",
             check="round trip",
-            hosts=[host.name for host in hosts],
+            hosts=[host.name for host in examination.hosts],
             found=f"a round trip of {time_text(usual_s)} is usual here: these hosts are far apart",
             advice="every first use of a parameter may wait for that; train within one site, or on"
             " fewer and larger machines",
         )
-    for trip in examination.trips:
-        if trip.error is None and trip not in slow and _is_uneven(trip):
-            one, other = hosts[trip.source].name, hosts[trip.to].name
-            yield Finding(
-                severity="hint",
-                check="round trip",
-                hosts=[one, other],
-                found=f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more"
-                f" there and back, half of them {time_text(trip.median_s)} or less",
-                advice="see whether other programs use these machines or the network between them",
-            )
+    for trip in good:
+        if trip not in slow and _is_uneven(trip):
+            yield _uneven_trip(examination, trip)
+
+
+def _by_place(
+    examination: Examination, good: Sequence[Trip], slow: Sequence[Trip]
+) -> Iterator[tuple[list[str], list[Trip]]]:
+    """Slow trips by the host that is slow with every other one, if there is such a host."""
+    left = list(slow)
+    for number, host in enumerate(examination.hosts):
+        mine = [trip for trip in left if number in (trip.source, trip.to)]
+        if len(mine) > 1 and mine == [t for t in good if number in (t.source, t.to)]:
+            left = [trip for trip in left if trip not in mine]
+            yield [host.name], mine
+    for trip in left:
+        yield [examination.hosts[number].name for number in (trip.source, trip.to)], [trip]
+
+
+def _slow_trip(names: list[str], trips: list[Trip], usual_s: float) -> Finding:
+    least, most = (time_text(choose(t.median_s for t in trips)) for choose in (min, max))
+    where = " and ".join(names) if len(names) > 1 else f"{names[0]} and every other host"
+    return Finding(
+        severity="warning",
+        check="round trip",
+        hosts=names,
+        found=f"a round trip between {where} takes {least}"
+        + (f" to {most}" if most != least else "")
+        + f", where {time_text(usual_s)} is usual",
+        advice="see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
+        " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
+    )
 
 
 def _is_uneven(trip: Trip) -> bool:
@@ -94,33 +102,28 @@ def _is_uneven(trip: Trip) -> bool:
     return trip.p90_s > SLOW_TRIP * trip.median_s and excess_s > 5 * _LEAST_TRIP_EXCESS_S
 
 
+def _uneven_trip(examination: Examination, trip: Trip) -> Finding:
+    one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
+    return Finding(
+        severity="hint",
+        check="round trip",
+        hosts=[one, other],
+        found=f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more there"
+        f" and back, half of them {time_text(trip.median_s)} or less",
+        advice="see whether other programs use these machines or the network between them",
+    )
+
+
 def _broken(examination: Examination, source: int, to: int, what: str, error: str) -> Finding:
-    one, other = examination.hosts[source].name, examination.hosts[to].name
+    one, other = (examination.hosts[number].name for number in (source, to))
     return Finding(
         severity="error",
         check="reach",
         hosts=[one, other],
         found=f"{what} from {one} to {other} broke off, although they connect: {error}",
-        advice=f"see whether the link drops packets, and large ones in particular: ping -M do -s"
+        advice="see whether the link drops packets, and large ones in particular: ping -M do -s"
         f" 1472 {other} from {one}; MTUs must be alike all the way",
     )
-
-
-def _by_host(
-    examination: Examination, slow: Sequence[tuple[int, int, float]]
-) -> Iterator[tuple[list[str], str, float]]:
-    """Slow pairs, in either direction; those that share a host that all of them have, as one."""
-    names = [host.name for host in examination.hosts]
-    measured = {frozenset((trip.source, trip.to)) for trip in examination.trips}
-    left = list(slow)
-    for host, name in enumerate(names):
-        pairs = {pair for pair in measured if host in pair}
-        mine = [entry for entry in left if host in entry[:2]]
-        if len(pairs) > 1 and {frozenset(entry[:2]) for entry in mine} == pairs:
-            left = [entry for entry in left if entry not in mine]
-            yield [name], f"{name} to every other host", max(entry[2] for entry in mine)
-    for one, other, value in left:
-        yield [names[one], names[other]], f"{names[one]} to {names[other]}", value
 
 
 def find_slow_flows(examination: Examination) -> Iterator[Finding]:
