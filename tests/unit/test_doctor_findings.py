@@ -63,6 +63,17 @@ def test_a_host_that_failed_is_named_with_its_reason(kind: str, found: str, advi
     assert advice in finding.advice
 
 
+def test_what_others_saw_of_a_host_that_failed_is_not_told_again() -> None:
+    spoilt = examination(
+        attempts=[attempt(0, 2, "refused")],
+        trips=[Trip(source=1, to=2, error="reset")],
+        alone=[Flow(source=2, to=0, error="reset")],
+    )
+    failure = Failure(kind="ended", text="exit code 3")
+    spoilt.hosts[2] = msgspec.structs.replace(spoilt.hosts[2], failure=failure)
+    only(find(spoilt), "error", "start")
+
+
 def test_a_missing_directory() -> None:
     spoilt = {1: {"directory_error": "there is no directory /x"}}
     finding = only(find(examination(spoilt=spoilt)), "error", "directory")

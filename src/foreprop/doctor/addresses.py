@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from foreprop.doctor.records import Attempt, Examination, Facts, Finding
-from foreprop.doctor.words import groups, is_address, is_loopback, known_facts, odd_ones
+from foreprop.doctor.words import (
+    both_stayed,
+    groups,
+    is_address,
+    is_loopback,
+    known_facts,
+    odd_ones,
+)
 
 
 # Names and addresses.
@@ -138,7 +145,8 @@ def _bad_address(rendezvous: str, name: str, facts: Facts) -> Finding:
 # Who reaches whom.
 def find_unreached(examination: Examination) -> Iterator[Finding]:
     for attempt in examination.attempts:
-        if attempt.outcome != "connected":
+        stayed = both_stayed(examination, attempt.source, attempt.to)
+        if attempt.outcome != "connected" and stayed:
             yield _unreached(examination, attempt)
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from foreprop.doctor.records import Examination, Finding, Flow, Trip
-from foreprop.doctor.words import rate_text, time_text
+from foreprop.doctor.words import both_stayed, rate_text, time_text
 
 SLOW_RATE = 0.5
 """Of the usual rate; what is below counts as slow."""
@@ -45,7 +45,7 @@ def best_rates(flows: Sequence[Flow]) -> dict[int, float]:
 def find_slow_trips(examination: Examination) -> Iterator[Finding]:
     good = [trip for trip in examination.trips if trip.error is None]
     for trip in examination.trips:
-        if trip.error is not None:
+        if trip.error is not None and both_stayed(examination, trip.source, trip.to):
             yield _broken(examination, trip.source, trip.to, "small messages", trip.error)
     usual_s = usual_trip_s(good)
     if usual_s is None:
@@ -128,7 +128,7 @@ def _broken(examination: Examination, source: int, to: int, what: str, error: st
 
 def find_slow_flows(examination: Examination) -> Iterator[Finding]:
     for flow in (*examination.alone, *examination.together):
-        if flow.error is not None:
+        if flow.error is not None and both_stayed(examination, flow.source, flow.to):
             yield _broken(examination, flow.source, flow.to, "sending", flow.error)
     usual = usual_rate(examination.alone)
     if usual is None:

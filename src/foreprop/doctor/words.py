@@ -15,6 +15,11 @@ def known_facts(examination: Examination) -> Known:
     return [(host.name, host.facts) for host in examination.hosts if host.facts is not None]
 
 
+def both_stayed(examination: Examination, source: int, to: int) -> bool:
+    """Whether neither host's probe has failed, which would explain what others saw of it."""
+    return all(examination.hosts[host].failure is None for host in (source, to))
+
+
 def groups(values: Mapping[str, Hashable]) -> str:
     """``node0, node1: 2.6; node2: 2.7``, the most common first."""
     names: dict[Hashable, list[str]] = {}
