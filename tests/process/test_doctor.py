@@ -220,7 +220,8 @@ def start(zygote: Zygote, run: Run, hosts: str, *arguments: str, **ssh: Any) -> 
         zygote,
         run.environment(Scenario(), FAKE_SSH=told),
         *("doctor", "--resources", str(file), "--master-addr", LOCAL, "--seconds", "0.1"),
-        *("--ssh", f"{sys.executable} {FAKE_SSH}", *arguments),
+        *("--ssh", f"{sys.executable} {FAKE_SSH}", "--python", light_python(run.folder)),
+        *arguments,
     )
 
 

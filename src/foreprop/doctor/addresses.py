@@ -123,11 +123,13 @@ def find_addresses(examination: Examination) -> Iterator[Finding]:
 
 def _bad_address(rendezvous: str, name: str, facts: Facts) -> Finding:
     if facts.address is not None and is_loopback(facts.address):
+        resolved = (entry.addresses for entry in facts.names if entry.name == rendezvous)
+        means = next((addresses[0] for addresses in resolved if addresses), facts.address)
         return Finding(
             severity="error",
             check="names",
             hosts=[name],
-            found=f"on {name} the rendezvous {rendezvous!r} means {facts.address}, so {name} would"
+            found=f"on {name} the rendezvous {rendezvous!r} means {means}, so {name} would"
             " tell others an address that they cannot reach",
             advice=f"take that line out of /etc/hosts on {name} (127.0.1.1 is the usual one), name"
             " the host by its address, or set FOREPROP_INTERFACE there",
