@@ -168,6 +168,15 @@ def test_torch_that_is_broken(doctor: Doctor) -> None:
     assert "torch cannot be imported: ModuleNotFoundError" in finding.found
 
 
+def test_a_clock_that_is_wrong(doctor: Doctor) -> None:
+    wrong = "types.SimpleNamespace(**vars(time) | {'time': lambda: time.time() - 0.5})"
+    command = instead(f"import time, foreprop.doctor.traffic as traffic; traffic.time = {wrong}")
+    found = doctor.examine(ssh_instead={FAR: command})
+    (finding,) = (finding for finding in find(found) if finding.check == "clock")
+    assert f"the clock of {FAR} is 500 ms behind that of {LOCAL}" in finding.found
+    assert errors(found) == []
+
+
 def test_a_probe_that_dies_on_the_way(doctor: Doctor) -> None:
     command = instead("probe.Probe._reach = lambda *_: probe.os._exit(3)")
     finding = the_error(doctor.examine(ssh_instead={FAR: command}), "start")
@@ -298,20 +307,4 @@ def test_an_error_ends_torchrun_with_1(zygote: Zygote, tmp_path: Path) -> None:
         assert run.codes()[0] == 1, run.output()
         assert "interface is 'eth77'" in " ".join(run.outputs[0].read_text().split())
         assert "Training would not work" in run.outputs[0].read_text()
-        run.check_nothing_left()
-
-
-def test_by_foreprop_run(zygote: Zygote, tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text(f"{LOCAL}\n127.0.0.2\n")
-    with running(tmp_path) as run:
-        arguments = ("-m", "foreprop", "doctor", "--seconds", "0.1")
-        run.foreprop(
-            zygote,
-            run.environment(Scenario()),
-            *("run", "--resources", str(file), *arguments),
-        )
-        run.wait(80)
-        assert run.codes() == [0], run.output()
-        assert "[0] Nothing keeps training from working" in run.output()
         run.check_nothing_left()

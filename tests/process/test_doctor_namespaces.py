@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from foreprop.lab.network import INTERFACE, Network, NetworkUnavailable
 from foreprop.launcher.plan import Plan
 from foreprop.launcher.resources import Host
 from tests.process.detour import Detour
-from tests.process.harness import ROOT
+from tests.process.harness import ROOT, Zygote, running
 from tests.process.test_doctor import light_python
+from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.timeout(110)]
 
@@ -36,6 +38,7 @@ NODES = range(NETWORK.nodes)
 ADDRESSES = [NETWORK.address(node) for node in NODES]
 FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
 PORT = 29500
+TRIES = 3
 _detours: dict[int, Detour] = {}
 
 
@@ -158,6 +161,19 @@ def rates(found: Examination) -> dict[tuple[int, int], float]:
     return {(flow.source, flow.to): flow.bits_per_s for flow in found.alone}
 
 
+def measure(box: Box, expected: Callable[[int], float]) -> Examination:
+    """Again if rates are not as expected, by sender: this machine may be busy with other things."""
+    for _ in range(TRIES):
+        found = box.examine(seconds=1.0)
+        if all(is_near(rate, expected(source)) for (source, _), rate in rates(found).items()):
+            break
+    return found
+
+
+def is_near(rate: float, link_rate: float) -> bool:
+    return rate == pytest.approx(link_rate * PAYLOAD, rel=0.15)
+
+
 def of(found: Examination, check: str) -> list[Finding]:
     return [finding for finding in find(found) if finding.check == check]
 
@@ -167,12 +183,13 @@ def errors(found: Examination) -> list[Finding]:
 
 
 def test_healthy_links_are_measured_as_they_are_shaped(box: Box) -> None:
-    found = box.examine(seconds=1.0)
+    found = measure(box, lambda _: RATE)
     assert [f for f in find(found) if f.severity != "hint" and f.check != "round trip"] == []
     assert [host.facts.address for host in found.hosts if host.facts] == ADDRESSES
     assert [host.facts.interface for host in found.hosts if host.facts] == [INTERFACE] * 3
+    assert len(found.alone) == 6
     for rate in rates(found).values():
-        assert rate == pytest.approx(RATE * PAYLOAD, rel=0.15)
+        assert is_near(rate, RATE), rates(found)
     for node in NODES:
         for together in (
             sum(f.bits_per_s for f in found.together if f.source == node),
@@ -184,11 +201,11 @@ def test_healthy_links_are_measured_as_they_are_shaped(box: Box) -> None:
 def test_a_slow_link_is_named_and_its_rate_is_right(box: Box) -> None:
     slow = 20e6
     with box.changed(2, shape, slow, RATE):
-        found = box.examine(seconds=1.0)
+        found = measure(box, lambda source: slow if source == 2 else RATE)
     assert errors(found) == []
+    assert len(found.alone) == 6
     for (source, _), rate in rates(found).items():
-        expected = (slow if source == 2 else RATE) * PAYLOAD
-        assert rate == pytest.approx(expected, rel=0.15)
+        assert is_near(rate, slow if source == 2 else RATE), rates(found)
     (finding,) = of(found, "rate")
     assert finding.hosts == [ADDRESSES[2]]
     assert f"{ADDRESSES[2]} sends to every other host at 1" in finding.found
@@ -238,6 +255,28 @@ def test_different_mtus_are_named(box: Box) -> None:
         found = box.examine()
     (finding,) = (f for f in of(found, "link") if "MTU" in f.found)
     assert finding.hosts == [ADDRESSES[0]]
+
+
+def test_torchruns_ranks_find_a_slow_link(zygote: Zygote, box: Box) -> None:
+    """They meet in rank 0's own store, which ends when it does."""
+    file, slow = box.folder / "hosts", 20e6
+    file.write_text("\n".join(ADDRESSES))
+    pids = box.cluster.ask_all((None, tell_pid, {}))
+    namespaces = dict(zip(ADDRESSES, pids, strict=True))
+    told = json.dumps({"log": str(box.folder / "logins"), "namespaces": namespaces})
+    with box.changed(2, shape, slow, RATE), running(box.folder) as run:
+        run.foreprop(
+            zygote,
+            run.environment(Scenario(), FAKE_SSH=told),
+            *("run", "--resources", str(file), "--ssh", f"{sys.executable} {FAKE_SSH}"),
+            *("-m", "foreprop", "doctor", "--seconds", "0.5"),
+        )
+        run.wait(90)
+        assert run.codes() == [0], run.output()
+        text = " ".join(line.removeprefix("[0] ") for line in run.output().splitlines())
+        name = f"{socket.gethostname()} (rank 2)"
+        assert f"{name} sends to every other host at 1" in " ".join(text.split())
+        run.check_nothing_left()
 
 
 # Names.

@@ -12,7 +12,6 @@ NAMES = ("node0", "node1", "node2", "node3")
 
 def facts(host: int, **changes: Any) -> Facts:
     values: dict[str, Any] = {
-        "hostname": NAMES[host],
         "foreprop": "0.1.0",
         "python": "3.11.7",
         "torch": "2.13.0",

@@ -21,6 +21,9 @@ from foreprop.errors import ConfigError
 from foreprop.launcher.plan import Plan
 from foreprop.launcher.resources import Host, read_resources
 
+_FILE_WIDTH = 120
+"""Characters per line where the report goes to no terminal."""
+
 
 def doctor(
     resources: Annotated[
@@ -116,7 +119,7 @@ def doctor(
     if as_json:
         print(to_json(shown), flush=True)
     else:
-        show(Console(), shown)
+        show(Console(width=None if sys.stdout.isatty() else _FILE_WIDTH), shown)
     if not shown.ok:
         raise typer.Exit(1)
 

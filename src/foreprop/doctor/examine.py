@@ -35,7 +35,7 @@ Round = list[Pair]
 _FEW_HOSTS = 6
 """So many are measured one pair at a time; of more, pairs that share no host go together."""
 _REACH_S = 5.0
-_MARGIN_S = 20.0
+_MARGIN_S = 25.0
 """For a probe that is slow to answer: what it does is bounded by less."""
 _SETTLE_SHARE = 0.25
 _LEAST_SETTLE_S = 0.1

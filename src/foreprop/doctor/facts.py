@@ -57,16 +57,14 @@ def gather_facts(asked: Introduce, config: Config, address: Address, ports: Port
     interface = None if address.text is None else _interface_of(address.text)
     stats = psutil.net_if_stats().get(interface or "")
     first_port, last_port = (*_numbers(_TCP / "ip_local_port_range"), None, None)[:2]
-    own_name = socket.gethostname()
     return Facts(
-        hostname=own_name,
         foreprop=__version__,
         python=platform.python_version(),
         torch=torch,
         torch_error=torch_error,
         byteorder=sys.byteorder,
         names=[resolve(name) for name in asked.names],
-        own_name=resolve(own_name),
+        own_name=resolve(socket.gethostname()),
         gloo_interface=foreign_setting("GLOO_SOCKET_IFNAME"),
         address=address.text,
         address_error=address.error,

@@ -182,6 +182,7 @@ def _too_small(name: str, window: _Window) -> Finding:
         hosts=[name],
         found=f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
         f" {window.why} needs {window.needed_bytes / 1e6:.2g} MB",
-        advice=f"if more than is measured is to go through, raise {window.setting} there (sysctl:"
-        " of three numbers the third) so that twice that is allowed",
+        advice=f"if more than is measured is to go through, raise {window.setting}"
+        + (" there with sysctl (of three numbers the third)" * window.setting.startswith("net."))
+        + " so that twice that is allowed",
     )

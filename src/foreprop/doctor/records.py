@@ -94,7 +94,6 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
 class Facts(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
     """What a host says of itself. None: the kernel does not tell."""
 
-    hostname: str
     foreprop: str
     python: str
     torch: str | None

@@ -211,9 +211,10 @@ def ping(source: int, peer: Peer, token: bytes, seconds: float) -> Trip:
     offset_s = 0.0
     try:
         with _greet(peer, token, _QUESTIONS) as sock:
-            for number in range(_WARM_UP_PINGS):
-                _ask(sock, number)
             end_s = time.monotonic() + seconds
+            for number in range(_WARM_UP_PINGS):
+                if time.monotonic() < end_s:
+                    _ask(sock, number)
             while len(trips_s) < 2 or (len(trips_s) < _PINGS and time.monotonic() < end_s):
                 asked_s, started_s = time.time(), time.perf_counter()
                 clock_s, _ = _ask(sock, len(trips_s))
