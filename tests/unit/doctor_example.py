@@ -34,6 +34,7 @@ def facts(host: int, **changes: Any) -> Facts:
         "last_port": 60_999,
         "push_window_bytes": 1_572_864,
         "cpus": 8,
+        "load": 0.5,
         "threads": None,
         "open_files": 1024,
     }

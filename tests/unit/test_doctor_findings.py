@@ -161,7 +161,7 @@ def test_the_rendezvous_host_that_takes_itself_for_loopback() -> None:
 def test_the_same_with_the_interface_set_is_only_gloos_trouble() -> None:
     own = {"names": names(node0="127.0.1.1"), "own_name": resolved("node0", "127.0.1.1")}
     finding = only(find(examination(spoilt={0: own})), "hint", "names")
-    assert "own host name 'node0' means 127.0.1.1" in finding.found
+    assert "the own host name 'node0' means 127.0.1.1" in finding.found
     assert "GLOO_SOCKET_IFNAME=eth0" in finding.advice
     assert find(examination(spoilt={0: own | {"gloo_interface": "eth0"}})) == []
 
@@ -392,10 +392,10 @@ def test_threads_that_do_not_fit(
     workers: int, threads: str | None, severity: str, found: str
 ) -> None:
     spoilt = {n: {"threads": threads} for n in range(2)}
-    findings = find(examination(2, workers=workers, spoilt=spoilt))
-    assert [(f.severity, f.check) for f in findings] == [(severity, "processors")] * 2
-    assert found in findings[0].found
-    assert f"{8 // workers}" in findings[0].advice
+    finding = only(find(examination(2, workers=workers, spoilt=spoilt)), severity, "processors")
+    assert finding.found.startswith("node0, node1: ")
+    assert found in finding.found
+    assert f"{8 // workers}" in finding.advice
 
 
 @pytest.mark.parametrize(("workers", "threads"), [(1, None), (8, None), (2, "4"), (4, "2")])
@@ -409,6 +409,20 @@ def test_numbers_of_cpus_that_differ() -> None:
     assert "node0, node2: 8; node1: 4" in finding.found
 
 
+def test_a_busy_host() -> None:
+    finding = only(find(examination(spoilt={1: {"load": 9.5}})), "hint", "processors")
+    assert "node1: busy: in the last minute 9.5 threads wanted to run on 8 CPU(s)" in (
+        finding.found
+    )
+
+
+def test_what_is_the_same_on_several_hosts_is_one_finding() -> None:
+    spoilt = {0: {"open_files": 64}, 1: {"open_files": 32}, 2: {"open_files": 64}}
+    found = find(examination(spoilt=spoilt))
+    assert [finding.hosts for finding in found] == [["node0", "node2"], ["node1"]]
+    assert found[0].found.startswith("node0, node2: a process may open 64 files")
+
+
 def test_too_few_open_files() -> None:
     finding = only(find(examination(spoilt={1: {"open_files": 64}})), "error", "open files")
     assert finding.hosts == ["node1"]
@@ -416,9 +430,9 @@ def test_too_few_open_files() -> None:
 
 
 def test_findings_survive_hosts_without_facts() -> None:
-    """Nothing is known of any host, and that is all that is found."""
+    """Nothing is known of any host, and that is all that is found, once."""
     healthy = examination(2)
     failure = Failure(kind="silent", text="no answer")
     hosts = [msgspec.structs.replace(h, facts=None, failure=failure) for h in healthy.hosts]
     nothing = Examination(rendezvous="node0", hosts=hosts)
-    assert [finding.check for finding in find(nothing)] == ["start", "start"]
+    assert [finding.check for finding in find(nothing)] == ["start"]

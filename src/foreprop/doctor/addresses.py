@@ -86,7 +86,7 @@ def _find_own_name(host: str, facts: Facts) -> Iterator[Finding]:
         severity="hint",
         check="names",
         hosts=[host],
-        found=f"{host}: its own host name {own.name!r} means {means} there",
+        found=f"{host}: the own host name {own.name!r} means {means} there",
         advice="foreprop does not mind; gloo under DistributedDataParallel does: set"
         f" GLOO_SOCKET_IFNAME={facts.interface or 'INTERFACE'} there, or correct /etc/hosts",
     )

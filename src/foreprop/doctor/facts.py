@@ -84,6 +84,7 @@ def gather_facts(asked: Introduce, config: Config, address: Address, ports: Port
         last_port=last_port,
         push_window_bytes=config.push_window_bytes,
         cpus=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
         threads=foreign_setting("OMP_NUM_THREADS"),
         open_files=_open_files(),
     )

@@ -36,6 +36,31 @@ _CHECKS: Sequence[Callable[[Examination], Iterator[Finding]]] = (
 
 
 def find(examination: Examination) -> list[Finding]:
-    """Errors first."""
+    """Errors first; what is the same on several hosts is one finding."""
     found = [finding for check in _CHECKS for finding in check(examination)]
-    return sorted(found, key=lambda finding: _ORDER[finding.severity])
+    return sorted(_merge(found), key=lambda finding: _ORDER[finding.severity])
+
+
+def _merge(found: Sequence[Finding]) -> list[Finding]:
+    """Those that begin with ``HOST: `` and differ in nothing else."""
+    same: dict[tuple[object, ...], list[Finding]] = {}
+    for number, finding in enumerate(found):
+        what = finding.found.removeprefix(f"{finding.hosts[0]}: ")
+        alone = number if len(finding.hosts) > 1 or what == finding.found else None
+        key = (alone, finding.severity, finding.check, what, finding.advice)
+        same.setdefault(key, []).append(finding)
+    return [_merge_same(key[3], findings) for key, findings in same.items()]
+
+
+def _merge_same(what: object, findings: Sequence[Finding]) -> Finding:
+    first = findings[0]
+    if len(findings) == 1:
+        return first
+    hosts = [finding.hosts[0] for finding in findings]
+    return Finding(
+        severity=first.severity,
+        check=first.check,
+        hosts=hosts,
+        found=f"{', '.join(hosts)}: {what}",
+        advice=first.advice,
+    )

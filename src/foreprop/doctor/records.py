@@ -126,6 +126,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
     """The range that the kernel takes free ports from."""
     push_window_bytes: int
     cpus: int
+    load: float
+    """Threads that wanted to run, on average of the last minute, before anything was measured."""
     threads: str | None
     """OMP_NUM_THREADS, if it is set."""
     open_files: int

@@ -123,6 +123,7 @@ def find_processors(examination: Examination) -> Iterator[Finding]:
     for host in examination.hosts:
         if host.facts is not None:
             yield from _find_threads(host, host.facts)
+            yield from _find_load(host.name, host.facts)
     cpus: dict[str, Hashable] = {name: facts.cpus for name, facts in known_facts(examination)}
     if len(set(cpus.values())) > 1:
         yield Finding(
@@ -168,6 +169,19 @@ def _find_threads(host: Examined, facts: Facts) -> Iterator[Finding]:
             f" {threads * host.workers} of {facts.cpus} CPUs",
             advice=f"if the CPU computes, set OMP_NUM_THREADS={fair} (torchrun sets 1 where there"
             " are several workers)",
+        )
+
+
+def _find_load(name: str, facts: Facts) -> Iterator[Finding]:
+    if facts.load > facts.cpus:
+        yield Finding(
+            severity="hint",
+            check="processors",
+            hosts=[name],
+            found=f"{name}: busy: in the last minute {facts.load:.1f} threads wanted to run on"
+            f" {facts.cpus} CPU(s)",
+            advice="rates and round trips may be better than measured now; look again when nothing"
+            " else runs, because training would share the CPUs too",
         )
 
 
