@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Peer, Reach, Send
-from foreprop.doctor.traffic import Listener, listen_everywhere, ping, reach, send
+from foreprop.doctor.traffic import Listener, _count, listen_everywhere, ping, reach, send
 from foreprop.errors import TransportError
 from foreprop.net.tcp import listen
 
@@ -89,25 +89,38 @@ def test_a_rate_is_what_the_receiver_counts(peer: Peer) -> None:
     assert flow.bits_per_s > 10e6
 
 
-def test_a_rate_is_right_where_the_sender_is_slow(listener: Listener) -> None:
-    """50 kB every 10 ms, by a sender of our own: 40 Mbit/s."""
-    with socket.create_connection((ADDRESS, listener.port)) as sock:
-        sock.sendall(struct.pack("!16sBdd", TOKEN, 2, 0.1, 0.5))
-        stop = threading.Event()
+class SimulatedSocket:
+    """50 kB arrive every 10 ms of a simulated clock, until the rate has been told."""
 
-        def drip() -> None:
-            next_s = time.monotonic()
-            while not stop.is_set():
-                sock.sendall(bytes(50_000))
-                next_s += 0.01
-                time.sleep(max(0.0, next_s - time.monotonic()))
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.told = b""
 
-        sender = threading.Thread(target=drip)
-        sender.start()
-        (bits_per_s,) = struct.unpack("!d", sock.recv(8, socket.MSG_WAITALL))
-        stop.set()
-        sender.join()
-    assert bits_per_s == pytest.approx(40e6, rel=0.15)
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def settimeout(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def recv_into(self, _: memoryview) -> int:
+        if self.told:
+            return 0
+        self.now_s += 0.01
+        return 50_000
+
+    def sendall(self, data: bytes) -> None:
+        self.told += data
+
+
+@pytest.mark.parametrize("settle_s", [0.0, 0.105])
+def test_a_rate_is_right_whenever_counting_begins(
+    settle_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sock = SimulatedSocket()
+    monkeypatch.setattr("foreprop.doctor.traffic.time", sock)
+    _count(cast(socket.socket, sock), settle_s, 0.5)
+    (bits_per_s,) = struct.unpack("!d", sock.told)
+    assert bits_per_s == pytest.approx(40e6)
 
 
 def test_a_receiver_that_does_not_answer_ends_the_sending(
