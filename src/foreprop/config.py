@@ -358,6 +358,7 @@ class LaunchInfo:
     """What torchrun (or nobody) says about this process."""
 
     rank: int
+    local_rank: int
     world_size: int
     local_world_size: int
     master_address: str
@@ -372,6 +373,7 @@ def launch_info() -> LaunchInfo:
     world_size = _int_variable("WORLD_SIZE", 1) if launched else 1
     return LaunchInfo(
         rank=_int_variable("RANK", 0) if launched else 0,
+        local_rank=_int_variable("LOCAL_RANK", 0) if launched else 0,
         world_size=world_size,
         local_world_size=_int_variable("LOCAL_WORLD_SIZE", world_size) if launched else 1,
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -387,6 +389,11 @@ def _int_variable(name: str, default: int) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}; it must be a whole number") from error
+
+
+def foreign_setting(name: Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]) -> str | None:
+    """A variable of torch's, for ``foreprop doctor`` to show; None if it is not set."""
+    return os.environ.get(name)
 
 
 def child_environment() -> dict[str, str]:
