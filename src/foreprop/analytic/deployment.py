@@ -13,6 +13,7 @@ from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer
 from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.link import HEADERS_BYTES, PACKET_BYTES
 
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
@@ -63,6 +64,12 @@ class Deployment:
     chunk_elems: int = 400_000
     chunks_in_flight: int = 4
     bucket_bytes: int = 25 * 2**20
+    push_window_bytes: int = 1_572_864
+    """Of a worker's pushes to all servers, at most so many are in the kernels' queues."""
+    send_buffer_bytes: int = 4_194_304
+    """Of replies to one worker; Linux's largest automatic send buffer."""
+    queue_s: float = 0.05
+    """What waits in front of a busy link: TCP fills the queue, whatever its length."""
     hosts: Hosts = Hosts()
 
     def __post_init__(self) -> None:
@@ -119,10 +126,20 @@ class Deployment:
         """From the last byte sent to the receiver's having it in hand."""
         return self.latency_s + self.hosts.receive_s
 
+    def queued_bytes(self) -> tuple[float, float]:
+        """That a push's and a reply's connection may have in the queue of a link.
+
+        In a queue that is first in, first out, connections share the link in proportion.
+        """
+        peers = max(1, self.workers if self.dedicated_servers else 2 * (self.workers - 1))
+        window_bytes = max(_LEAST_WINDOW_BYTES, self.rate_bits_per_s / 8 * self.queue_s / peers)
+        push_bytes = max(_LEAST_PUSH_BYTES, self.push_window_bytes / self.servers)
+        return min(window_bytes, push_bytes), min(window_bytes, self.send_buffer_bytes)
+
     def link_bytes_per_s(self, *, server: bool = False) -> float:
-        """What a link carries without headers."""
+        """What a link carries without headers, with acknowledgements of as much the other way."""
         dedicated = self.server_rate_bits_per_s if server else None
-        return (dedicated or self.rate_bits_per_s) / 8 / limit.HEADER_FACTOR
+        return (dedicated or self.rate_bits_per_s) / 8 / (limit.HEADER_FACTOR + _ACKNOWLEDGED)
 
     def partition(self) -> Partition:
         """As a session with this preset would cut and place the arrays."""
@@ -154,3 +171,7 @@ def without(deployment: Deployment, resource: Resource) -> Deployment:
 
 _ENDLESS = 1e18
 """Bits per second: as good as no link at all."""
+_LEAST_WINDOW_BYTES = 2 * PACKET_BYTES
+_LEAST_PUSH_BYTES = 8192  # engine.launch's
+_ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
+"""Acknowledgements come in a packet of their own for every second one, on links both ways."""

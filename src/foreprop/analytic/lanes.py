@@ -1,8 +1,8 @@
 """Connections that share links fairly, as a fluid: how fast each one is, and what ends first.
 
 A *lane* is a class of connections that do the same at the same time, as those of all workers to
-one server do. Each link gives its connections equal rates, and what one cannot use, because
-another link holds it up, to the others (max-min fairness): TCP's in the long run.
+one server do. Each link gives its connections rates in proportion to their weights, and what one
+cannot use, because another link holds it up, to the others (max-min fairness).
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ _LEAST_BYTES = 1e-3
 def fair_rates(
     capacities_bytes_per_s: NDArray[np.float64],
     connections: NDArray[np.float64],
+    weights: NDArray[np.float64],
     active: NDArray[np.bool_],
     most_bytes_per_s: float,
 ) -> NDArray[np.float64]:
     """Of one connection of each active lane, in bytes/s; of the others 0.
 
-    ``connections`` (links, lanes): how many of the lane's pass the link. A lane that passes no link
-    has ``most_bytes_per_s``.
+    ``connections`` (links, lanes): how many of the lane's pass the link. ``weights``: of a lane's
+    connections, which share a link in proportion. A lane that passes no link, or that has one
+    nearly to itself, has ``most_bytes_per_s``.
     """
     rates = np.zeros(len(active))
     growing = active.copy()
     left = capacities_bytes_per_s.astype(np.float64)
     while growing.any():
-        load = connections[:, growing].sum(axis=1)
+        load = connections[:, growing] @ weights[growing]
         used = load > 0
         room = float((left[used] / load[used]).min()) if used.any() else math.inf
-        reached = float(rates[growing].max())
-        if reached + room >= most_bytes_per_s:
-            rates[growing] = most_bytes_per_s
-            break
-        rates[growing] = reached + room
+        rates[growing] += np.minimum(room * weights[growing], most_bytes_per_s)
+        if (rates[growing] >= most_bytes_per_s).any():
+            rates[growing] = np.minimum(rates[growing], most_bytes_per_s)
+            if math.isinf(room):
+                break
         left -= room * load
         full = used & (left <= 1e-9 * capacities_bytes_per_s)
         growing &= ~(connections[full] > 0).any(axis=0)
@@ -58,6 +60,7 @@ class Lanes:
         self,
         capacities_bytes_per_s: Sequence[float],
         connections: NDArray[np.float64],
+        weights: Sequence[float],
         *,
         most_bytes_per_s: float,
     ) -> None:
@@ -65,6 +68,7 @@ class Lanes:
         self.now_s = 0.0
         self._capacities = np.asarray(capacities_bytes_per_s, dtype=np.float64)
         self._connections = connections
+        self._weights = np.asarray(weights, dtype=np.float64) / max(weights)
         self._most = most_bytes_per_s
         self._left_bytes = np.full(lanes, np.inf)
         self._waiting: list[list[tuple[tuple[int, ...], int, float, Callable[[], None]]]]
@@ -127,7 +131,9 @@ class Lanes:
         key = active.tobytes()
         rates = self._known.get(key)
         if rates is None:
-            shares = fair_rates(self._capacities, self._connections, active, self._most)
+            shares = fair_rates(
+                self._capacities, self._connections, self._weights, active, self._most
+            )
             rates = self._known[key] = np.where(active, shares, 1.0)
         return rates
 

@@ -85,9 +85,14 @@ def connections(deployment: Deployment) -> tuple[list[float], NDArray[np.float64
         capacities = [deployment.link_bytes_per_s()] * 2
         capacities += [deployment.link_bytes_per_s(server=True)] * (2 * count)
     else:
-        others, own = (theirs - mine) * each, mine * (pushers - each)
-        rows = [np.hstack([others, own]), np.hstack([own, others])]  # a node sends; receives
-        capacities = [deployment.link_bytes_per_s()] * (2 * count)
+        share = np.full((1, count), (pushers - each) / count)
+        own = mine * (pushers - each)
+        rows = [
+            np.hstack([share, share]),
+            np.hstack([own, 0 * own]),
+            np.hstack([0 * own, own]),
+        ]
+        capacities = [deployment.link_bytes_per_s()] * (2 * count + 1)
     return capacities, np.vstack(rows).astype(np.float64)
 
 
@@ -136,7 +141,9 @@ class _Exchange:
     ) -> None:
         capacities, passing = connections(deployment)
         copies = 1 / max(deployment.hosts.copy_byte_s, 1e-12)
-        self.lanes = Lanes(capacities, passing, most_bytes_per_s=copies)
+        push, reply = deployment.queued_bytes()
+        weights = [1.0] * deployment.servers + [1.0] * deployment.servers
+        self.lanes = Lanes(capacities, passing, weights, most_bytes_per_s=copies)
         self.complete_s = [0.0] * len(ready_s)
         preset = PRESETS[deployment.preset]
         self._deployment = deployment
