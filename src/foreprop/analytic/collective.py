@@ -63,8 +63,8 @@ def _durations(under_way: dict[int, Collective]) -> dict[int, float]:
     most = {n: c.link_s / _least_s(c) for n, c in under_way.items()}
     durations: dict[int, float] = {}
     rest = 1.0
-    for count, number in zip(range(len(most), 0, -1), sorted(most, key=most.__getitem__)):
-        share = min(most[number], rest / count)
+    for place, number in enumerate(sorted(most, key=most.__getitem__)):
+        share = min(most[number], rest / (len(most) - place))
         rest -= share
         collective = under_way[number]
         durations[number] = max(collective.link_s / share if share else 0.0, _least_s(collective))

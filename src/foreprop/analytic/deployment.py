@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from foreprop.config import PRESETS
+from foreprop.config import PRESETS, Config
 from foreprop.core.slicing import Partition
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer
+from foreprop.lab.setting import BIG_ARRAY_ELEMS, BUCKET_BYTES, DDP, RING, SLICE_ELEMS, LabSetting
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import HEADERS_BYTES, PACKET_BYTES
 
@@ -19,6 +20,10 @@ ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
 Resource = Literal["compute", "wire", "server", "latency"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
+
+
+_USUAL_HOSTS = Hosts()
+_DEFAULT = Config()
 
 
 class Table(NamedTuple):
@@ -59,18 +64,12 @@ class Deployment:
     bytes_per_elem: int = limit.BYTES_PER_ELEM
     """On the wire: 2 with ``wire_dtype``."""
     tables: Sequence[Table] = ()
-    slice_elems: int = 50_000
-    big_array_elems: int = 1_000_000
-    chunk_elems: int = 400_000
-    chunks_in_flight: int = 4
-    bucket_bytes: int = 25 * 2**20
-    push_window_bytes: int = 1_572_864
-    """Of a worker's pushes to all servers, at most so many are in the kernels' queues."""
-    send_buffer_bytes: int = 4_194_304
-    """Of replies to one worker; Linux's largest automatic send buffer."""
-    queue_s: float = 0.05
-    """What waits in front of a busy link: TCP fills the queue, whatever its length."""
-    hosts: Hosts = Hosts()
+    slice_elems: int = SLICE_ELEMS
+    big_array_elems: int = BIG_ARRAY_ELEMS
+    chunk_elems: int = _DEFAULT.chunk_elems
+    chunks_in_flight: int = _DEFAULT.chunks_in_flight
+    bucket_bytes: int = BUCKET_BYTES
+    hosts: Hosts = _USUAL_HOSTS
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(ModelledArchitecture):
@@ -126,16 +125,6 @@ class Deployment:
         """From the last byte sent to the receiver's having it in hand."""
         return self.latency_s + self.hosts.receive_s
 
-    def queued_bytes(self) -> tuple[float, float]:
-        """That a push's and a reply's connection may have in the queue of a link.
-
-        In a queue that is first in, first out, connections share the link in proportion.
-        """
-        peers = max(1, self.workers if self.dedicated_servers else 2 * (self.workers - 1))
-        window_bytes = max(_LEAST_WINDOW_BYTES, self.rate_bits_per_s / 8 * self.queue_s / peers)
-        push_bytes = max(_LEAST_PUSH_BYTES, self.push_window_bytes / self.servers)
-        return min(window_bytes, push_bytes), min(window_bytes, self.send_buffer_bytes)
-
     def link_bytes_per_s(self, *, server: bool = False) -> float:
         """What a link carries without headers, with acknowledgements of as much the other way."""
         dedicated = self.server_rate_bits_per_s if server else None
@@ -151,6 +140,26 @@ class Deployment:
             slice_elems=self.slice_elems,
             big_array_elems=self.big_array_elems,
         )
+
+
+def deployment_of(setting: LabSetting, system: str) -> Deployment:
+    """What the lab measures and simulates: a preset, ``ring`` or ``ddp``, sizes scaled alike."""
+    known = (*PRESETS, RING, DDP)
+    if system not in known:
+        raise ConfigError(f"system is {system!r}; the model knows {', '.join(known)}")
+    served = system in PRESETS
+    return Deployment(
+        layers=setting.layers,
+        architecture="p2p" if served else "ring" if system == RING else "ddp",
+        preset=system if served else "p3",
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        rate_bits_per_s=setting.rate,
+        slice_elems=setting.scaled(setting.slice_elems),
+        big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
+        chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
+        bucket_bytes=setting.scaled(BUCKET_BYTES),
+    )
 
 
 def without(deployment: Deployment, resource: Resource) -> Deployment:
@@ -171,7 +180,5 @@ def without(deployment: Deployment, resource: Resource) -> Deployment:
 
 _ENDLESS = 1e18
 """Bits per second: as good as no link at all."""
-_LEAST_WINDOW_BYTES = 2 * PACKET_BYTES
-_LEAST_PUSH_BYTES = 8192  # engine.launch's
 _ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
 """Acknowledgements come in a packet of their own for every second one, on links both ways."""

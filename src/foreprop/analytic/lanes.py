@@ -1,8 +1,8 @@
 """Connections that share links fairly, as a fluid: how fast each one is, and what ends first.
 
 A *lane* is a class of connections that do the same at the same time, as those of all workers to
-one server do. Each link gives its connections rates in proportion to their weights, and what one
-cannot use, because another link holds it up, to the others (max-min fairness).
+one server do. Each link gives its connections equal rates, and what one cannot use, because
+another link holds it up, to the others (max-min fairness): TCP's in the long run.
 """
 
 from __future__ import annotations
@@ -22,32 +22,28 @@ _LEAST_BYTES = 1e-3
 def fair_rates(
     capacities_bytes_per_s: NDArray[np.float64],
     connections: NDArray[np.float64],
-    weights: NDArray[np.float64],
     active: NDArray[np.bool_],
     most_bytes_per_s: float,
 ) -> NDArray[np.float64]:
     """Of one connection of each active lane, in bytes/s; of the others 0.
 
-    ``connections`` (links, lanes): how many of the lane's pass the link. ``weights``: of a lane's
-    connections, which share a link in proportion. A lane that passes no link, or that has one
-    nearly to itself, has ``most_bytes_per_s``.
+    ``connections`` (links, lanes): how many of the lane's pass the link. None gets more than
+    ``most_bytes_per_s``, not even where no link holds it up.
     """
     rates = np.zeros(len(active))
     growing = active.copy()
     left = capacities_bytes_per_s.astype(np.float64)
     while growing.any():
-        load = connections[:, growing] @ weights[growing]
+        load = connections[:, growing].sum(axis=1)
         used = load > 0
         room = float((left[used] / load[used]).min()) if used.any() else math.inf
-        rates[growing] += np.minimum(room * weights[growing], most_bytes_per_s)
-        if (rates[growing] >= most_bytes_per_s).any():
-            rates[growing] = np.minimum(rates[growing], most_bytes_per_s)
-            if math.isinf(room):
-                break
-        left -= room * load
+        rates[growing] += room
+        left -= np.where(used, room, 0.0) * load
         full = used & (left <= 1e-9 * capacities_bytes_per_s)
         growing &= ~(connections[full] > 0).any(axis=0)
-    return rates
+        if math.isinf(room):
+            break
+    return np.minimum(rates, most_bytes_per_s)
 
 
 class Lanes:
@@ -60,7 +56,6 @@ class Lanes:
         self,
         capacities_bytes_per_s: Sequence[float],
         connections: NDArray[np.float64],
-        weights: Sequence[float],
         *,
         most_bytes_per_s: float,
     ) -> None:
@@ -68,7 +63,6 @@ class Lanes:
         self.now_s = 0.0
         self._capacities = np.asarray(capacities_bytes_per_s, dtype=np.float64)
         self._connections = connections
-        self._weights = np.asarray(weights, dtype=np.float64) / max(weights)
         self._most = most_bytes_per_s
         self._left_bytes = np.full(lanes, np.inf)
         self._waiting: list[list[tuple[tuple[int, ...], int, float, Callable[[], None]]]]
@@ -106,9 +100,7 @@ class Lanes:
                 self._flow(rates, active, ends_s)
                 self._end()
 
-    def _flow(
-        self, rates: NDArray[np.float64], active: NDArray[np.bool_], until_s: float
-    ) -> None:
+    def _flow(self, rates: NDArray[np.float64], active: NDArray[np.bool_], until_s: float) -> None:
         if until_s > self.now_s:
             self._left_bytes[active] -= rates[active] * (until_s - self.now_s)
             self.now_s = until_s
@@ -131,9 +123,7 @@ class Lanes:
         key = active.tobytes()
         rates = self._known.get(key)
         if rates is None:
-            shares = fair_rates(
-                self._capacities, self._connections, self._weights, active, self._most
-            )
+            shares = fair_rates(self._capacities, self._connections, active, self._most)
             rates = self._known[key] = np.where(active, shares, 1.0)
         return rates
 

@@ -65,7 +65,7 @@ def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[fl
     forward_order = sorted(range(len(sizes)), key=ranks.__getitem__)
     chunks = cut_chunks(sizes, deployment.chunk_elems, kinds=[None] * len(sizes))
     ordered = _planned(deployment, chunks, forward_order, ready_s)
-    collectives = [
+    reductions = [
         Collective(
             max(ready_s[parameter] for parameter in chunk.parameters),
             *all_reduce_s(deployment, chunk.elems),
@@ -73,19 +73,40 @@ def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[fl
         )
         for chunk in ordered
     ]
+    collectives = list(reductions)
+    rows = _rows(deployment, ready_s) if hybrid else {}
+    for collective in rows.values():
+        collectives.insert(_place(collectives, collective.ready_s), collective)
     done_s = ends_s(
         collectives,
-        in_flight=2 * deployment.chunks_in_flight,
+        in_flight=2 * deployment.chunks_in_flight + len(rows),
         in_flight_elems=deployment.chunks_in_flight * deployment.chunk_elems,
     )
+    end_of = dict(zip(map(id, collectives), done_s, strict=True))
     complete = [0.0] * len(ready_s)
-    for chunk, at_s in zip(ordered, done_s, strict=True):
+    for chunk, collective in zip(ordered, reductions, strict=True):
         for parameter in chunk.parameters:
-            updated_s = at_s + deployment.hosts.updating_s(sizes[parameter], 1)
+            updated_s = end_of[id(collective)] + deployment.hosts.updating_s(sizes[parameter], 1)
             complete[parameter] = max(complete[parameter], updated_s)
-    for number, rows_s in enumerate(_rows_s(deployment) if hybrid else (), start=len(sizes)):
-        complete[number] = ready_s[number] + rows_s + 2 * deployment.message_s
+    for parameter, collective in rows.items():
+        complete[parameter] = end_of[id(collective)]
     return complete
+
+
+def _rows(deployment: Deployment, ready_s: Sequence[float]) -> dict[int, Collective]:
+    """By table's number: its rows' way there and back, beside the collectives."""
+    first = len(ready_s) - len(deployment.tables)
+    twice_s = 2 * deployment.message_s
+    return {
+        number: Collective(ready_s[number], rows_s, rows_s + twice_s, 0)
+        for number, rows_s in enumerate(_rows_s(deployment), start=first)
+    }
+
+
+def _place(collectives: Sequence[Collective], ready_s: float) -> int:
+    """Before what would hold it up by not being ready."""
+    late = (n for n, collective in enumerate(collectives) if collective.ready_s >= ready_s)
+    return next(late, len(collectives))
 
 
 def _planned(

@@ -1,7 +1,7 @@
 """When parameters are back from the servers: pushes, updates and replies of one step.
 
 Lanes 0 to S-1 are the pushes to each of S servers, S to 2S-1 what each of them sends; a lane is
-as many connections as there are workers. Pieces go through them as `foreprop.config.PRESETS` has it.
+as many connections as there are workers. Pieces go through them as the preset has it.
 """
 
 from __future__ import annotations
@@ -71,42 +71,45 @@ def parameters_by_layer(deployment: Deployment) -> list[list[int]]:
 
 def connections(deployment: Deployment) -> tuple[list[float], NDArray[np.float64]]:
     """Links' capacities, bytes/s without headers, and how many of each lane's connections pass."""
-    count, each = deployment.servers, deployment.pushes_per_node
-    pushers = deployment.nodes * each
-    mine, theirs = np.eye(count), np.ones((count, count))
     if deployment.dedicated_servers:
-        worker, server = np.full((1, count), each), np.full((count, count), pushers) * mine
-        rows = [
-            np.hstack([worker, 0 * worker]),  # what a node sends
-            np.hstack([0 * worker, worker]),  # and receives
-            np.hstack([server, 0 * server]),  # what a server receives
-            np.hstack([0 * server, server]),  # and sends
-        ]
-        capacities = [deployment.link_bytes_per_s()] * 2
-        capacities += [deployment.link_bytes_per_s(server=True)] * (2 * count)
-    else:
-        share = np.full((1, count), (pushers - each) / count)
-        own = mine * (pushers - each)
-        rows = [
-            np.hstack([share, share]),
-            np.hstack([own, 0 * own]),
-            np.hstack([0 * own, own]),
-        ]
-        capacities = [deployment.link_bytes_per_s()] * (2 * count + 1)
-    return capacities, np.vstack(rows).astype(np.float64)
+        return _to_dedicated(deployment)
+    count, each = deployment.servers, deployment.pushes_per_node
+    others = each * (count - 1)
+    # Nodes have unequal shares, and what their workers do not get to push now they push later: so
+    # a link that all pass, as an average node's, and each server's with an average worker's rest.
+    all_ = np.full((1, count), others / count)
+    rest = (np.ones((count, count)) - np.eye(count)) * each / max(1, count - 1)
+    own = others * np.eye(count)
+    rows = [np.hstack([all_, all_]), np.hstack([own, rest]), np.hstack([rest, own])]
+    return [deployment.link_bytes_per_s()] * (2 * count + 1), np.vstack(rows)
+
+
+def _to_dedicated(deployment: Deployment) -> tuple[list[float], NDArray[np.float64]]:
+    count, each = deployment.servers, deployment.pushes_per_node
+    node = np.full((1, count), float(each))
+    server = float(deployment.nodes * each) * np.eye(count)
+    rows = [
+        np.hstack([node, 0 * node]),  # what a node sends
+        np.hstack([0 * node, node]),  # and receives
+        np.hstack([server, 0 * server]),  # what each server receives
+        np.hstack([0 * server, server]),  # and sends
+    ]
+    worker_bytes_per_s = deployment.link_bytes_per_s()
+    server_bytes_per_s = deployment.link_bytes_per_s(server=True)
+    return [worker_bytes_per_s] * 2 + [server_bytes_per_s] * (2 * count), np.vstack(rows)
 
 
 def link_s(deployment: Deployment) -> tuple[float, float]:
     """How long a step keeps the busiest node's link busy, and the busiest dedicated server's."""
-    count = deployment.servers
-    lane_bytes = np.zeros(2 * count)
+    held_bytes = np.zeros(deployment.servers)
     for piece in pieces_of(deployment):
-        lane_bytes[[piece.server, count + piece.server]] += piece.size_bytes
-    capacities, passing = connections(deployment)
-    seconds = passing @ lane_bytes / np.asarray(capacities)
-    if not deployment.dedicated_servers:
-        return float(seconds.max()), 0.0
-    return float(seconds[:2].max()), float(seconds[2:].max())
+        held_bytes[piece.server] += piece.size_bytes
+    each, nodes = deployment.pushes_per_node, deployment.nodes
+    node_s, most, whole = 1 / deployment.link_bytes_per_s(), held_bytes.max(), held_bytes.sum()
+    if not deployment.dedicated_servers:  # its workers' pushes, and its server's replies
+        return float(node_s * each * (whole - most + (nodes - 1) * most)), 0.0
+    server_s = nodes * each * most / deployment.link_bytes_per_s(server=True)
+    return float(node_s * each * whole), float(server_s)
 
 
 def updates_s(deployment: Deployment) -> float:
@@ -136,14 +139,10 @@ def complete_s(deployment: Deployment, ready_s: Sequence[float], backward_s: flo
 class _Exchange:
     """One step, by a worker that stands for all."""
 
-    def __init__(
-        self, deployment: Deployment, ready_s: Sequence[float], backward_s: float
-    ) -> None:
+    def __init__(self, deployment: Deployment, ready_s: Sequence[float], backward_s: float) -> None:
         capacities, passing = connections(deployment)
         copies = 1 / max(deployment.hosts.copy_byte_s, 1e-12)
-        push, reply = deployment.queued_bytes()
-        weights = [1.0] * deployment.servers + [1.0] * deployment.servers
-        self.lanes = Lanes(capacities, passing, weights, most_bytes_per_s=copies)
+        self.lanes = Lanes(capacities, passing, most_bytes_per_s=copies)
         self.complete_s = [0.0] * len(ready_s)
         preset = PRESETS[deployment.preset]
         self._deployment = deployment
