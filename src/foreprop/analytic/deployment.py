@@ -19,6 +19,7 @@ from foreprop.simulate.link import HEADERS_BYTES, PACKET_BYTES
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
 Resource = Literal["compute", "wire", "server", "latency"]
+"""``wire``: the links of machines with workers; ``server``: those of others, and all updates."""
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from foreprop.analytic.collective import Collective, ends_s, fill_buckets
 from foreprop.analytic.deployment import Deployment
@@ -65,48 +65,50 @@ def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[fl
     forward_order = sorted(range(len(sizes)), key=ranks.__getitem__)
     chunks = cut_chunks(sizes, deployment.chunk_elems, kinds=[None] * len(sizes))
     ordered = _planned(deployment, chunks, forward_order, ready_s)
-    reductions = [
-        Collective(
-            max(ready_s[parameter] for parameter in chunk.parameters),
-            *all_reduce_s(deployment, chunk.elems),
-            chunk.elems,
+    work = [
+        (
+            _reduction(deployment, chunk.elems, [ready_s[p] for p in chunk.parameters]),
+            chunk.parameters,
         )
         for chunk in ordered
     ]
-    collectives = list(reductions)
-    rows = _rows(deployment, ready_s) if hybrid else {}
-    for collective in rows.values():
-        collectives.insert(_place(collectives, collective.ready_s), collective)
+    if hybrid:
+        for collective, parameters in _rows(deployment, ready_s):
+            work.insert(_place(work, collective.ready_s), (collective, parameters))
     done_s = ends_s(
-        collectives,
-        in_flight=2 * deployment.chunks_in_flight + len(rows),
+        [collective for collective, _ in work],
+        in_flight=2 * deployment.chunks_in_flight + len(work) - len(ordered),
         in_flight_elems=deployment.chunks_in_flight * deployment.chunk_elems,
     )
-    end_of = dict(zip(map(id, collectives), done_s, strict=True))
     complete = [0.0] * len(ready_s)
-    for chunk, collective in zip(ordered, reductions, strict=True):
-        for parameter in chunk.parameters:
-            updated_s = end_of[id(collective)] + deployment.hosts.updating_s(sizes[parameter], 1)
+    for at_s, (_, parameters) in zip(done_s, work, strict=True):
+        for parameter in parameters:
+            elems = sizes[parameter] if parameter < len(sizes) else 0  # rows: updated by servers
+            updated_s = at_s + (deployment.hosts.updating_s(elems, 1) if elems else 0.0)
             complete[parameter] = max(complete[parameter], updated_s)
-    for parameter, collective in rows.items():
-        complete[parameter] = end_of[id(collective)]
     return complete
 
 
-def _rows(deployment: Deployment, ready_s: Sequence[float]) -> dict[int, Collective]:
-    """By table's number: its rows' way there and back, beside the collectives."""
+_Work = tuple[Collective, tuple[int, ...]]
+"""And what it completes."""
+
+
+def _reduction(deployment: Deployment, elems: int, ready_s: Sequence[float]) -> Collective:
+    return Collective(max(ready_s), *all_reduce_s(deployment, elems), elems)
+
+
+def _rows(deployment: Deployment, ready_s: Sequence[float]) -> Iterator[_Work]:
+    """The tables' rows, on their way there and back beside the collectives."""
     first = len(ready_s) - len(deployment.tables)
     twice_s = 2 * deployment.message_s
-    return {
-        number: Collective(ready_s[number], rows_s, rows_s + twice_s, 0)
-        for number, rows_s in enumerate(_rows_s(deployment), start=first)
-    }
+    for number, rows_s in enumerate(_rows_s(deployment), start=first):
+        yield Collective(ready_s[number], rows_s, rows_s + twice_s, 0), (number,)
 
 
-def _place(collectives: Sequence[Collective], ready_s: float) -> int:
+def _place(work: Sequence[_Work], ready_s: float) -> int:
     """Before what would hold it up by not being ready."""
-    late = (n for n, collective in enumerate(collectives) if collective.ready_s >= ready_s)
-    return next(late, len(collectives))
+    late = (n for n, (collective, _) in enumerate(work) if collective.ready_s >= ready_s)
+    return next(late, len(work))
 
 
 def _planned(
@@ -132,6 +134,5 @@ def ddp_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> float:
     for places in buckets:
         members = [in_order[place] for place in places]
         elems = sum(sizes[number] for number in members)
-        latest_s = max(ready_s[number] for number in members)
-        collectives.append(Collective(latest_s, *all_reduce_s(deployment, elems), elems))
+        collectives.append(_reduction(deployment, elems, [ready_s[n] for n in members]))
     return max(ends_s(collectives, in_flight=_DDP_IN_FLIGHT))
