@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from foreprop.analytic.collective import fill_buckets
 from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.ddp import fill_buckets
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import LinkSetting, wire_bytes
 

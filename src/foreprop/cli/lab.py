@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foreprop.cli.folder import writable
+from foreprop.cli.mlp import mlp
 from foreprop.errors import ConfigError
 from foreprop.lab.ablation import ABLATION
 from foreprop.lab.language import (
@@ -39,6 +41,7 @@ lab = typer.Typer(
     help="Measure systems side by side on a cluster of network namespaces on this machine.",
     no_args_is_help=True,
 )
+lab.command("mlp")(mlp)
 
 _MxnetPython = Annotated[
     Path | None,
@@ -131,7 +134,7 @@ def run(
         mxnet_python=mxnet_python,
         trace=trace,
     )
-    results = _writable(out) / "results.json"
+    results = writable(out) / "results.json"
     console = Console()
     with console.status("") as status:
         result = run_lab(setting, progress=status.update)
@@ -179,7 +182,7 @@ def simulate(
         jitter=jitter,
         shape_ingress=not egress_only,
     )
-    results = _writable(out) / "results.json"
+    results = writable(out) / "results.json"
     console = Console()
     with console.status("") as status:
         records = simulate_lab(setting, progress=status.update)
@@ -237,7 +240,7 @@ def language(
         samples=samples,
         text=text,
     )
-    results = _writable(out) / "results.json"
+    results = writable(out) / "results.json"
     Text(setting, 0)  # fetched before the clocks run
     console = Console()
     with console.status("") as status:
@@ -306,7 +309,7 @@ def figures(
     make_figures = _import_make_figures()
     console = Console()
     made = make_figures(
-        _writable(out),
+        writable(out),
         quick=quick,
         console=console,
         measure=run_lab,
@@ -353,18 +356,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split(",") if number.strip())
     except ValueError as error:
         raise ConfigError(f"only is {text!r}; it must be numbers separated by commas") from error
-
-
-def _writable(folder: Path) -> Path:
-    """Be sure before the work that its outcome can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"out is {folder}, which cannot be written: {error.strerror}") from error
-    return folder
 
 
 def table(setting: LabSetting, records: list[Record]) -> Table:

@@ -1,4 +1,4 @@
-"""The machine and the code that a measurement was made with, in words."""
+"""The machine and the code that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def machine_facts() -> dict[str, str]:
     }
     commit = _maybe_commit()
     return facts | ({"commit": commit} if commit else {})
+
+
+def busy_s() -> float:
+    """CPU time that the whole machine has spent on work that would not have made way for the lab's.
+
+    What runs at a lower priority (``nice``) has not kept it waiting.
+    """
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.nice - getattr(times, "iowait", 0.0))
 
 
 def _processor() -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
 import torch
 
 from foreprop.config import PRESETS
@@ -22,6 +21,7 @@ from foreprop.lab import limit
 from foreprop.lab.ablation import ABLATION
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, LanguageSystem
+from foreprop.lab.machine import busy_s
 from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
@@ -190,11 +190,11 @@ class _Run:
 
     def _measure_block(self, name: str, count: int, *, sample: bool) -> None:
         tally = self._tallies[name]
-        cpu_before, busy_before, before = self._cluster.cpu_s(), _busy_s(), time.monotonic()
+        cpu_before, busy_before, before = self._cluster.cpu_s(), busy_s(), time.monotonic()
         step_s, waited_s = self._block(name, count, sample=sample)
         tally.wall_s += time.monotonic() - before
         tally.cpu_s += self._cluster.cpu_s() - cpu_before
-        tally.busy_s += _busy_s() - busy_before
+        tally.busy_s += busy_s() - busy_before
         tally.steps += count + _DISCARDED_STEPS
         tally.step_s += step_s
         tally.waited_s += waited_s
@@ -252,15 +252,6 @@ class _Run:
             network="pacing" if self._paced else "namespaces",
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
         )
-
-
-def _busy_s() -> float:
-    """CPU time that the whole machine has spent on work that would not have made way for the lab's.
-
-    What runs at a lower priority (``nice``) has not kept it waiting.
-    """
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.nice - getattr(times, "iowait", 0.0))
 
 
 def _local_aggregation_of(system: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreprop.lab.limit import BYTES_PER_ELEM
+from foreprop.analytic.collective import fill_buckets
 from foreprop.lab.setting import LabSetting
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
@@ -29,19 +29,6 @@ def simulate_ddp(
     ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
     ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.nodes]
     return cluster.train(setting.layers, ranks, steps=steps, jitter=setting.jitter)
-
-
-def fill_buckets(sizes_elems: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """The arrays' numbers, last first; a bucket is closed when it holds ``bucket_bytes``."""
-    buckets: list[list[int]] = [[]]
-    held_bytes = 0
-    for number in reversed(range(len(sizes_elems))):
-        if held_bytes >= bucket_bytes:
-            buckets.append([])
-            held_bytes = 0
-        buckets[-1].append(number)
-        held_bytes += sizes_elems[number] * BYTES_PER_ELEM
-    return buckets
 
 
 class DdpWorker:

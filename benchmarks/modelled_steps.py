@@ -1,0 +1,117 @@
+"""The refined model beside the simulator, and beside what the lab measured.
+
+python benchmarks/modelled_steps.py docs/results/modelled-steps.json docs/results/results.json
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from foreprop.analytic.deployment import deployment_of
+from foreprop.analytic.refined import step_s
+from foreprop.lab.profile import load_profile
+from foreprop.lab.records import read_records
+from foreprop.lab.setting import SLICE_ELEMS
+from foreprop.simulate.run import SimulatedSetting, simulate_lab
+
+SYSTEMS = ("p3", "slicing", "kvstore", "wfbp", "tensorflow", "ring", "ddp")
+MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
+NODES = (2, 4, 8)
+BALANCES = (0.5, 0.75, 1.0, 1.5, 2.0)
+
+
+def main(
+    path: str,
+    results: str,
+    models: tuple[str, ...] = MODELS,
+    nodes: tuple[int, ...] = NODES,
+    balances: tuple[float, ...] = BALANCES,
+) -> list[dict[str, float | str]]:
+    """Writes the points to ``path``; prints the errors by system. ``results``: of the lab."""
+    print("beside the lab")
+    show(measured(results))
+    points = [
+        point
+        for model in models
+        for count in nodes
+        for balance in balances
+        for point in compare(model, count, balance)
+    ]
+    print("beside the simulator")
+    show(points)
+    Path(path).write_text(json.dumps(points, indent=1) + "\n")
+    return points
+
+
+def compare(model: str, nodes: int, balance: float) -> list[dict[str, float | str]]:
+    setting = SimulatedSetting(
+        profile=load_profile(model),
+        systems=SYSTEMS,
+        nodes=nodes,
+        compute_s=2.0,
+        balance=balance,
+        iterations=2,
+        warm_up=1,
+    )
+    return [
+        {
+            "system": record.system,
+            "model": model,
+            "nodes": nodes,
+            "balance": balance,
+            "step_s": record.iteration_s.median,
+            "modelled_s": step_s(deployment_of(setting, record.system)),
+        }
+        for record in simulate_lab(setting)
+    ]
+
+
+def measured(results: str) -> list[dict[str, float | str]]:
+    """All records with the usual slices that were not CPU-bound."""
+    points = []
+    for record in read_records(Path(results)):
+        usual = record.slice_elems == SLICE_ELEMS // record.scale
+        if record.system not in SYSTEMS or not usual or record.cpu_bound:
+            continue
+        setting = SimulatedSetting(
+            profile=load_profile(record.model),
+            systems=(record.system,),
+            nodes=record.nodes,
+            scale=record.scale,
+            compute_s=record.compute_s,
+            rate_bits_per_s=record.rate_bits_per_s,
+        )
+        points.append(
+            {
+                "system": record.system,
+                "model": record.model,
+                "nodes": record.nodes,
+                "balance": round(record.balance, 2),
+                "step_s": record.iteration_s.median,
+                "modelled_s": step_s(deployment_of(setting, record.system)),
+            }
+        )
+    return points
+
+
+def show(points: list[dict[str, float | str]]) -> None:
+    for system in SYSTEMS:
+        of_system = [p for p in points if p["system"] == system]
+        if of_system:
+            print(system, describe(of_system))
+
+
+def describe(points: list[dict[str, float | str]]) -> str:
+    errors = [float(p["modelled_s"]) / float(p["step_s"]) - 1 for p in points]
+    absolute = [abs(error) for error in errors]
+    worst = max(points, key=lambda p: abs(float(p["modelled_s"]) / float(p["step_s"]) - 1))
+    return (
+        f"{len(errors)} points, error {statistics.median(absolute):.1%} in the median,"
+        f" {max(absolute):.1%} at most ({worst['model']}, {worst['nodes']} nodes,"
+        f" {worst['balance']}), {statistics.fmean(errors):+.1%} on average"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

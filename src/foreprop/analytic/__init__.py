@@ -1,0 +1,1 @@
+"""How long a step takes, by arithmetic: as published, and refined (docs/model.md)."""

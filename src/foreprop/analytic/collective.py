@@ -1,0 +1,88 @@
+"""When all-reduces end that share the links of a ring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from foreprop.lab.limit import BYTES_PER_ELEM
+
+_ROUNDING = 1e-9
+"""Seconds, and shares of a collective, that are as good as none."""
+
+
+class Collective(NamedTuple):
+    """One all-reduce, or what else passes every link alike."""
+
+    ready_s: float
+    link_s: float
+    """How long it would have every link busy."""
+    least_s: float
+    """How long it takes with the links to itself: rounds that wait for each other."""
+    elems: int
+
+
+def ends_s(
+    collectives: Sequence[Collective], *, in_flight: int, in_flight_elems: int | None = None
+) -> list[float]:
+    """When each is done. They are issued in the order given, each when it is ready.
+
+    At most ``in_flight``, and unless it is one ``in_flight_elems``, are under way; those share the
+    links evenly.
+    """
+    ended = [0.0] * len(collectives)
+    left: dict[int, float] = {}  # share of those under way that is not done, by number
+    now_s, following = 0.0, 0
+    while following < len(collectives) or left:
+        while following < len(collectives) and collectives[following].ready_s <= now_s:
+            elems = sum(collectives[number].elems for number in left)
+            too_many = elems + collectives[following].elems > (in_flight_elems or math.inf)
+            if len(left) >= in_flight or (left and too_many):
+                break
+            left[following] = 1.0
+            following += 1
+        takes_s = _durations({number: collectives[number] for number in left})
+        until_s = min((now_s + left[n] * takes_s[n] for n in left), default=math.inf)
+        if following < len(collectives) and collectives[following].ready_s > now_s:
+            until_s = min(until_s, collectives[following].ready_s)
+        for number in list(left):
+            left[number] -= (until_s - now_s) / takes_s[number]
+            if left[number] <= _ROUNDING:
+                ended[number] = until_s
+                del left[number]
+        now_s = until_s
+    return ended
+
+
+def _durations(under_way: dict[int, Collective]) -> dict[int, float]:
+    """How long each would take from beginning to end if it went on as it does now.
+
+    They get even shares of the links, but none more than it can use.
+    """
+    most = {n: c.link_s / _least_s(c) for n, c in under_way.items()}
+    durations: dict[int, float] = {}
+    rest = 1.0
+    for place, number in enumerate(sorted(most, key=most.__getitem__)):
+        share = min(most[number], rest / (len(most) - place))
+        rest -= share
+        collective = under_way[number]
+        durations[number] = max(collective.link_s / share if share else 0.0, _least_s(collective))
+    return durations
+
+
+def _least_s(collective: Collective) -> float:
+    return max(collective.least_s, collective.link_s, _ROUNDING)
+
+
+def fill_buckets(sizes_elems: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """DDP's: the arrays' numbers, last first; a bucket is closed when it holds ``bucket_bytes``."""
+    buckets: list[list[int]] = [[]]
+    held_bytes = 0
+    for number in reversed(range(len(sizes_elems))):
+        if held_bytes >= bucket_bytes:
+            buckets.append([])
+            held_bytes = 0
+        buckets[-1].append(number)
+        held_bytes += sizes_elems[number] * BYTES_PER_ELEM
+    return buckets

@@ -1,0 +1,138 @@
+"""When parameters are reduced: ``ring``, ``hybrid`` and DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from foreprop.analytic.collective import Collective, ends_s, fill_buckets
+from foreprop.analytic.deployment import Deployment
+from foreprop.analytic.served import arrays_of, priorities, rows_of
+from foreprop.core.plan import Chunk, Observation, cut_chunks, plan_order
+
+_DDP_IN_FLIGHT = 2  # torch's default number of threads for gloo
+_HALVES = 2  # of each part, as gloo sends them: one is on its way while the other is added up
+
+
+def all_reduce_s(deployment: Deployment, elems: float) -> tuple[float, float]:
+    """How long it keeps every link busy, and how long it takes alone.
+
+    2 (R - 1) rounds among R ranks, each of a part of 1/R. Ranks are ordered by node, so a node's
+    link carries what one rank sends. A half that has arrived is added up before it goes on; if that
+    takes longer than sending the other half, the link idles.
+    """
+    ranks, hosts = deployment.workers, deployment.hosts
+    part_bytes = elems * deployment.bytes_per_elem / ranks
+    rounds = 2 * (ranks - 1)
+    carries = deployment.link_bytes_per_s() if deployment.nodes > 1 else _copies(deployment)
+    half_s = part_bytes / _HALVES / carries
+    hop_s = deployment.message_s + elems / ranks / _HALVES * hosts.sum_elem_s
+    return rounds * _HALVES * half_s, rounds * max(_HALVES * half_s, half_s + hop_s)
+
+
+def _copies(deployment: Deployment) -> float:
+    """Inside of one machine, bytes/s."""
+    return 1 / max(deployment.hosts.copy_byte_s, 1e-12)
+
+
+def link_s(deployment: Deployment) -> float:
+    """How long a step keeps every link busy."""
+    elems = sum(arrays_of(deployment))
+    if deployment.architecture != "hybrid":
+        elems += sum(table.elems for table in deployment.tables)
+    rows_s = sum(_rows_s(deployment)) if deployment.architecture == "hybrid" else 0.0
+    return all_reduce_s(deployment, elems)[0] + rows_s
+
+
+def _rows_s(deployment: Deployment) -> list[float]:
+    """By table: how long the touched rows keep each link busy, there and back."""
+    nodes, each = deployment.nodes, deployment.pushes_per_node
+    share = 2 * (nodes - 1) / nodes * each / deployment.link_bytes_per_s()
+    pieces = rows_of(deployment, first=0, servers=1)
+    return [share * piece.size_bytes for piece in pieces]
+
+
+def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[float]:
+    """When each array, and then each table, is updated on the workers.
+
+    Chunks go in the order that `core.plan` plans from the same times. A table of ``ring`` is an
+    array like others; of ``hybrid`` its rows pass the same links beside the collectives.
+    """
+    sizes = arrays_of(deployment)
+    hybrid = deployment.architecture == "hybrid"
+    if not hybrid:
+        sizes += [table.elems for table in deployment.tables]
+    ranks = priorities(deployment)
+    forward_order = sorted(range(len(sizes)), key=ranks.__getitem__)
+    chunks = cut_chunks(sizes, deployment.chunk_elems, kinds=[None] * len(sizes))
+    ordered = _planned(deployment, chunks, forward_order, ready_s)
+    work = [
+        (
+            _reduction(deployment, chunk.elems, [ready_s[p] for p in chunk.parameters]),
+            chunk.parameters,
+        )
+        for chunk in ordered
+    ]
+    if hybrid:
+        for collective, parameters in _rows(deployment, ready_s):
+            work.insert(_place(work, collective.ready_s), (collective, parameters))
+    done_s = ends_s(
+        [collective for collective, _ in work],
+        in_flight=2 * deployment.chunks_in_flight + len(work) - len(ordered),
+        in_flight_elems=deployment.chunks_in_flight * deployment.chunk_elems,
+    )
+    complete = [0.0] * len(ready_s)
+    for at_s, (_, parameters) in zip(done_s, work, strict=True):
+        for parameter in parameters:
+            elems = sizes[parameter] if parameter < len(sizes) else 0  # rows: updated by servers
+            updated_s = at_s + (deployment.hosts.updating_s(elems, 1) if elems else 0.0)
+            complete[parameter] = max(complete[parameter], updated_s)
+    return complete
+
+
+_Work = tuple[Collective, tuple[int, ...]]
+"""And what it completes."""
+
+
+def _reduction(deployment: Deployment, elems: int, ready_s: Sequence[float]) -> Collective:
+    return Collective(max(ready_s), *all_reduce_s(deployment, elems), elems)
+
+
+def _rows(deployment: Deployment, ready_s: Sequence[float]) -> Iterator[_Work]:
+    """The tables' rows, on their way there and back beside the collectives."""
+    first = len(ready_s) - len(deployment.tables)
+    twice_s = 2 * deployment.message_s
+    for number, rows_s in enumerate(_rows_s(deployment), start=first):
+        yield Collective(ready_s[number], rows_s, rows_s + twice_s, 0), (number,)
+
+
+def _place(work: Sequence[_Work], ready_s: float) -> int:
+    """Before what would hold it up by not being ready."""
+    late = (n for n, (collective, _) in enumerate(work) if collective.ready_s >= ready_s)
+    return next(late, len(work))
+
+
+def _planned(
+    deployment: Deployment,
+    chunks: Sequence[Chunk],
+    forward_order: Sequence[int],
+    ready_s: Sequence[float],
+) -> list[Chunk]:
+    observed = Observation(
+        ready_s=tuple(ready_s[: len(forward_order)]),
+        needed_s=(0.0,) * len(forward_order),
+        chunk_s=tuple(all_reduce_s(deployment, chunk.elems)[0] for chunk in chunks),
+    )
+    return [chunks[number] for number in plan_order(chunks, forward_order, observed)]
+
+
+def ddp_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> float:
+    """When all buckets are reduced: the backward pass ends no earlier."""
+    sizes = arrays_of(deployment) + [table.elems for table in deployment.tables]
+    in_order = sorted(range(len(sizes)), key=priorities(deployment).__getitem__)
+    buckets = fill_buckets([sizes[number] for number in in_order], deployment.bucket_bytes)
+    collectives = []
+    for places in buckets:
+        members = [in_order[place] for place in places]
+        elems = sum(sizes[number] for number in members)
+        collectives.append(_reduction(deployment, elems, [ready_s[n] for n in members]))
+    return max(ends_s(collectives, in_flight=_DDP_IN_FLIGHT))
