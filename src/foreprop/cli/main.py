@@ -15,6 +15,7 @@ from foreprop.cli.bench import bench
 from foreprop.cli.config import config
 from foreprop.cli.demo import demo
 from foreprop.cli.lab import lab
+from foreprop.cli.plan import plan
 from foreprop.cli.run import run
 from foreprop.cli.server import server
 from foreprop.cli.trace import trace
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("demo")(demo)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("server")(server)
+app.command("plan")(plan)
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
 app.command("config")(config)
