@@ -20,6 +20,9 @@ from foreprop.lab.profile import Layer, Profile
 
 P3 = "p3"
 
+MOST_NODES = 256
+"""Their predictions take minutes."""
+
 TOLERANCE = 0.05
 """A step that is longer by no more than this share is as good: the model is not better than that
 (docs/model.md), and of what is as good the simplest is wanted."""
@@ -51,6 +54,8 @@ class PlanSetting:
             raise ConfigError(
                 f"nodes is {self.nodes}; at least 2: inside one machine use DDP with NCCL"
             )
+        if self.nodes > MOST_NODES:
+            raise ConfigError(f"nodes is {self.nodes}; at most {MOST_NODES} are planned for")
         for name in ("workers_per_node", "batch"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -180,8 +180,8 @@ def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
     ddp_s, ours_s = steps_s[Candidate("ddp")], chosen.step_s
     rest = "nothing is faster."
     if fastest is not chosen:
-        gain = ours_s / fastest.step_s - 1
-        rest = f"{fastest.candidate.name} is only {gain:.1%} faster, and less simple."
+        saved = 1 - fastest.step_s / ours_s
+        rest = f"the fastest, {fastest.candidate.name}, saves only {saved:.1%} and is less simple."
     if chosen.candidate.architecture == "ddp":
         return f"Plain DDP is as good here: {time_text(ours_s)} per step; {rest}"
     text = (
@@ -223,12 +223,10 @@ def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:
     link_s = _link_s(chosen)
     times = link_s / chosen.compute_s
     what = "wire is" if obstacle == "wire_too_slow" else "servers are"
-    helps = (
-        "No schedule helps" if chosen.candidate.architecture == "ddp" else "No schedule hides it"
-    )
+    enough = "" if chosen.candidate.architecture == "ddp" else " enough"
     compute = time_text(chosen.compute_s)
     return (
-        f"{helps}: the {what} {times:.1f}x too slow, busy for {time_text(link_s)} of a step in"
+        f"No schedule helps{enough}: the {what} {times:.1f}x too slow, busy for {time_text(link_s)} of a step in"
         f" which the devices compute for {compute}. Send less: compress gradients"
         f" about {math.ceil(times)} times, or make as many local steps between synchronisations."
         " Neither is exact."

@@ -114,12 +114,11 @@ def what_if(
 ) -> WhatIf:
     """Curves of DDP, ring, p2p with p3, and ps with p3 and the most servers considered.
 
-    Of ``servers`` each value has ps with so many.
+    Of ``servers`` each value has ps with so many. Raises `ConfigError` before any work.
     """
     made: list[tuple[PlanSetting, dict[Candidate, float]]] = []
-    for number, value in enumerate(values, start=1):
+    for number, changed in enumerate([_changed(setting, variable, v) for v in values], start=1):
         progress(f"{variable}: {number} of {len(values)}")
-        changed = _changed(setting, variable, value)
         made.append((changed, {c: candidate_step_s(changed, c) for c in _curves(changed)}))
     names = [candidate.name for candidate in made[0][1]]
     if variable == "servers":

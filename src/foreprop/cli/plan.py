@@ -115,9 +115,9 @@ def plan(
     draw = None if out is None else _drawing(out, what_if_range)
     console = Console()
     with Console(stderr=True).status("") as status:
+        curves = None if varied is None else what_if(setting, *varied, progress=status.update)
         made = forecasts(setting, progress=status.update)
         recommendation = recommend(setting, made)
-        curves = None if varied is None else what_if(setting, *varied, progress=status.update)
     if as_json:
         typer.echo(_json(setting, made, recommendation, curves))
     else:
@@ -126,7 +126,7 @@ def plan(
         if curves is not None:
             console.print(what_if_table(setting, curves))
     if draw is not None and curves is not None:
-        draw(title(setting), curves)
+        draw(title(setting, but=curves.variable), curves)
         Console(stderr=as_json).print(f"Picture: {out}", soft_wrap=True, markup=False)
 
 
@@ -194,13 +194,18 @@ def _json(
     return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode()
 
 
-def title(setting: PlanSetting) -> str:
-    each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
-    rate = rate_text(setting.rate_bits_per_s)
-    return (
-        f"{setting.profile.name}, {setting.nodes} nodes{each}, {rate},"
-        f" latency {time_text(setting.latency_s)}, compute {time_text(setting.compute_s)}"
-    )
+def title(setting: PlanSetting, *, but: str = "") -> str:
+    """What is asked about; without the variable ``but``."""
+    many = setting.workers_per_node
+    parts = {
+        "model": setting.profile.name,
+        "nodes": f"{setting.nodes} nodes",
+        "workers": f"{many} workers on each" if many > 1 else "",
+        "rate": rate_text(setting.rate_bits_per_s),
+        "latency": f"latency {time_text(setting.latency_s)}",
+        "compute": f"compute {time_text(setting.compute_s)}",
+    }
+    return ", ".join(text for name, text in parts.items() if text and name != but)
 
 
 def forecasts_table(
@@ -251,8 +256,8 @@ def _print_recommendation(console: Console, recommendation: Recommendation) -> N
 
 def what_if_table(setting: PlanSetting, curves: WhatIf) -> Table:
     shown = _table(
-        title=f"{title(setting)}: what if {curves.variable} were another",
-        caption=f"{curves.throughput_unit} of all workers; ideal: no device ever waits",
+        title=f"{title(setting, but=curves.variable)}: {curves.throughput_unit} of all workers",
+        caption="ideal: no device ever waits; use: what would be recommended of these",
     )
     for heading in (curves.variable, *curves.candidates, "ideal", "use"):
         shown.add_column(heading, justify="left" if heading == "use" else "right")

@@ -55,6 +55,7 @@ def what_if_chart(title: str, curves: WhatIf) -> Chart:
         ax.xaxis.set_major_locator(FixedLocator(ticks))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xticks(ticks, [value_text(curves.variable, value) for value in ticks])
+        ax.margins(x=0.07)
         if curves.asked is not None and values[0] < curves.asked < values[-1]:
             ax.axvline(curves.asked, color=QUIET, linewidth=0.8, linestyle=":")
         handles, labels = ax.get_legend_handles_labels()
