@@ -6,7 +6,7 @@ import pytest
 
 from foreprop.datasets import DatasetUnavailable
 from foreprop.errors import ConfigError
-from foreprop.lab.mlp import MLP_SYSTEMS, MlpSetting
+from foreprop.lab.mlp import DDP, MLP_SYSTEMS, P2P, RING, SERVERS, MlpSetting
 from foreprop.lab.mlprun import run_mlp
 
 pytestmark = [pytest.mark.process, pytest.mark.lab]
@@ -15,17 +15,26 @@ pytestmark = [pytest.mark.process, pytest.mark.lab]
 @pytest.mark.timeout(400)
 def test_every_system_trains_it_and_dedicated_servers_are_on_nodes_of_their_own() -> None:
     setting = MlpSetting(
-        workers=2, systems=MLP_SYSTEMS, rate_bits_per_s=20e6, compute_s=0.1, hidden=32, steps=10
+        workers=2, systems=MLP_SYSTEMS, rate_bits_per_s=20e6, compute_s=0.1, hidden=32, steps=20
     )
     try:
         records = run_mlp(setting)
-    except (ConfigError, DatasetUnavailable) as error:
+    except DatasetUnavailable as error:
+        pytest.skip(str(error))
+    except ConfigError as error:
+        if "links have to be made by the kernel" not in str(error):
+            raise
         pytest.skip(str(error))
     by_system = {record.system: record for record in records}
     assert tuple(by_system) == MLP_SYSTEMS
     for record in records:
-        assert record.loss_last < 0.9 * record.loss_first
+        assert record.loss_last < record.loss_first - 0.1
         assert record.step_s.median >= 0.1
-        assert record.steps == 10
+        assert record.steps == 20
+    # the same training, whoever adds up: servers even to the last bit
+    served = {by_system[name].loss_last for name in (*SERVERS, P2P)}
+    assert len(served) == 1
+    for name in (RING, DDP):
+        assert by_system[name].loss_last == pytest.approx(served.copy().pop(), rel=1e-3)
     # two workers' pushes meet in one server's link, but not in those of four
     assert by_system["1ps"].step_s.median > by_system["4ps"].step_s.median

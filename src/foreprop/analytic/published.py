@@ -132,8 +132,10 @@ def cpu_p2p_s(s: Symbols) -> float:
 def available_bandwidth_p2p(s: Symbols) -> float:
     """Formula 16: TotalBandwidth / (2 (w - 1)), bit/s "between the peer and other peers".
 
-    The 2 counts sending and receiving on one half-duplex link. One worker has no peers:
-    `ConfigError`.
+    The text explains the 2 by sending and receiving, and has nothing pulled from other machines;
+    but a peer that holds W / w gets the rest from the others, so that pushes and replies are
+    2 (w - 1) messages each way, and the 2 is right for full-duplex links, too. One worker has no
+    peers: `ConfigError`.
     """
     if s.w < 2:
         raise ConfigError(f"w is {s.w}; formula 16 divides by w - 1, it takes at least 2 workers")

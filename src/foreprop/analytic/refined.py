@@ -23,6 +23,9 @@ from foreprop.lab import limit
 
 __all__ = ["Deployment", "Prediction", "Table", "predict"]
 
+_FULL_SHARE = 0.95
+"""Of a step: what is busy for so long limits it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -38,7 +41,7 @@ class Prediction:
     saved_s: Mapping[Resource, float]
     """How much shorter the step would be if that cost nothing."""
     limited_by: Resource
-    """What of these would save most."""
+    """What keeps the step busy nearly from end to end; or if nothing does, what would save most."""
 
     @property
     def waiting_s(self) -> float:
@@ -50,14 +53,19 @@ def predict(deployment: Deployment) -> Prediction:
     """The step from the end of a forward pass to the end of the next one, as in the lab."""
     whole_s = step_s(deployment)
     saved_s = {r: max(0.0, whole_s - step_s(without(deployment, r))) for r in RESOURCES}
+    compute_s = limit.compute_s(deployment.layers)
     wire_s, server_s = _busy_s(deployment)
+    busy_s: dict[Resource, float] = {"compute": compute_s, "wire": wire_s, "server": server_s}
+    busiest = max(busy_s, key=busy_s.__getitem__)
+    # Two that are equally busy hide each other: neither alone would save anything.
+    full = busy_s[busiest] >= _FULL_SHARE * whole_s
     return Prediction(
         step_s=whole_s,
-        compute_s=limit.compute_s(deployment.layers),
+        compute_s=compute_s,
         wire_s=wire_s,
         server_s=server_s,
         saved_s=saved_s,
-        limited_by=max(RESOURCES, key=saved_s.__getitem__),
+        limited_by=busiest if full else max(RESOURCES, key=saved_s.__getitem__),
     )
 
 

@@ -112,7 +112,7 @@ def _records_table(setting: MlpSetting, records: Sequence[MlpRecord]) -> Table:
         f" servers and peers with preset {setting.preset}"
     )
     headings = ("system", "workers", "s/step", "epoch s", "refined", "published", "images/s")
-    for heading in (*headings, "limited by", "CPUs"):
+    for heading in (*headings, "CPUs"):
         made.add_column(heading, justify="left" if heading == "system" else "right")
     for record in records:
         predicted = record.predicted_epoch_s
@@ -124,8 +124,7 @@ def _records_table(setting: MlpSetting, records: Sequence[MlpRecord]) -> Table:
             f"{predicted.refined:.1f}",
             "" if predicted.published is None else f"{predicted.published:.0f}",
             f"{record.images_per_s:.0f}",
-            record.limited_by,
-            f"{record.cpu_share:.0%}" + (" CPU-bound" if record.cpu_bound else ""),
+            "CPU-bound" if record.cpu_bound else f"{record.cpu_share:.0%}",
         )
     return made
 
