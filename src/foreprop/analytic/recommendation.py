@@ -226,10 +226,10 @@ def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:
     enough = "" if chosen.candidate.architecture == "ddp" else " enough"
     compute = time_text(chosen.compute_s)
     return (
-        f"No schedule helps{enough}: the {what} {times:.1f}x too slow, busy for {time_text(link_s)} of a step in"
-        f" which the devices compute for {compute}. Send less: compress gradients"
-        f" about {math.ceil(times)} times, or make as many local steps between synchronisations."
-        " Neither is exact."
+        f"No schedule helps{enough}: the {what} {times:.1f}x too slow, busy for"
+        f" {time_text(link_s)} of a step in which the devices compute for {compute}. Send less:"
+        f" compress gradients about {math.ceil(times)} times, or make as many local steps between"
+        " synchronisations. Neither is exact."
     )
 
 
