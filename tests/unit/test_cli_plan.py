@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typer.testing import CliRunner, Result
 from foreprop.cli import main as cli
 from foreprop.cli import plan as cli_plan
 from foreprop.cli.plan import Plan
+from foreprop.config import PRESETS
 from foreprop.lab.profile import Profile
 
 COMMON = ("--nodes", "4", "--rate", "1Gbit", "--latency", "50us")
@@ -30,7 +30,7 @@ def profile(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plan(profile: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
 
     def run(*arguments: str) -> Result:
@@ -42,18 +42,22 @@ def plan(profile: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_the_table_has_every_system_and_fits_100_columns(plan: Any) -> None:
+def test_the_table_has_every_system_and_fits_80_columns(plan: Any) -> None:
     output = plan("--servers", "0..2", "--batch", "32", "--what-if", "rate=100Mbit..1Gbit").stdout
     table, _, rest = output.partition("* Use ")
-    assert "small, 4 nodes, 1 Gbit/s, latency 50 us, compute 140 ms" in table
-    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if " ms " in line]
-    assert "ps tensorflow, 2 servers" in {row[0] for row in rows}
-    assert len([row for row in rows if len(row) == 7]) == 2 + 5 + 5 + 1
-    assert max(map(len, table.splitlines())) <= 100
+    assert table.startswith("small, 4 nodes, 1 Gbit/s, latency 50 us, compute 140 ms\n")
+    rows = [line.strip(" *").split() for line in table.splitlines() if "%" in line]
+    served = [" ".join(row[:3]) for row in rows if row[0] == "ps"]
+    twos = [f"ps {preset} 2" for preset in PRESETS]
+    assert sorted(served) == sorted(["ps p3 1", *twos])
+    assert len(rows) == len(served) + 2 + len(PRESETS)
     assert "samples/s" in table
-    what_if = rest.partition("samples/s of all workers")
-    assert max(map(len, what_if[2].splitlines())) <= 100
-    assert all(f" {n} Mbit/s" in what_if[2] for n in (100, 150, 200, 300, 500, 700))
+    assert max(map(len, table.splitlines())) <= 80
+    what_if = rest.partition("small, 4 nodes, latency 50 us, compute 140 ms: samples/s of all")[2]
+    lines = [line for line in what_if.splitlines() if "bit/s" in line]
+    values = [line.strip().partition("bit/s")[0] for line in lines]
+    assert values == [*(f"{n} M" for n in (100, 150, 200, 300, 500, 700)), "1 G"]
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_recommended_one_is_marked_and_said_with_its_reasons(plan: Any) -> None:

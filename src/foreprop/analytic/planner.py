@@ -100,10 +100,14 @@ class Candidate(msgspec.Struct, frozen=True):
     servers: int = 0
 
     @property
+    def kind(self) -> str:
+        """Without the number of servers."""
+        return self.architecture if self.preset is None else f"{self.architecture} {self.preset}"
+
+    @property
     def name(self) -> str:
-        words = self.architecture if self.preset is None else f"{self.architecture} {self.preset}"
         many = "s" * (self.servers > 1)
-        return f"{words}, {self.servers} server{many}" if self.servers else words
+        return f"{self.kind}, {self.servers} server{many}" if self.servers else self.kind
 
     @property
     def simplicity(self) -> tuple[int, int]:

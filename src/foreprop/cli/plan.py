@@ -27,6 +27,8 @@ from foreprop.quantities import (
 )
 
 _PICTURES = (".png", ".svg")
+_LONG_S = 10.0
+"""Compute from which on the table is in seconds."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +115,6 @@ def plan(
     )
     varied = None if what_if_range is None else parse_what_if(what_if_range)
     draw = None if out is None else _drawing(out, what_if_range)
-    console = Console()
     with Console(stderr=True).status("") as status:
         curves = None if varied is None else what_if(setting, *varied, progress=status.update)
         made = forecasts(setting, progress=status.update)
@@ -121,10 +122,7 @@ def plan(
     if as_json:
         typer.echo(_json(setting, made, recommendation, curves))
     else:
-        console.print(forecasts_table(setting, made, recommendation))
-        _print_recommendation(console, recommendation)
-        if curves is not None:
-            console.print(what_if_table(setting, curves))
+        _print(Console(), setting, made, recommendation, curves)
     if draw is not None and curves is not None:
         draw(title(setting, but=curves.variable), curves)
         Console(stderr=as_json).print(f"Picture: {out}", soft_wrap=True, markup=False)
@@ -208,59 +206,70 @@ def title(setting: PlanSetting, *, but: str = "") -> str:
     return ", ".join(text for name, text in parts.items() if text and name != but)
 
 
-def forecasts_table(
+def _print(
+    console: Console,
+    setting: PlanSetting,
+    made: list[Forecast],
+    recommendation: Recommendation,
+    curves: WhatIf | None,
+) -> None:
+    def say(line: str, style: str | None = None) -> None:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(title(setting), "bold")
+    console.print(_forecasts_table(setting, made, recommendation))
+    say("efficiency: compute / step. link: how long the busiest link, or a server's updates, take.")
+    say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
+    say("")
+    say(f"* Use {recommendation.candidate.name}: {recommendation.code}", "bold")
+    for reason in recommendation.reasons:
+        say(f"  {reason}")
+    if curves is not None:
+        say("")
+        heading = f"{title(setting, but=curves.variable)}: {curves.throughput_unit} of all workers"
+        say(heading, "bold")
+        console.print(_what_if_table(curves))
+        say("ideal: no device ever waits. use: what would be recommended of these.")
+
+
+def _forecasts_table(
     setting: PlanSetting, made: list[Forecast], recommendation: Recommendation
 ) -> Table:
-    shown = _table(
-        title=title(setting),
-        caption="efficiency: compute / step. wire: how long the busiest node's link is busy."
-        f" No schedule beats {time_text(setting.limit_s)} per step without dedicated servers.",
-    )
-    headings = ("step", setting.throughput_unit, "efficiency", "over DDP", "wire", "limited by")
-    shown.add_column("system")
-    for heading in headings:
-        left = heading == "limited by"
-        shown.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    seconds = setting.compute_s >= _LONG_S
+    unit, factor, digits = ("s", 1.0, 2) if seconds else ("ms", 1e3, 1)
+    headings = ("servers", f"step\n{unit}", setting.throughput_unit, "efficiency", "over\nDDP")
+    shown = _table("system", *headings, f"link\n{unit}")
+    shown.add_column("limited\nby", no_wrap=True)
     ddp_s = recommendation.over_ddp * recommendation.step_s
     for row in made:
-        best = row.candidate == recommendation.candidate
+        candidate, best = row.candidate, row.candidate == recommendation.candidate
         shown.add_row(
-            f"{'*' if best else ' '} {row.candidate.name}",
-            _step_text(row.step_s, setting.compute_s),
+            f"{'*' if best else ' '} {candidate.kind}",
+            str(candidate.servers or ""),
+            f"{factor * row.step_s:.{digits}f}",
             three_digits(row.throughput),
             f"{row.efficiency:.0%}",
             f"{ddp_s / row.step_s:.2f}x",
-            _step_text(row.wire_s, setting.compute_s),
+            f"{factor * max(row.wire_s, row.server_s):.{digits}f}",
             row.limited_by,
             style="bold" if best else None,
         )
     return shown
 
 
-def _table(*, title: str, caption: str) -> Table:
-    """Within 100 columns with the longest names."""
-    return Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+def _table(first: str, *others: str) -> Table:
+    """Within 80 columns with the longest names."""
+    shown = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    shown.add_column(first, no_wrap=True)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
 
 
-def _step_text(seconds: float, compute_s: float) -> str:
-    """In one unit for all rows."""
-    return f"{seconds:.2f} s" if compute_s >= 10 else f"{1e3 * seconds:.1f} ms"
-
-
-def _print_recommendation(console: Console, recommendation: Recommendation) -> None:
-    lines = [f"* Use {recommendation.candidate.name}: {recommendation.code}"]
-    lines += [f"  {reason}" for reason in recommendation.reasons]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def what_if_table(setting: PlanSetting, curves: WhatIf) -> Table:
-    shown = _table(
-        title=f"{title(setting, but=curves.variable)}: {curves.throughput_unit} of all workers",
-        caption="ideal: no device ever waits; use: what would be recommended of these",
-    )
-    for heading in (curves.variable, *curves.candidates, "ideal", "use"):
-        shown.add_column(heading, justify="left" if heading == "use" else "right")
+def _what_if_table(curves: WhatIf) -> Table:
+    systems = [name.replace(", ", "\n") for name in curves.candidates]
+    shown = _table(curves.variable, *systems, "ideal")
+    shown.add_column("use")
     for point in curves.points:
         shown.add_row(
             value_text(curves.variable, point.value),

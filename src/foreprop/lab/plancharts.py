@@ -49,7 +49,7 @@ def what_if_chart(title: str, curves: WhatIf) -> Chart:
         ax.set_xlabel(_LABELS[curves.variable])
         ax.set_ylabel(f"{curves.throughput_unit}, all workers")
         ax.set_ylim(0, 1.08 * max([*ideal, *(max(p.throughputs) for p in curves.points)]))
-        if values[0] > 0 and values[-1] / values[0] > 4:
+        if curves.variable != "servers" and values[0] > 0 and values[-1] / values[0] > 4:
             ax.set_xscale("log")
         ticks = values[:: -(-len(values) // _MOST_TICKS)]
         ax.xaxis.set_major_locator(FixedLocator(ticks))
