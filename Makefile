@@ -15,6 +15,8 @@ PYTEST_ARGS ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# tests within one process mostly wait; those of several processes and networks go one by one
+PARALLEL := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -26,10 +28,14 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv and install foreprop into it, with the development tools
 
 test: $(STAMP) ## run the whole test suite
+ifeq ($(PYTEST_ARGS),)
 	@# what must hold for every architecture, once more over collectives
-	$(if $(PYTEST_ARGS),,FOREPROP_ARCHITECTURE=ring $(BIN)/python -m pytest -q \
-	    tests/conformance tests/faults/test_lost_peers.py)
+	FOREPROP_ARCHITECTURE=ring $(PARALLEL) tests/conformance tests/faults/test_lost_peers.py
+	$(PARALLEL) tests/unit tests/conformance
+	$(BIN)/python -m pytest -q --ignore tests/unit --ignore tests/conformance
+else
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+endif
 
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
 	$(BIN)/foreprop demo

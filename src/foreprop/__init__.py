@@ -24,6 +24,7 @@ from foreprop.version import __version__
 
 if TYPE_CHECKING:
     from foreprop.training.parallelize import parallelize
+    from foreprop.training.profile import profile
     from foreprop.training.session import Session
     from foreprop.training.shard import shard
 
@@ -43,10 +44,16 @@ __all__ = [
     "TransportError",
     "__version__",
     "parallelize",
+    "profile",
     "shard",
 ]
 
-_TRAINING = {"parallelize": "parallelize", "Session": "session", "shard": "shard"}
+_TRAINING = {
+    "parallelize": "parallelize",
+    "profile": "profile",
+    "Session": "session",
+    "shard": "shard",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ from foreprop.errors import ConfigError
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 
 WholeTables = Literal["all", "rank0", "none"]
+Collectives = Literal["auto", "gloo", "nccl"]
 LocalAggregation = Literal["auto", "on", "off"]
 
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
@@ -129,6 +130,11 @@ class Config:
     )
     chunks_in_flight: int = _setting(
         4, "architecture=ring: full chunks under way at once, or twice as many small", 1
+    )
+    collectives: Collectives = _setting(
+        "auto",
+        "architecture=ring: gloo, through host memory, or nccl, between GPUs; auto: nccl where each"
+        " rank's parameters are on a GPU of its own",
     )
     sparse_parameters: str | None = _setting(
         None, "names of embeddings to be held row by row; patterns (*, ?), with commas"
@@ -352,6 +358,7 @@ class LaunchInfo:
     """What torchrun (or nobody) says about this process."""
 
     rank: int
+    local_rank: int
     world_size: int
     local_world_size: int
     master_address: str
@@ -366,6 +373,7 @@ def launch_info() -> LaunchInfo:
     world_size = _int_variable("WORLD_SIZE", 1) if launched else 1
     return LaunchInfo(
         rank=_int_variable("RANK", 0) if launched else 0,
+        local_rank=_int_variable("LOCAL_RANK", 0) if launched else 0,
         world_size=world_size,
         local_world_size=_int_variable("LOCAL_WORLD_SIZE", world_size) if launched else 1,
         master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -381,6 +389,11 @@ def _int_variable(name: str, default: int) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(f"{name} is {text!r}; it must be a whole number") from error
+
+
+def foreign_setting(name: Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]) -> str | None:
+    """A variable of torch's, for ``foreprop doctor`` to show; None if it is not set."""
+    return os.environ.get(name)
 
 
 def child_environment() -> dict[str, str]:

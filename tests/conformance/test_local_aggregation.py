@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -388,6 +391,29 @@ def test_rows_that_several_workers_look_up_are_pushed_and_fetched_once() -> None
     headers = 28 * 40 + 4000  # and hellos, the optimizer's numbers, pulls
     assert pushed <= sent < pushed + headers
     assert replied <= received < replied + headers
+
+
+def test_a_relay_s_trace_has_its_stages(tmp_path: Path) -> None:
+    """For each slice and step one sum of the node's, and what came before and after it."""
+
+    def work(world: World) -> int:
+        model, optimizer = build_seeded(BUILD)
+        with foreprop.parallelize(model, optimizer, world=world, trace=str(tmp_path)) as session:
+            train_classifier(model, optimizer, batches_of(1)[0])
+            session.flush()
+            return int(session.stats()["pushes"])
+
+    pushes = run_cluster(4, work, local_size=2)[0]
+    files = sorted(tmp_path.glob("relay-*.json"))
+    assert len(files) == 4  # of each node to each server
+    stages = Counter(
+        event["cat"]
+        for file in files
+        for event in json.loads(file.read_text())["traceEvents"]
+        if event["ph"] == "X" and event["args"]["step"] > 0  # 0: the first values
+    )
+    assert stages["node_summed"] == stages["push_sent"] == stages["reply_received"] == 2 * pushes
+    assert stages["push_received"] == stages["reply_sent"] == 4 * pushes
 
 
 # When there is nothing to do.

@@ -53,7 +53,7 @@ def _train_tokens(
         optimizer.step()
 
 
-class _Tied(nn.Module):
+class Tied(nn.Module):
     """The same matrix embeds and predicts."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Tied(nn.Module):
         return self.output(torch.tanh(self.body(self.embedding(tokens))))
 
 
-class _UsedElsewhere(_Tied):
+class UsedElsewhere(Tied):
     """Uses a parameter outside its module's forward."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _UsedElsewhere(_Tied):
         return F.linear(hidden, weight=self.embedding.weight)
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
@@ -93,7 +93,7 @@ class _Attention(nn.Module):
         return self.output(self.norm(x + attended))
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
@@ -104,7 +104,7 @@ class _Transformer(nn.Module):
         return self.output(self.body(self.embedding(tokens)))
 
 
-class _Recurrent(nn.Module):
+class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 5)
@@ -118,7 +118,7 @@ class _Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "make", [_Tied, _UsedElsewhere, _Attention, _Transformer, _Recurrent], ids=lambda m: m.__name__
+    "make", [Tied, UsedElsewhere, Attention, Transformer, Recurrent], ids=lambda m: m.__name__
 )
 def test_sequence_models(make: Any) -> None:
     check_both(with_sgd(make), _train_tokens, _tokens(2))
@@ -172,7 +172,7 @@ def test_parameters_that_the_optimizer_does_not_have_come_from_rank_zero() -> No
     check_both(build, train_classifier, batches_of(2))
 
 
-class _Branches(nn.Module):
+class Branches(nn.Module):
     """Which branch is used is told by the data's first number."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ ALTERNATING = ["left", "left", "right", "left", "right", "right"]
 
 def test_unused_in_some_steps_on_all_ranks() -> None:
     """Untouched then: no weight decay, no momentum."""
-    build = with_sgd(_Branches, weight_decay=0.1)
+    build = with_sgd(Branches, weight_decay=0.1)
     check_both(build, _train_branches(ALTERNATING), batches_of(2, count=6))
 
 
@@ -209,7 +209,7 @@ def test_unused_in_some_steps_on_all_ranks() -> None:
 def test_unused_on_some_ranks_counts_as_zeros(preset: str) -> None:
     patterns = [ALTERNATING, ["right", "left", "right", "right", "left", "left"]]
     by_rank = batches_of(2, count=6)
-    build = with_sgd(_Branches, weight_decay=0.1)
+    build = with_sgd(Branches, weight_decay=0.1)
 
     # the twin: both halves of the batch in one process, each through its own branch
     model, optimizer = build_seeded(build)

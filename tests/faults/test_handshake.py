@@ -14,11 +14,13 @@ from torch import nn
 
 import foreprop
 from foreprop.core.manifest import Manifest
+from foreprop.core.wire import Kind
 from foreprop.engine import server
 from foreprop.engine.world import World
 from foreprop.errors import ForepropError, HandshakeError
 from foreprop.training.served import ServedBackend
 from tests.cluster import run_cluster
+from tests.faults import wire_peers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -176,3 +178,35 @@ def test_a_rank_that_never_comes_is_named() -> None:
         assert isinstance(errors[rank], foreprop.StepTimeout)
         assert re.search("join_timeout_s", str(errors[rank])), errors
     assert any("rank 1" in str(error) for error in errors), errors
+
+
+class _SlowToGoOn:
+    """A lock whose holder is held up when it lets go, as by another process."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        time.sleep(0.05)
+
+
+def test_who_says_hello_at_one_time_is_welcomed_once() -> None:
+    with wire_peers.session(joined=False, world_size=3) as made:
+        workers = [made.stranger(rank) for rank in range(3)]
+        while len(made.server._strangers) < 3:
+            time.sleep(0.01)
+        made.server.lock = _SlowToGoOn(made.server.lock)
+        for worker in workers:
+            worker.hello(wire_peers.manifest_of(3))
+        for worker in workers:
+            worker.expect(Kind.WELCOME)
+            worker.send(Kind.BYE)
+        for worker in workers:
+            frame = worker.receive()
+            assert frame is None, Kind(frame[0].kind).name
+        made.wait()
+        assert made.failure == [None]

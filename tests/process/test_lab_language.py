@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foreprop.errors import ConfigError
+from foreprop.lab.ablation import ABLATION
 from foreprop.lab.language import (
     DDP_DENSE,
     DDP_SPARSE,
@@ -95,6 +96,28 @@ def test_several_workers_per_node_merge_their_rows(
     for name in (SERVERS, FEW_SERVERS):
         assert 0 < sent[name, "auto"] < 0.75 * sent[name, "off"]
     assert 0 < sent[HYBRID, "auto"] < sent[HYBRID, "off"]  # the ring's part is the same
+
+
+@pytest.mark.process
+@pytest.mark.lab
+@pytest.mark.timeout(180)
+def test_each_technique_of_parallax_saves_its_bytes(tmp_path: Path) -> None:
+    systems = tuple(ABLATION)
+    setting = setting_of(tmp_path, systems=systems, workers_per_node=2, samples=400)
+    result = run_lab(setting)
+    if result.notices:
+        pytest.skip(result.notices[0])
+    entries = {
+        entry.record.system: entry
+        for entry in with_bytes(result, sampled_steps=sampled_steps(setting))
+    }
+    assert tuple(entries) == systems
+    sent = [entries[name].sent_bytes for name in systems]
+    received = [entries[name].received_bytes for name in systems]
+    assert sent[2] < sent[1]  # the node's rows are merged
+    assert received[3] < 0.9 * received[2]  # no rows are fetched only for the norm
+    assert sent[4] < 0.7 * sent[3]
+    assert received[4] < 0.7 * received[3]
 
 
 def test_batches_are_the_text(tmp_path: Path) -> None:

@@ -118,6 +118,17 @@ def test_layers_occupy_the_clock_in_forward_and_backward_order(host: Host) -> No
     assert model.clock.idle_s == 0
 
 
+def test_a_layer_without_arrays_is_computed_too(host: Host) -> None:
+    outside = Layer(name="input", sizes_elems=(), forward_s=0.25, backward_s=0.125)
+    model = EmulatedModel([outside, *LAYERS])
+    started = host.now
+    loss = forward(model)
+    assert host.now - started == pytest.approx(0.25 + FORWARD_S)
+    loss.backward()
+    assert host.now - started == pytest.approx(0.25 + STEP_S + 0.125)
+    assert len(list(model.parameters())) == 4
+
+
 def test_a_slow_host_does_not_stretch_the_step(host: Host) -> None:
     model = EmulatedModel(LAYERS)
     started = model.clock.free_at

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import Profile, ProfiledArray, load_profile, profile_names, read_profile
+from foreprop.lab.profile import (
+    Layer,
+    Profile,
+    ProfiledArray,
+    load_profile,
+    profile_names,
+    read_profile,
+)
 
 NAMES = ["inceptionv3", "resnet110_cifar", "resnet50", "sockeye", "vgg19"]
 
@@ -167,3 +175,135 @@ def test_missing_file_and_folder_name_the_path(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"cannot be read") as caught:
             read_profile(path)
         assert str(path) in str(caught.value)
+
+
+# Measured times.
+MEASURED = Profile(
+    name="mine",
+    arrays=(
+        ProfiledArray(name="words.weight", shape=(50, 4), forward_s=1.0, backward_s=2.0, alpha=0.1),
+        ProfiledArray(name="fc.weight", shape=(3, 4), forward_s=0.0, backward_s=4.0),
+        ProfiledArray(name="fc.bias", shape=(3,), forward_s=2.0, backward_s=0.5, dtype="bfloat16"),
+    ),
+    note="measured here",
+    before_first_use_s=0.25,
+    after_last_gradient_s=0.125,
+)
+
+
+def test_a_measured_profile_knows_its_compute() -> None:
+    assert MEASURED.measured_s == 0.25 + 3.0 + 6.5 + 0.125
+    assert (MEASURED.forward_s, MEASURED.backward_s) == (3.25, 6.625)
+    assert load_profile("vgg19").measured_s is None
+
+
+def test_measured_arrays_are_layers_with_their_own_times() -> None:
+    """Forward to backward is as measured, and what is outside of arrays is a layer without any."""
+    assert MEASURED.measured_s is not None
+    layers = MEASURED.layers(scale=1, compute_s=MEASURED.measured_s)
+    assert layers == [
+        Layer(name="input", sizes_elems=(), forward_s=0.25, backward_s=0.125),
+        Layer(name="words_weight", sizes_elems=(200,), forward_s=1.0, backward_s=2.0),
+        Layer(name="fc_weight", sizes_elems=(12,), forward_s=0.0, backward_s=4.0),
+        Layer(name="fc_bias", sizes_elems=(2,), forward_s=2.0, backward_s=0.5),  # 6 bytes
+    ]
+
+
+def test_another_compute_stretches_measured_times_alike() -> None:
+    assert MEASURED.measured_s is not None
+    layers = MEASURED.layers(scale=10, compute_s=2 * MEASURED.measured_s)
+    assert [layer.forward_s for layer in layers] == pytest.approx([0.5, 2.0, 0.0, 4.0])
+    assert [layer.backward_s for layer in layers] == pytest.approx([0.25, 4.0, 8.0, 1.0])
+    assert [layer.sizes_elems for layer in layers] == [(), (20,), (2,), (1,)]
+
+
+def test_without_time_outside_of_arrays_every_layer_has_one() -> None:
+    profile = replace(MEASURED, before_first_use_s=0.0, after_last_gradient_s=0.0)
+    layers = profile.layers(scale=1, compute_s=1.0)
+    assert [len(layer.sizes_elems) for layer in layers] == [1, 1, 1]
+
+
+def test_a_saved_profile_is_read_as_it_was(tmp_path: Path) -> None:
+    for profile in (MEASURED, load_profile("resnet50")):
+        path = tmp_path / f"{profile.name}.json"
+        profile.save(path)
+        assert read_profile(path) == profile
+        lines = path.read_text().splitlines()
+        assert len(lines) == len(profile.arrays) + 2  # one for each array
+
+
+def test_a_profile_that_cannot_be_saved_names_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "mine.json"
+    with pytest.raises(ConfigError, match=r"none/mine\.json, which cannot be written: No such"):
+        MEASURED.save(path)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]]
+
+
+def test_the_table_of_a_measured_profile_has_times_and_shares_of_rows() -> None:
+    lines = str(MEASURED).splitlines()
+    assert lines[0].strip() == "mine"
+    assert [cells(line) for line in lines if line[:1] in ("│", "┃")] == [
+        ["array", "shape", "MB", "forward ms", "backward ms", "rows touched"],
+        ["(no array)", "", "", "250.000", "125.000", ""],
+        ["words.weight", "50 x 4", "0.00", "1000.000", "2000.000", "10.00%"],
+        ["fc.weight", "3 x 4", "0.00", "0.000", "4000.000", ""],
+        ["fc.bias", "3", "0.00", "2000.000", "500.000", ""],
+        ["3 arrays", "", "0.00", "3250.000", "6625.000", ""],
+    ]
+    assert lines[-1].strip() == "measured here"
+
+
+def test_the_table_of_a_profile_with_flops_has_those() -> None:
+    lines = [cells(line) for line in str(load_profile("vgg19")).splitlines() if "│" in line]
+    assert lines[0] == ["features.0.weight", "64 x 3 x 3 x 3", "0.01", "173.408"]
+    assert lines[-1] == ["38 arrays", "", "574.67", ""]
+
+
+TIMED = {"name": "b.weight", "shape": [2], "forward_s": 1.0, "backward_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"forward_s": None}, "b.weight has only one of forward_s and backward_s"),
+        ({"forward_s": -1}, "forward_s of b.weight is -1.0; it must not be negative"),
+        ({"backward_s": "long"}, "backward_s"),
+        ({"alpha": 1.5}, "alpha of b.weight is 1.5; it is a share"),
+        ({"alpha": -0.5}, "alpha of b.weight is -0.5"),
+        ({"dtype": "int8"}, r"dtype of b.weight is 'int8'; it must be one of \['bfloat16', .*'"),
+        (
+            {"forward_s": None, "backward_s": None},
+            "b.weight has neither forward_flops nor forward_s",
+        ),
+        (
+            {"forward_s": None, "backward_s": None, "forward_flops": 7},
+            "a.weight has forward_s and b.weight has not: all arrays must have times, or none",
+        ),
+    ],
+)
+def test_bad_measured_array_says_what_is_wrong(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    array = {key: value for key, value in (TIMED | changes).items() if value is not None}
+    arrays = [TIMED | {"name": "a.weight"}, array]
+    path = file_of(tmp_path, {"model": "mine", "arrays_in_forward_order": arrays})
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_profile(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["before_first_use_s", "after_last_gradient_s"])
+def test_bad_time_outside_of_arrays_is_named(tmp_path: Path, name: str) -> None:
+    path = file_of(tmp_path, {"model": "mine", "arrays_in_forward_order": [TIMED], name: -1.0})
+    with pytest.raises(ConfigError, match=f"{name} is -1.0"):
+        read_profile(path)
+
+
+def test_times_of_nothing_but_zeros_are_refused(tmp_path: Path) -> None:
+    array = TIMED | {"forward_s": 0, "backward_s": 0}
+    path = file_of(tmp_path, {"model": "mine", "arrays_in_forward_order": [array]})
+    with pytest.raises(ConfigError, match="forward_s and backward_s are 0 for all arrays"):
+        read_profile(path)

@@ -9,7 +9,7 @@ import pytest
 
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
-from foreprop.lab.profile import load_profile
+from foreprop.lab.profile import Profile, ProfiledArray, load_profile
 from foreprop.lab.setting import SYSTEMS, LabSetting, usual_compute_s
 
 SETTING = LabSetting(profile=load_profile("resnet110_cifar"), systems=("p3", "ddp"))
@@ -85,3 +85,9 @@ def test_usual_compute_grows_with_slices_and_nodes() -> None:
     assert usual_compute_s(small, 4) == usual_compute_s(small, 2) == 1.0
     assert usual_compute_s(large, 4) == pytest.approx(2.9, rel=0.05)  # 143.7 M by 50,000 and a few
     assert usual_compute_s(large, 16) == pytest.approx(4 * usual_compute_s(large, 4))
+
+
+def test_usual_compute_is_the_measured_one() -> None:
+    array = ProfiledArray(name="a", shape=(10**7,), forward_s=0.5, backward_s=0.75)
+    profile = Profile(name="mine", arrays=(array,), before_first_use_s=0.25)
+    assert usual_compute_s(profile, 16) == 1.5

@@ -191,3 +191,30 @@ def test_rows_that_nobody_asked_for_are_refused() -> None:
 def test_values_are_rank_zero_s_to_send() -> None:
     with pytest.raises(RemoteProtocolError, match="rank 2 sent parameter values"):
         Setup()._frame(0, Kind.ROWS_VALUE, b"")
+
+
+def test_rows_that_come_before_a_pull_is_done_with_are_handed_out_once() -> None:
+    """The thread of the server's link may be faster than the one that has asked."""
+    setup = Setup()
+    send_on = setup.host.send_on
+
+    def answered_at_once(*frame: Any) -> None:
+        send_on(*frame)
+        setup.arrive(frame[3], [3, 5])
+
+    setup.host.send_on = answered_at_once  # type: ignore[method-assign]
+    setup.pull(0, 70, [3, 5])
+    assert setup.answers() == [(0, 70, [3.0, 5.0])]
+
+
+def test_rows_that_are_asked_for_anew_are_fetched_again() -> None:
+    setup = Setup()
+    setup.pull(0, 70, [3])
+    setup.arrive(0, [3])
+    data = encode_pull(setup.shard.number, torch.tensor([3]))
+    setup._frame(1, Kind.ROWS_PULL, data, slice_=80, flags=Flag.ANEW)
+    assert setup.asked() == [(0, [3]), (1, [3])]
+    setup.pull(0, 71, [3])  # waits for the new ones
+    assert setup.answers() == [(0, 70, [3.0])]
+    setup.arrive(1, [4])
+    assert setup.answers()[1:] == [(1, 80, [4.0]), (0, 71, [4.0])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import statistics
 from pathlib import Path
@@ -169,6 +170,43 @@ def test_the_command_writes_records(tmp_path: Path) -> None:
     records = read_records(tmp_path / "results.json")
     assert [record.system for record in records] == ["p3", "ddp"]
     assert all(record.network == "simulated" for record in records)
+
+
+MEASURED = Profile(
+    name="measured",
+    arrays=tuple(
+        ProfiledArray(name=f"{i}.weight", shape=(elems,), forward_s=0.01 * i, backward_s=0.03)
+        for i, elems in enumerate((3_000, 40_000, 200_000))
+    ),
+    before_first_use_s=0.06,
+    after_last_gradient_s=0.02,
+)
+
+
+def test_the_command_takes_the_times_of_a_measured_profile(tmp_path: Path) -> None:
+    """All systems, one layer of which has no arrays; and another compute instead."""
+    MEASURED.save(tmp_path / "mine.json")
+    systems = ",".join(SIMULATED_SYSTEMS)
+    options = f"--systems {systems} --iterations 2 --scale 1 --profile {tmp_path}/mine.json"
+    for compute, compute_s in (("", 0.2), ("--compute-s 0.4", 0.4)):
+        arguments = ["lab", "simulate", *f"{options} {compute} --out {tmp_path}".split()]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        records = read_records(tmp_path / "results.json")
+        assert [record.system for record in records] == list(SIMULATED_SYSTEMS)
+        assert {record.model for record in records} == {"measured"}
+        assert [record.compute_s for record in records] == pytest.approx([compute_s] * len(records))
+        assert all(record.iteration_s.median >= 0.999 * record.limit_s for record in records)
+
+
+def test_a_frozen_network_in_front_hides_the_wire() -> None:
+    """What is computed before the first array is used: no system waits longer for that."""
+    behind = dataclasses.replace(MEASURED, before_first_use_s=1.0)
+    (hidden,) = simulate_lab(setting("p3", profile=behind, compute_s=1.14, rate_bits_per_s=40e6))
+    (open_,) = simulate_lab(setting("p3", profile=MEASURED, compute_s=0.2, rate_bits_per_s=40e6))
+    assert open_.waiting_s > 0.1
+    assert hidden.waiting_s == pytest.approx(0.0, abs=1e-3)
+    assert hidden.iteration_s.median == pytest.approx(1.14, rel=0.01)
 
 
 @pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")

@@ -53,7 +53,10 @@ _Model = Annotated[
 ]
 _ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", help="A JSON file of arrays and FLOPs, instead of --model."),
+    typer.Option(
+        "--profile",
+        help="A file that foreprop.profile() has saved, or a JSON file of arrays and FLOPs.",
+    ),
 ]
 _Nodes = Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")]
 _Balance = Annotated[
@@ -65,7 +68,10 @@ _Rate = Annotated[
 _Scale = Annotated[int, typer.Option(help="Divides every array, slice and bucket.")]
 _Compute = Annotated[
     float | None,
-    typer.Option(help="Seconds that the device computes per step; by default enough for 2 CPUs."),
+    typer.Option(
+        help="Seconds that the device computes per step; by default as measured (see --profile),"
+        " or else enough for 2 CPUs."
+    ),
 ]
 _Iterations = Annotated[int, typer.Option(help="Measured steps of each system.")]
 _SliceElems = Annotated[int, typer.Option(help="Elements per slice of the unscaled model.")]
@@ -75,6 +81,9 @@ _Jitter = Annotated[
 _EgressOnly = Annotated[
     bool, typer.Option("--egress-only", help="Shape only what nodes send, as the paper did.")
 ]
+
+_SHORT_S = 0.1
+"""Shorter steps are shown with more digits."""
 
 
 @lab.command("run")
@@ -254,7 +263,8 @@ def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) ->
     compared = f"over {first}" if first in ABLATION else "hybrid is"
     headings = ("system", "step", "steps/s", compared, "sent", "received", "waiting", "CPUs")
     for heading in headings:
-        made.add_column(heading, justify="left" if heading == "system" else "right")
+        system = heading == "system"
+        made.add_column(heading, justify="left" if system else "right", no_wrap=system)
     steps = {m.record.system: m.record.iteration_s.median for m in measured}
     best = steps.get(HYBRID)
 
@@ -352,10 +362,11 @@ def table(setting: LabSetting, records: list[Record]) -> Table:
     first = records[0]
     simulated = first.network == SIMULATED
     kind = "simulated: " if simulated else ""
+    places = 3 if first.limit_s >= _SHORT_S else 4
     shown = Table(
         title=f"{kind}{first.model} / {first.scale}, {_nodes(setting)},"
         f" {first.rate_bits_per_s / 1e6:.0f} Mbit/s (balance {first.balance:.2f}),"
-        f" compute {first.compute_s:.2f} s, limit {first.limit_s:.3f} s"
+        f" compute {first.compute_s:.{places - 1}f} s, limit {first.limit_s:.{places}f} s"
     )
     for heading in ("system", "s/step", "p10-p90", "efficiency", "waiting s", "CPU s/GB", "CPUs"):
         shown.add_column(heading, justify="left" if heading == "system" else "right")
@@ -363,10 +374,10 @@ def table(setting: LabSetting, records: list[Record]) -> Table:
         step = record.iteration_s
         shown.add_row(
             record.system,
-            f"{step.median:.3f}",
-            f"{step.p10:.3f}-{step.p90:.3f}",
+            f"{step.median:.{places}f}",
+            f"{step.p10:.{places}f}-{step.p90:.{places}f}",
             "CPU-bound" if record.cpu_bound else f"{record.efficiency:.3f}",
-            f"{record.waiting_s:.3f}",
+            f"{record.waiting_s:.{places}f}",
             "" if simulated else f"{record.cpu_s_per_gb:.1f}",
             "" if simulated else f"{100 * record.cpu_share:.0f} %",
         )

@@ -14,6 +14,7 @@ from foreprop import errors
 from foreprop.cli.bench import bench
 from foreprop.cli.config import config
 from foreprop.cli.demo import demo
+from foreprop.cli.doctor import doctor
 from foreprop.cli.lab import lab
 from foreprop.cli.plan import plan
 from foreprop.cli.run import run
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command("doctor")(doctor)
 app.command("server")(server)
 app.command("plan")(plan)
 app.add_typer(lab, name="lab")

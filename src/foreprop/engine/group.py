@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +24,18 @@ _VALUE_BYTES = 4_194_304
 """Of one entry: torch's store takes less than 8 MiB."""
 _ALIVE_S = 2.0
 """After a collective has failed, every rank that is alive has said so within this."""
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""With this a thread waits for a sum, and is told if it has failed, as by gloo."""
 _LOOK_S = 0.02
 _GRACE_S = 5.0
 """torch gives up so long after we do, whose message says what was waited for."""
 
 
 class Group:
-    """Collectives on CPU tensors among all ranks of a session. One rank's view."""
+    """Collectives among all ranks of a session. One rank's view.
+
+    Sums are of tensors on the CPU, by gloo, or if a ``gpu`` is given, on that, by NCCL.
+    """
 
     def __init__(self, world: World, config: Config) -> None:
         self.meeting = Meeting(world, config)
@@ -42,8 +48,15 @@ class Group:
         self._config = config
         self._key = self.meeting.key
         self._group: Any = None
+        self._nccl: Any = None
 
-    def open(self) -> None:
+    def gpus(self, mine: str) -> dict[int, str]:
+        """By rank, what each has told of its GPU (`engine.gpu.usable_gpu`)."""
+        self.publish(f"gpu/{self.rank}", mine)
+        ranks = range(self.size)
+        return {rank: self.lookup(f"gpu/{rank}", f"rank {rank}'s device") for rank in ranks}
+
+    def open(self, gpu: torch.device | None = None) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
         options = _Gloo._Options()
         options._threads = self._config.most_collectives
@@ -57,6 +70,25 @@ class Group:
             raise TransportError(
                 f"rank {self.rank} at {self.address} cannot be connected to the others: {error}"
             ) from error
+        if gpu is not None:
+            self._nccl = self._open_nccl(gpu)
+
+    def _open_nccl(self, gpu: torch.device) -> Any:
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
+        store = PrefixStore(f"{self._key}/nccl", self._world.store)
+        try:
+            with _environment(_BLOCKING_WAIT, "1"):
+                group = nccl(store, self.rank, self.size, options)
+            group.allreduce([torch.zeros(1, device=gpu)]).wait()  # connects
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} cannot be connected to the others by NCCL: {_first_line(error)};"
+                " NCCL_DEBUG=INFO tells more, NCCL_SOCKET_IFNAME names the interface, and"
+                " collectives='gloo' does without"
+            ) from error
+        return group
 
     def _device(self) -> Any:
         try:
@@ -69,7 +101,8 @@ class Group:
     # Collectives: the same ones in the same order on every rank.
     def sum(self, tensor: torch.Tensor) -> Any:
         """Begin to replace ``tensor`` by its sum over the ranks; returns torch's ``Work``."""
-        return self._opened.allreduce([tensor])
+        group = self._opened if self._nccl is None else self._nccl
+        return group.allreduce([tensor])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Make ``tensor``, of any layout and device, rank 0's."""
@@ -246,7 +279,22 @@ class Group:
         self.meeting.check_refused()
 
     def close(self) -> None:
-        self._group = None
+        if self._nccl is not None:
+            self._nccl.abort()  # nothing is under way, or it never ends
+        self._group = self._nccl = None
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,8 @@ from foreprop.engine.serverlink import ServerLink
 from foreprop.errors import RemoteProtocolError
 from foreprop.net.stream import Stream
 
+_FIRST_PROCESS, _MOST_SERVERS = 1_000_000, 1_000
+"""For numbers in traces that no worker or server has."""
 _CAUSE_S = 1.0
 """How long after the connection's end another process may still tell the reason."""
 
@@ -50,10 +52,12 @@ class Relay:
         self._host = Server(
             index=server,
             session_id=session_id,
-            config=config.replace(trace=None),
+            config=config,
             make_session=self._make_session,
             peers_of=self._peers_of,
             name=self._name,
+            process=f"relay {node} to server {server}",
+            process_id=_FIRST_PROCESS + node * _MOST_SERVERS + server,
         )
 
     def _peers_of(self, manifest: Manifest) -> Peers:

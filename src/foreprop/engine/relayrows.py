@@ -91,9 +91,16 @@ class _Waiting:
 
     worker: int
     header: Header
-    numbers: torch.Tensor
-    missing: set[int]
-    """The requests that it waits for."""
+    requests: list[_Request]
+    """Which its rows come with."""
+    sources: torch.Tensor
+    """By row: which of these."""
+    places: torch.Tensor
+    """By row: where in that."""
+
+    @property
+    def complete(self) -> bool:
+        return all(request.arrived for request in self.requests)
 
 
 @dataclass(slots=True)
@@ -113,11 +120,12 @@ class _Fetched:
         self.index.add(numbers)
         self.requests.append(request)
 
-    def find(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which requests these rows come with, as places in ``requests``, and where in them."""
-        places, starts = self.index.find(numbers), torch.tensor(self.starts)
+    def find(self, numbers: torch.Tensor) -> tuple[list[_Request], torch.Tensor, torch.Tensor]:
+        """Which requests these rows come with, by row which of those, and by row where in it."""
+        places, starts = self.index.find(numbers), torch.tensor(self.starts, dtype=torch.int64)
         which = torch.searchsorted(starts, places, right=True) - 1
-        return which, places - starts[which]
+        used, sources = torch.unique(which, return_inverse=True)
+        return [self.requests[i] for i in used.tolist()], sources, places - starts[which]
 
 
 class RelayRows:
@@ -268,16 +276,15 @@ class RelayRows:
             fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
             new = numbers[fetched.index.find(numbers) < 0]
             request = self._register(shard, header.step, fetched, new) if len(new) else None
-            used = [fetched.requests[i] for i in set(fetched.find(numbers)[0].tolist())]
-            missing = {each.number for each in used if not each.arrived}
-            waiting = _Waiting(worker, header, numbers, missing)
-            if missing:
+            waiting = _Waiting(worker, header, *fetched.find(numbers))
+            complete = waiting.complete  # by now; if not, who receives the last rows hands them out
+            if not complete:
                 fetched.waiting.append(waiting)
         if request is not None:
             data, place = encode_pull(shard.number, new), (header.step, header.priority)
             self._host.send_on(Kind.ROWS_PULL, *place, request.number, data)
-        if not missing:
-            self._hand_out(fetched, waiting)
+        if complete:
+            self._hand_out(waiting)
 
     def _fetched_as_of(self, shard: Shard, step: int, *, anew: bool) -> _Fetched:
         steps = self._fetched.setdefault(shard.number, {})
@@ -311,24 +318,19 @@ class RelayRows:
         with self._lock:
             request = self._requests.pop(header.slice)
             request.arrived = True
-            fetched, complete = request.fetched, []
-            for waiting in fetched.waiting:
-                waiting.missing.discard(header.slice)
-                if not waiting.missing:
-                    complete.append(waiting)
-            fetched.waiting = [waiting for waiting in fetched.waiting if waiting.missing]
+            fetched = request.fetched
+            complete = [waiting for waiting in fetched.waiting if waiting.complete]
+            fetched.waiting = [waiting for waiting in fetched.waiting if not waiting.complete]
         for waiting in complete:
-            self._hand_out(fetched, waiting)
+            self._hand_out(waiting)
 
-    def _hand_out(self, fetched: _Fetched, waiting: _Waiting) -> None:
-        numbers, (_, _, _, step, slice_, priority, _) = waiting.numbers, waiting.header
-        sources, places = fetched.find(numbers)
-        parts = [(source, fetched.requests[source].rows) for source in set(sources.tolist())]
-        width = parts[0][1].shape[1] if parts else 0
-        rows = torch.empty(len(numbers), width, dtype=torch.uint8)
-        for source, fetched_rows in parts:
-            own = sources == source
-            rows[own] = fetched_rows[places[own]]
+    def _hand_out(self, waiting: _Waiting) -> None:
+        _, _, _, step, slice_, priority, _ = waiting.header
+        width = waiting.requests[0].rows.shape[1] if waiting.requests else 0
+        rows = torch.empty(len(waiting.places), width, dtype=torch.uint8)
+        for number, request in enumerate(waiting.requests):
+            own = waiting.sources == number
+            rows[own] = request.rows[waiting.places[own]]
         data = bytes(bytes_of(rows))
         self._host.answer(waiting.worker, Kind.ROWS_REPLY, step, priority, slice_, data)
 

@@ -7,6 +7,7 @@ checkpoints, passes through.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -58,7 +59,7 @@ from foreprop.engine.serverlink import ServerLink
 from foreprop.engine.serversession import failure_told
 from foreprop.engine.slicestore import state_limit_bytes
 from foreprop.errors import RemoteProtocolError
-from foreprop.observe.stages import Stage
+from foreprop.observe.stages import RelayStage, Stage
 
 _EMPTY = memoryview(b"")
 _ANSWERED_ABOVE: dict[int, Kind] = {
@@ -66,8 +67,6 @@ _ANSWERED_ABOVE: dict[int, Kind] = {
     Kind.TABLE_PULL: Kind.TABLE_REPLY,
 }
 _STATUS_LIMIT_BYTES = 65_536
-_CAUSE_S = 1.0
-"""How long after the connection's end another process may still tell the reason."""
 
 
 class RelaySession:
@@ -86,6 +85,8 @@ class RelaySession:
         self._manifest = manifest
         self._host = host
         self._lock = host.lock
+        self._trace = host.trace
+        self._receive_started_ns = 0  # what comes from the server
         self._peers = peers
         self._link = link
         self._machine = RelayMachine(
@@ -185,6 +186,7 @@ class RelaySession:
                 self._store.put_gradient(event.slice, event.rank, buffer)
             instructions = self._machine.handle(event)
         peer.last_push = (header.slice, header.step)
+        self._span(Stage.PUSH_RECEIVED, header, peer.receive_started_ns)
         self._execute(instructions)
 
     def _on_value(self, peer: Peer, header: Header) -> None:
@@ -271,6 +273,7 @@ class RelaySession:
     # From the server. In its link's thread.
     def destination_above(self, header: Header) -> memoryview:
         kind, slice_ = header.kind, header.slice
+        self._receive_started_ns = time.perf_counter_ns()
         if kind == Kind.ROWS_REPLY:
             return self._rows.room(header)
         if kind == Kind.REPLY:
@@ -310,6 +313,7 @@ class RelaySession:
         if kind == Kind.REPLY:
             with self._lock:
                 self._store.land(slice_, payload)
+            self._span(Stage.REPLY_RECEIVED, header, self._receive_started_ns)
             self._dispatch(AnswerArrived(slice_, step, header.priority, header.flags))
         elif kind == Kind.NOTIFY:
             self._dispatch(NoticeArrived(slice_, step, header.flags))
@@ -367,10 +371,13 @@ class RelaySession:
 
     def _sum(self, asked: UpdateSlice) -> Sequence[Any]:
         """Make the one sum that is under way; returns what follows from it."""
+        started_ns = time.perf_counter_ns()
         if asked.ranks:
             with self._lock:
                 self._hyperparameters.at(asked.step)
         self._store.add_up(asked.slice, asked.ranks)
+        about = Header(Kind.PUSH, 0, 0, asked.step, asked.slice, 0, 0)
+        self._span(RelayStage.NODE_SUMMED, about, started_ns)
         with self._lock:
             self._store.keep_sum_only(asked.slice)
             return self._machine.handle(UpdateFinished())
@@ -390,7 +397,10 @@ class RelaySession:
         return _EMPTY
 
     def on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
-        """A relay writes no trace."""
+        if frame.kind == Kind.REPLY:
+            peer, kind, step, slice_, priority, flags, _ = frame
+            sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)
+            self._span(Stage.REPLY_SENT, sent, started_ns)
 
     def _answer(self, peer: int, kind: Kind, about: Header, data: bytes | memoryview) -> None:
         self.answer(peer, kind, about.step, CONTROL_PRIORITY, about.slice, data)
@@ -449,7 +459,11 @@ class RelaySession:
                 payload = self._store.take_value(slice_, step)
             elif kind == Kind.PUSH and (total := self._store.take_sum(slice_)) is not None:
                 payload = total.view
+        started_ns = time.perf_counter_ns()
         self._link.send(kind, flags, step, slice_, priority, payload)
+        if kind == Kind.PUSH:
+            about = Header(kind, flags, 0, step, slice_, priority, len(payload))
+            self._span(Stage.PUSH_SENT, about, started_ns)
         if total is not None:
             with self._lock:
                 self._store.give_back(total)
@@ -483,6 +497,18 @@ class RelaySession:
     def _broke(self, error: BaseException) -> None:
         if not isinstance(error, OSError):  # a lost connection is told by who reads from it
             self._host.broke(error)
+
+    def _span(self, stage: Stage | RelayStage, about: Header, started_ns: int) -> None:
+        if self._trace is not None:
+            self._trace.span(
+                stage.value,
+                self.names[about.slice],
+                started_ns,
+                step=about.step,
+                size_bytes=about.payload_bytes,
+                slice_=about.slice,
+                priority=about.priority,
+            )
 
     def close(self, failure: Failure | None) -> None:
         self._link.close(failure)

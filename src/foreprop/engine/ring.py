@@ -43,6 +43,7 @@ from foreprop.core.ring import (
 )
 from foreprop.core.wire import Flag
 from foreprop.engine.aggregation import clip, finish_sum, square_sum
+from foreprop.engine.gpu import DeviceWork, HostWork
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import describe_groups
 from foreprop.engine.norms import GradientNorms
@@ -109,11 +110,13 @@ class RingEngine:
         trace: TraceRecorder | None = None,
         aggregation: Aggregation | None = None,
         tell_sum: Callable[[int, SquareSum], None] | None = None,
+        device: DeviceWork | None = None,
     ) -> None:
         self.parameters = parameters
         self._memory = memory
         self._updater = updater
         self._group = group
+        self._device = device or HostWork()
         self._rank = group.rank
         self._config = config
         self._trace = trace
@@ -354,7 +357,7 @@ class RingEngine:
     def _run(self) -> None:
         torch.set_grad_enabled(False)
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), self._device.in_thread():
                 while self._do_next():
                     pass
         except ForepropError as error:
@@ -382,6 +385,7 @@ class RingEngine:
             return True
         try:
             work.wait()
+            self._device.finish()
         except RuntimeError as error:
             if self._closing or self.failed:
                 return False
@@ -420,7 +424,8 @@ class RingEngine:
 
     def _make_sums(self, family: Sequence[int]) -> None:
         ends = list(accumulate(self.parameters[p].elems + _MARKS for p in family))
-        memory = torch.empty(ends[-1], dtype=self._sum_dtypes[family[0]])
+        dtype = self._sum_dtypes[family[0]]
+        memory = torch.empty(ends[-1], dtype=dtype, device=self._device.device)
         for parameter, run in zip(family, pairwise([0, *ends]), strict=True):
             self._sums[parameter] = memory[slice(*run)]
 
@@ -435,14 +440,14 @@ class RingEngine:
         else:
             itemsize = self._itemsize[parameter]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
-            total[start:stop] = torch.frombuffer(part, dtype=DTYPES[info.dtype])
+            total[start:stop] = self._device.flat(part, DTYPES[info.dtype])
         if stop == info.elems:
             marks = (
                 not flags & Flag.NO_GRADIENT,
                 bool(flags & Flag.VALUE_CHANGED),
                 *self._settings_at(step).digest,
             )
-            total[stop:] = torch.tensor(marks, dtype=total.dtype)
+            total[stop:] = torch.tensor(marks, dtype=total.dtype, device=total.device)
 
     def _note_reduced(self, instruction: ReduceChunk, started_ns: int) -> None:
         number, step = instruction
@@ -476,6 +481,7 @@ class RingEngine:
             clip(gradient, self._aggregation, self._coefficient)
             self._updater.update(parameter, step, gradient)
         self._updater.end_step(parameter)
+        self._device.finish()
         self._dispatch(ParameterUpdated(parameter))
 
     def _aggregate(self, parameter: int, step: int) -> None:

@@ -53,6 +53,8 @@ _FAREWELL_S = 2.0
 _LISTEN_POLL_S = 0.2
 _JOIN_SHARE = 0.9
 """A server gives up before the workers do: it knows who is missing."""
+_FIRST_PROCESS = 1000
+"""Of servers in traces; workers have their ranks."""
 _MAX_STRANGERS = 1000
 """Connections at one time that have not said hello; a larger world joins in portions."""
 
@@ -66,7 +68,8 @@ PeersOf = Callable[[Manifest], Peers]
 class Server:
     """One server of one session, over a listening socket or ready-made streams.
 
-    ``make_session`` and ``peers_of`` make a relay of it (`engine.relay`).
+    ``make_session`` and ``peers_of`` make a relay of it (`engine.relay`); ``name`` is for messages,
+    ``process`` and its number are for traces.
     """
 
     def __init__(
@@ -79,10 +82,11 @@ class Server:
         make_session: SessionMaker = ServerSession,
         peers_of: PeersOf = Manifest.peers,
         name: str = "",
+        process: str = "",
+        process_id: int | None = None,
     ) -> None:
         self.index = index
         self.name = name or f"server {index}"
-        """For messages."""
         self._make_session = make_session
         self._peers_of = peers_of
         self._session_id = session_id
@@ -107,8 +111,10 @@ class Server:
         )
         self.trace: TraceRecorder | None = None
         if config.trace:
-            path = trace_path(Path(config.trace), f"server-{index}", session_id)
-            self.trace = TraceRecorder(path, f"server {index}", 1000 + index)
+            process = process or f"server {index}"
+            path = trace_path(Path(config.trace), process.replace(" ", "-"), session_id)
+            number = _FIRST_PROCESS + index if process_id is None else process_id
+            self.trace = TraceRecorder(path, process, number)
 
     # Life.
     def run(self, listener: socket.socket) -> Failure | None:
@@ -359,12 +365,13 @@ class Server:
             self._known = self._peers_of(first.manifest)
             refused = self._compare_all(first.manifest)
             complete = len(self._peers) == self._known.count
+            session = None
             if not refused and complete:
-                self._session = self._make_session(first.manifest, self)
+                session = self._session = self._make_session(first.manifest, self)
         if refused:
             self.fail(Failure(kind="HandshakeError", message=refused))
-        elif self._session is not None:
-            self._session.start()
+        elif session is not None:  # not `_session`: another thread may have made that by now
+            session.start()
 
     def _compare_all(self, zero: Manifest) -> str | None:
         """How the first peer and the others, or this process, differ."""

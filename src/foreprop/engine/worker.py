@@ -709,7 +709,8 @@ class WorkerEngine:
         elif kind in (Kind.NORM_PART, Kind.NORM):
             self._on_norm(server, header, payload)
         elif kind == Kind.WELCOME:
-            self._welcomes += 1
+            with self._lock:
+                self._welcomes += 1
             self.progress.notify()
         elif kind == Kind.FAILURE:
             self._fail(decode_failure(payload).as_error())

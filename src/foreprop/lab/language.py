@@ -9,6 +9,7 @@ are autograd's; the LSTM is emulated as the lab's other layers are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import subprocess
@@ -149,12 +150,7 @@ class Text:
 
 def _read_words(setting: LanguageSetting) -> tuple[torch.Tensor, list[str]]:
     """Raises `ConfigError` for a text without a batch for each worker, `DatasetUnavailable`."""
-    if setting.text is None:
-        return wikitext2()
-    try:
-        words, types = number_words(setting.text.read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text is {setting.text}, which cannot be read: {error}") from error
+    words, types = _number_all(setting.text)
     needed = setting.workers * (setting.sequences * setting.length + 1)
     if len(words) < needed:
         raise ConfigError(
@@ -162,6 +158,17 @@ def _read_words(setting: LanguageSetting) -> tuple[torch.Tensor, list[str]]:
             f" {setting.workers} workers takes {needed}"
         )
     return words, types
+
+
+@functools.cache
+def _number_all(text: Path | None) -> tuple[torch.Tensor, list[str]]:
+    """Kept: a worker that clips reads all others' shares, too."""
+    if text is None:
+        return wikitext2()
+    try:
+        return number_words(text.read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text is {text}, which cannot be read: {error}") from error
 
 
 class AggregatedRows:

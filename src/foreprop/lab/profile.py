@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
+from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
 
 _FORWARD_SHARE = 1 / 3  # forward : backward = 1 : 2
 _CONSTANT_SHARE = 0.1  # of the compute, spread evenly: what a layer costs however small it is
+_ELEM_BYTES = 4  # what the lab trains is in float32
+_TEXT_WIDTH = 110
 
 
-class ProfiledArray(msgspec.Struct, frozen=True):
-    """One array of a profile file: shape in elements, FLOPs of its use in one forward pass."""
+class ProfiledArray(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One array of a profile file: its shape in elements, and what its use costs.
+
+    That is known as ``forward_flops`` of one forward pass, or measured, as `Profile` has it.
+    """
 
     name: str
     shape: tuple[int, ...]
-    forward_flops: float
+    forward_flops: float | None = None
+    forward_s: float | None = None
+    """From its first use to the next array's, or to the end of the forward pass."""
+    backward_s: float | None = None
+    """From when all later arrays have their gradients until it has its own, too."""
+    alpha: float | None = None
+    """The share of its rows that a step touches (Parallax, section 3.2); None: not counted."""
+    dtype: str = "float32"
 
 
-class ProfileFile(msgspec.Struct, frozen=True):
+class ProfileFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The form of a profile file; arrays stand in the order of their first use."""
 
     model: str
     arrays_in_forward_order: list[ProfiledArray]
+    note: str = ""
+    before_first_use_s: float = 0.0
+    after_last_gradient_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A module's arrays (elements of each) and the device's time for it per step."""
+    """A module's arrays and the device's time for it per step.
+
+    Sizes are in elements of 4 bytes. A layer may have no arrays: it is only computed.
+    """
 
     name: str
     sizes_elems: tuple[int, ...]
@@ -42,36 +65,174 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A model's arrays; ``name`` is the file's own."""
+    """A model's arrays; ``name`` is the file's own, ``note`` says where the numbers come from.
+
+    If times were measured, every array has them, and the two fields here hold the rest: what is
+    computed in the forward pass before any array is used, and in the backward pass after the
+    last gradient.
+    """
 
     name: str
     arrays: tuple[ProfiledArray, ...]
+    note: str = ""
+    before_first_use_s: float = 0.0
+    after_last_gradient_s: float = 0.0
+
+    @property
+    def measured_s(self) -> float | None:
+        """A step's compute as it was measured; None if only FLOPs are known."""
+        if self.arrays[0].forward_s is None:
+            return None
+        return self.forward_s + self.backward_s
+
+    @property
+    def forward_s(self) -> float:
+        """The measured forward pass; 0 if only FLOPs are known."""
+        return self.before_first_use_s + sum(array.forward_s or 0.0 for array in self.arrays)
+
+    @property
+    def backward_s(self) -> float:
+        """The measured backward pass; 0 if only FLOPs are known."""
+        return self.after_last_gradient_s + sum(array.backward_s or 0.0 for array in self.arrays)
 
     def layers(self, *, scale: int, compute_s: float) -> list[Layer]:
         """Layers in forward order; every array divided by ``scale``, rounded up.
 
-        A step's compute is shared out by FLOPs, with a small constant per layer, and 1 : 2
-        between forward and backward pass.
+        Measured times are stretched so that a step's compute is ``compute_s``, and each array is a
+        layer by itself, after one without arrays for what is computed before the first. Otherwise
+        the compute is shared out over the modules by FLOPs, with a small constant for each, and
+        1 : 2 between forward and backward pass.
         """
+        if self.measured_s is None:
+            return list(self._layers_by_flops(scale, compute_s))
+        return list(self._measured_layers(scale, compute_s / self.measured_s))
+
+    def _measured_layers(self, scale: int, factor: float) -> Iterator[Layer]:
+        before_s, after_s = self.before_first_use_s, self.after_last_gradient_s
+        if before_s or after_s:
+            yield Layer(
+                name="input",
+                sizes_elems=(),
+                forward_s=before_s * factor,
+                backward_s=after_s * factor,
+            )
+        for array in self.arrays:
+            yield Layer(
+                name=array.name.replace(".", "_"),
+                sizes_elems=(_scaled_elems(array, scale),),
+                forward_s=(array.forward_s or 0.0) * factor,
+                backward_s=(array.backward_s or 0.0) * factor,
+            )
+
+    def _layers_by_flops(self, scale: int, compute_s: float) -> Iterator[Layer]:
         members: dict[str, list[ProfiledArray]] = {}
         for array in self.arrays:
             members.setdefault(_module(array.name), []).append(array)
-        flops = {name: sum(a.forward_flops for a in arrays) for name, arrays in members.items()}
+        flops = {
+            name: sum(a.forward_flops or 0.0 for a in arrays) for name, arrays in members.items()
+        }
         total = sum(flops.values())
         weights = {
             name: (flops[name] / total if total else 0.0) + _CONSTANT_SHARE / len(members)
             for name in members
         }
         seconds = compute_s / sum(weights.values())
-        return [
-            Layer(
+        for name, arrays in members.items():
+            yield Layer(
                 name=name.replace(".", "_"),
-                sizes_elems=tuple(-(-math.prod(array.shape) // scale) for array in arrays),
+                sizes_elems=tuple(_scaled_elems(array, scale) for array in arrays),
                 forward_s=weights[name] * seconds * _FORWARD_SHARE,
                 backward_s=weights[name] * seconds * (1 - _FORWARD_SHARE),
             )
-            for name, arrays in members.items()
-        ]
+
+    def save(self, path: str | Path) -> None:
+        """Write a file that `read_profile` and ``--profile`` take; `ConfigError` if that fails."""
+        head = {
+            "model": self.name,
+            "note": self.note,
+            "before_first_use_s": self.before_first_use_s,
+            "after_last_gradient_s": self.after_last_gradient_s,
+        }
+        arrays = b",\n".join(map(msgspec.json.encode, self.arrays))
+        start = msgspec.json.encode(head).removesuffix(b"}")
+        try:
+            Path(path).write_bytes(start + b', "arrays_in_forward_order": [\n' + arrays + b"\n]}\n")
+        except OSError as error:
+            raise ConfigError(
+                f"path is {path}, which cannot be written: {error.strerror}"
+            ) from error
+
+    def table(self) -> Table:
+        """A row for each array, in forward order, and the totals."""
+        shown = Table(title=self.name, caption=self.note or None, show_footer=True)
+        size_bytes = sum(_size_bytes(array) for array in self.arrays)
+        shown.add_column("array", footer=f"{len(self.arrays)} arrays")
+        shown.add_column("shape")
+        shown.add_column("MB", footer=f"{size_bytes / 1e6:.2f}", justify="right")
+        columns = [column for column in _COLUMNS if any(map(column.value, self.arrays))]
+        for column in columns:
+            shown.add_column(column.heading, footer=column.total(self), justify="right")
+        if self.measured_s is not None:
+            outside = (self.before_first_use_s, self.after_last_gradient_s)
+            shown.add_row("(no array)", "", "", *(f"{1e3 * seconds:.3f}" for seconds in outside))
+        for array in self.arrays:
+            shown.add_row(
+                array.name,
+                " x ".join(map(str, array.shape)),
+                f"{_size_bytes(array) / 1e6:.2f}",
+                *(column.value(array) for column in columns),
+            )
+        return shown
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        """The table as text."""
+        console = Console(file=io.StringIO(), width=_TEXT_WIDTH)
+        with console.capture() as captured:
+            console.print(self.table())
+        return captured.get()
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Of the table, if any array has what it shows."""
+
+    heading: str
+    value: Callable[[ProfiledArray], str]
+    total: Callable[[Profile], str] = lambda _: ""
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+_COLUMNS = (
+    _Column(
+        "forward ms",
+        lambda array: _milliseconds(array.forward_s),
+        lambda p: _milliseconds(p.forward_s),
+    ),
+    _Column(
+        "backward ms",
+        lambda array: _milliseconds(array.backward_s),
+        lambda p: _milliseconds(p.backward_s),
+    ),
+    _Column(
+        "forward MFLOP",
+        lambda array: "" if array.forward_flops is None else f"{array.forward_flops / 1e6:.3f}",
+    ),
+    _Column("rows touched", lambda array: "" if array.alpha is None else f"{array.alpha:.2%}"),
+)
+
+
+def _size_bytes(array: ProfiledArray) -> int:
+    return math.prod(array.shape) * ITEMSIZE_BYTES[array.dtype]
+
+
+def _scaled_elems(array: ProfiledArray, scale: int) -> int:
+    return -(-_size_bytes(array) // (_ELEM_BYTES * scale))
 
 
 def _module(array: str) -> str:
@@ -110,11 +271,54 @@ def read_profile(path: Path) -> Profile:
 
 def _decode(data: bytes) -> Profile:
     file = msgspec.json.decode(data, type=ProfileFile)
-    if not file.arrays_in_forward_order:
+    arrays = file.arrays_in_forward_order
+    if not arrays:
         raise msgspec.ValidationError("arrays_in_forward_order is empty")
-    for array in file.arrays_in_forward_order:
-        if math.prod(array.shape) < 1 or any(extent < 1 for extent in array.shape):
-            raise msgspec.ValidationError(f"shape of {array.name} is {list(array.shape)}")
-        if not array.forward_flops >= 0:
-            raise msgspec.ValidationError(f"forward_flops of {array.name} is negative")
-    return Profile(name=file.model, arrays=tuple(file.arrays_in_forward_order))
+    for array in arrays:
+        _check(array)
+    for name in ("before_first_use_s", "after_last_gradient_s"):
+        _check_amount(getattr(file, name), name)
+    measured = [array.forward_s is not None for array in arrays]
+    if any(measured) and not all(measured):
+        raise msgspec.ValidationError(
+            f"{arrays[measured.index(True)].name} has forward_s and"
+            f" {arrays[measured.index(False)].name} has not: all arrays must have times, or none"
+        )
+    profile = Profile(
+        name=file.model,
+        arrays=tuple(arrays),
+        note=file.note,
+        before_first_use_s=file.before_first_use_s,
+        after_last_gradient_s=file.after_last_gradient_s,
+    )
+    if profile.measured_s == 0:
+        raise msgspec.ValidationError("forward_s and backward_s are 0 for all arrays")
+    return profile
+
+
+def _check(array: ProfiledArray) -> None:
+    if math.prod(array.shape) < 1 or any(extent < 1 for extent in array.shape):
+        raise msgspec.ValidationError(f"shape of {array.name} is {list(array.shape)}")
+    if array.dtype not in ITEMSIZE_BYTES:
+        raise msgspec.ValidationError(
+            f"dtype of {array.name} is {array.dtype!r}; it must be one of {sorted(ITEMSIZE_BYTES)}"
+        )
+    if (array.forward_s is None) != (array.backward_s is None):
+        raise msgspec.ValidationError(
+            f"{array.name} has only one of forward_s and backward_s; give both or none"
+        )
+    if array.forward_flops is None and array.forward_s is None:
+        raise msgspec.ValidationError(
+            f"{array.name} has neither forward_flops nor forward_s and backward_s"
+        )
+    for name in ("forward_flops", "forward_s", "backward_s"):
+        _check_amount(getattr(array, name) or 0.0, f"{name} of {array.name}")
+    if array.alpha is not None and not 0 <= array.alpha <= 1:
+        raise msgspec.ValidationError(
+            f"alpha of {array.name} is {array.alpha}; it is a share, from 0 to 1"
+        )
+
+
+def _check_amount(value: float, what: str) -> None:
+    if value < 0:
+        raise msgspec.ValidationError(f"{what} is {value}; it must not be negative")

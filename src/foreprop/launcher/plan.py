@@ -89,9 +89,9 @@ class Plan:
             *self.script,
         ]
 
-    def command(self, index: int) -> list[str]:
-        """What starts the host program, from here."""
-        program = [self.python, *HOST_PROGRAM]
+    def command(self, index: int, arguments: tuple[str, ...] = HOST_PROGRAM) -> list[str]:
+        """What starts the host program (or another of foreprop's) on a host, from here."""
+        program = [self.python, *arguments]
         if self.is_here(index):
             return program
         path = self.environment.get("PYTHONPATH")  # the host program may need it too

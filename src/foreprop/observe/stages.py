@@ -20,6 +20,12 @@ class Stage(Enum):
     PARAMETER_READY = "parameter_ready"
 
 
+class RelayStage(Enum):
+    """What a relay does between a push's arrival and its departure for the server."""
+
+    NODE_SUMMED = "node_summed"
+
+
 class RingStage(Enum):
     """What there is instead of pushes and replies where gradients are all-reduced."""
 

@@ -18,7 +18,8 @@ from foreprop.training.optimizer import check_row_wise
 Named = Sequence[tuple[str, torch.nn.Parameter, int]]
 """Parameters with their names and groups, see `training.optimizer.named_parameters`."""
 
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+"""The modules whose tables are looked up by row."""
 
 
 class Embeddings:
@@ -39,7 +40,7 @@ class Embeddings:
         found = {id(parameter): (name, group) for name, parameter, group in named}
         self._group_of: dict[str, int] = {}
         for module in model.modules():
-            if isinstance(module, _EMBEDDINGS) and id(module.weight) in found:
+            if isinstance(module, EMBEDDINGS) and id(module.weight) in found:
                 name, group = found[id(module.weight)]
                 self._modules.setdefault(name, []).append(module)
                 self._group_of[name] = group

@@ -3,7 +3,8 @@
 This is the one place that knows about devices. A contiguous CPU parameter is sent from and
 received into directly. Another layout is staged through contiguous memory. A GPU's parameter is
 staged through pinned host memory, and its gradient is ready when the copy's event has completed,
-not when the hook ran: a thread waits for the events, in order, and the backward pass goes on.
+not when the hook ran: a thread waits for the events, in order, and the backward pass goes on. With
+collectives between GPUs it stays where it is, and the same thread waits until it is there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from foreprop.engine.slicestore import bytes_of
 from foreprop.errors import InternalError
 
-Ready = Callable[[memoryview], None]
+Ready = Callable[[Any], None]
+"""Takes a gradient's bytes: a memoryview, or of `DeviceMemory` a tensor."""
 
 
 class Memory(Protocol):
@@ -89,6 +91,9 @@ class StagedMemory:
 class Copier(Protocol):
     """Copies beside the computation: `torch.cuda` in the one implementation."""
 
+    def mark(self, computed: torch.Tensor) -> Any:
+        """An event with ``synchronize()``: the work queued so far, and so this tensor, is done."""
+
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Begin to copy what ``source`` will hold when the work queued so far is done.
 
@@ -102,6 +107,11 @@ class CudaCopier:
     def __init__(self, device: torch.device) -> None:
         self._cuda: Any = torch.cuda
         self._stream = self._cuda.Stream(device)
+
+    def mark(self, computed: torch.Tensor) -> Any:
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(computed.device))
+        return event
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._stream.wait_stream(self._cuda.current_stream(source.device))
@@ -140,6 +150,42 @@ class AsyncStagedMemory(StagedMemory):
 
     def await_staged(self) -> None:
         self._staged.wait()
+
+
+class DeviceMemory:
+    """A GPU's parameter whose gradient stays there: ``ready`` is given a tensor of its bytes.
+
+    That is when the backward pass has computed it, and used the parameter for the last time.
+    """
+
+    values = memoryview(b"")
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._staged = threading.Event()
+        self._staged.set()
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        flat = gradient.contiguous().view(-1).view(torch.uint8)
+        self._staged.clear()
+        event = self._stager.copier.mark(flat)
+
+        def complete() -> None:
+            try:
+                ready(flat)
+            finally:
+                self._staged.set()
+
+        self._stager.submit(event, complete)
+
+    def await_staged(self) -> None:
+        self._staged.wait()
+
+    def before_sending_values(self) -> None:
+        """Every rank has its own."""
+
+    def land(self) -> None:
+        """They are updated where they are."""
 
 
 class Stager:
@@ -188,7 +234,9 @@ class NoMemory:
 class MemoryFactory:
     """Chooses each parameter's memory; owns the threads that some of it needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stays: bool = False) -> None:
+        self._stays = stays
+        """On the GPU, for collectives between GPUs."""
         self._stagers: dict[torch.device, Stager] = {}
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
@@ -200,6 +248,8 @@ class MemoryFactory:
             device = parameter.device
             if device not in self._stagers:
                 self._stagers[device] = Stager(CudaCopier(device))
+            if self._stays:
+                return DeviceMemory(self._stagers[device])
             return AsyncStagedMemory(parameter, self._stagers[device])
         return StagedMemory(parameter)
 

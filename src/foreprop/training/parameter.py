@@ -102,7 +102,7 @@ class SynchronisedParameter:
         self._applied = False  # the gradient in `p.grad` has been used by a step already
         self._pushed_step = 0
         self._held: torch.Tensor | None = None  # the gradient while it is being sent
-        self._gradient: memoryview | None = None  # its bytes
+        self._gradient: Any = None  # its bytes
         self._guarded = False  # nobody may write to the gradient: it is being sent
         self._unsent_bytes = 0
         self._taking = threading.Lock()  # one thread per server sends
@@ -113,7 +113,7 @@ class SynchronisedParameter:
     def values(self) -> memoryview:
         return self._memory.values
 
-    def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
+    def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         held, whole = self._held, self._gradient
         if held is None or whole is None:
             raise InternalError(f"no gradient of {self.name} is held")
@@ -216,7 +216,7 @@ class SynchronisedParameter:
             engine.push(self.index, step, flags=flags | Flag.NO_GRADIENT, with_value=with_value)
             return
 
-        def enqueue(gradient_bytes: memoryview) -> None:
+        def enqueue(gradient_bytes: Any) -> None:
             self._gradient = gradient_bytes
             engine.push(self.index, step, flags=flags, with_value=with_value)
 
@@ -270,7 +270,7 @@ class SynchronisedParameter:
             self._session.begin_pushing()
             self._push(gradient, step)
         if self.counts_rows:
-            self.touched_rows = _count_rows(gradient)
+            self.touched_rows = count_rows(gradient)
         if self._passes and not self._applied:
             self._learn(step)
         self._applied, self._passes, self._discards = True, 0, 0
@@ -416,7 +416,7 @@ class SynchronisedParameter:
             self._hook = None
 
 
-def _count_rows(gradient: torch.Tensor | None) -> int:
+def count_rows(gradient: torch.Tensor | None) -> int:
     """How many rows of a gradient are not zero."""
     if gradient is None:
         return 0

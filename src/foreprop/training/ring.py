@@ -14,6 +14,7 @@ import torch
 
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo, WireDtype, describe_mismatch
+from foreprop.engine.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import with_scale
 from foreprop.engine.ring import MOST_RANKS, RingEngine
@@ -54,13 +55,13 @@ class RingBackend:
         _check_optimizer(setup.optimizer)
         _check_wire_dtype(setup.config.wire_dtype, setup.world.size)
         self._setup = setup
-        self._memory_factory = MemoryFactory()
         decay = setup.config.ema
         self._averages = LocalAverages(setup.parameters, decay) if decay is not None else None
         self._updater = LocalUpdater(setup.optimizer, setup.parameters, self._averages)
         self._group = Group(setup.world, setup.config)
         try:
-            self._meet()
+            self._device = self._meet()
+            self._memory_factory = MemoryFactory(stays=self._device.device.type != "cpu")
             self._engine = RingEngine(
                 setup.infos,
                 setup.memory,
@@ -70,12 +71,13 @@ class RingBackend:
                 trace=setup.make_trace(self.session_id),
                 aggregation=setup.aggregation,
                 tell_sum=setup.tell_sum,
+                device=self._device,
             )
         except BaseException as error:
             self.refuse(error)
             raise
 
-    def _meet(self) -> None:
+    def _meet(self) -> DeviceWork:
         shape = {
             "world size": self._setup.world.size,
             "architecture": "ring",
@@ -92,7 +94,13 @@ class RingBackend:
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
             if difference:
                 raise HandshakeError(f"rank 0 and {mine} do not agree: {difference}")
+        collectives, parameters = self._setup.config.collectives, self._setup.parameters
+        gpus = group.gpus(usable_gpu(parameters, collectives))
+        if group.size > 1 and uses_nccl(collectives, gpus):
+            group.open(parameters[0].device)
+            return GpuWork(parameters[0].device)
         group.open()
+        return HostWork()
 
     def _manifest(self) -> RingManifest:
         setup = self._setup
@@ -206,8 +214,9 @@ class RingBackend:
 
     def describe(self) -> str:
         config, group = self._setup.config, self._group
+        by = "gloo" if self._device.device.type == "cpu" else "NCCL"
         return (
-            f"{group.size} workers, architecture=ring (all-reduce by gloo, updates on the workers);"
+            f"{group.size} workers, architecture=ring (all-reduce by {by}, updates on the workers);"
             f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight}"
             f"{describe_wire_dtype(config)}; address {group.address}"
         )

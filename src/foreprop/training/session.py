@@ -46,6 +46,7 @@ from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
 from foreprop.training.tables import RemoteTables
+from foreprop.training.waiting import is_differentiable
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -483,7 +484,7 @@ class Session:
                 parameter.watch()
 
     def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
-        if not self._in_first_forward and not _is_differentiable(result):
+        if not self._in_first_forward and not is_differentiable(result):
             return False
         self._use_order.append(parameter.index)
         return True
@@ -720,10 +721,9 @@ def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> No
             )
 
 
-def _is_differentiable(result: Any) -> bool:
-    if isinstance(result, torch.Tensor):
-        return result.requires_grad
-    return isinstance(result, (tuple, list)) and any(_is_differentiable(item) for item in result)
+def is_managed(parameter: torch.Tensor) -> bool:
+    """Whether an open session has the parameter."""
+    return id(parameter) in _managed
 
 
 def _alive(session: weakref.ref[Session]) -> Session:

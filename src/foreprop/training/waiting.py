@@ -100,6 +100,13 @@ def is_waiting(parameter: torch.Tensor) -> bool:
     return id(parameter) in _pending
 
 
+def is_differentiable(result: Any) -> bool:
+    """Whether an operation's result takes part in a backward pass."""
+    if isinstance(result, torch.Tensor):
+        return result.requires_grad
+    return isinstance(result, (tuple, list)) and any(is_differentiable(item) for item in result)
+
+
 class _Waiting:
     @classmethod
     def __torch_function__(

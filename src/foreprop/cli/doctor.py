@@ -1,0 +1,187 @@
+"""``foreprop doctor``: does what is installed and the network let these hosts train?"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foreprop.cli.run import plan_run
+from foreprop.config import LaunchInfo, environment_for_hosts, launch_info
+from foreprop.doctor.examine import Questions, examine
+from foreprop.doctor.findings import find
+from foreprop.doctor.hosts import HostsPanel
+from foreprop.doctor.records import Examination, Examined, Failure
+from foreprop.doctor.show import report, show, to_json
+from foreprop.errors import ConfigError
+from foreprop.launcher.plan import Plan
+from foreprop.launcher.resources import Host, read_resources
+
+_FILE_WIDTH = 120
+"""Characters per line where the report goes to no terminal."""
+
+
+def doctor(
+    resources: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The hosts, as foreprop run takes them. Without a file: under torchrun the ranks'"
+            " machines, else this machine alone.",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.1, max=10.0, help="Seconds for each measurement of a rate."),
+    ] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print findings and all measurements as JSON.")
+    ] = False,
+    workers_per_node: Annotated[
+        int, typer.Option(min=1, help="Workers of a host whose line does not say.")
+    ] = 1,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="The rendezvous' port, if foreprop run is to be given one."
+        ),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Address of the first host, for the other hosts; by default as in the file.",
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="A variable for all hosts, as for foreprop run. May be repeated.",
+        ),
+    ] = None,
+    python: Annotated[
+        str, typer.Option(help="Python on every host, with foreprop; by default this one's path.")
+    ] = sys.executable,
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Where training is to start; by default the current directory."),
+    ] = None,
+    ssh: Annotated[
+        str, typer.Option(help="Command that gets USER@HOST and a shell command as arguments.")
+    ] = "ssh",
+    wait: Annotated[
+        float, typer.Option(min=1.0, help="Seconds that a host has to start and answer.")
+    ] = 60.0,
+) -> None:
+    """Check hosts before training: names, addresses, ports, versions, clocks, links, rates.
+
+    Every pair of hosts connects, exchanges small messages, and sends as much as goes, first alone,
+    then all at once as in training. Each finding says what to do about it. The exit code is 1 if
+    something would keep training from working, 0 otherwise.
+
+    With --resources, probes are started as foreprop run starts workers. Or let the ranks of a run
+    check each other: torchrun ... -m foreprop doctor, or foreprop run ... -m foreprop doctor.
+    """
+    info = launch_info()
+    if info.launched and resources is not None:
+        raise ConfigError(
+            f"resources is {str(resources)!r}, but this is rank {info.rank} of torchrun's; leave it"
+            " out to examine the ranks' machines, or start foreprop doctor by itself"
+        )
+    if info.launched:
+        found = _examine_ranks(info, seconds=seconds, wait_s=wait)
+        if found is None:
+            return
+    else:
+        plan = plan_run(
+            hosts=(
+                (Host(name="127.0.0.1", workers=workers_per_node),)
+                if resources is None
+                else read_resources(resources, workers_per_node=workers_per_node)
+            ),
+            script=[],
+            module=False,
+            port=port,
+            master_addr=master_addr,
+            environment=environment_for_hosts(env or ()),
+            python=python,
+            directory=directory,
+            ssh=ssh,
+            grace_s=0.0,
+        )
+        found = examine_hosts(plan, seconds=seconds, wait_s=wait)
+    shown = report(found, find(found))
+    if as_json:
+        print(to_json(shown), flush=True)
+    else:
+        show(Console(width=None if sys.stdout.isatty() else _FILE_WIDTH), shown)
+    if not shown.ok:
+        raise typer.Exit(1)
+
+
+def examine_hosts(plan: Plan, *, seconds: float, wait_s: float) -> Examination:
+    """The hosts of a plan, by probes that are started as its workers would be."""
+    hosts = range(len(plan.hosts))
+    names = tuple(host.name for host in plan.hosts)
+    asked = Questions(
+        names=names,
+        workers=tuple(host.workers for host in plan.hosts),
+        rendezvous=plan.master_address,
+        look_up=tuple(dict.fromkeys((plan.master_address, *names))),
+        serve_rendezvous=True,
+        port=plan.port,
+        directory=plan.directory,
+        environments=tuple(plan.environment_of(host) for host in hosts),
+        seconds=seconds,
+        wait_s=wait_s,
+    )
+    with HostsPanel(plan) as panel:
+        return examine(panel, asked, _say)
+
+
+def _examine_ranks(info: LaunchInfo, *, seconds: float, wait_s: float) -> Examination | None:
+    """The machines of torchrun's ranks; None on all ranks but rank 0."""
+    from foreprop.doctor.ranks import RanksPanel, attend, gather_present
+    from foreprop.engine.world import current_world
+
+    world, hostname = current_world(), socket.gethostname()
+    if world.rank != 0:
+        attend(world, info, hostname)
+        return None
+    present, missing = gather_present(world, wait_s)
+    firsts = [0, *(rank.rank for rank in present if rank.local_rank == 0)]
+    names = [hostname, *(rank.hostname for rank in present if rank.local_rank == 0)]
+    bounds = [*firsts[1:], world.size]
+    asked = Questions(
+        names=tuple(f"{name} (rank {rank})" for name, rank in zip(names, firsts, strict=True)),
+        workers=tuple(end - start for start, end in zip(firsts, bounds, strict=True)),
+        rendezvous=info.master_address,
+        look_up=(info.master_address,),
+        serve_rendezvous=False,  # it is there: the ranks have met
+        environments=({},) * len(firsts),
+        seconds=seconds,
+        wait_s=wait_s,
+    )
+    with RanksPanel(world, firsts) as panel:
+        found = examine(panel, asked, _say)
+    text = f"it has not come to the rendezvous within {wait_s:g} s"
+    absent = [
+        Examined(name=f"rank {rank}", failure=Failure(kind="silent", text=text)) for rank in missing
+    ]
+    return Examination(
+        rendezvous=found.rendezvous,
+        hosts=[*found.hosts, *absent],
+        attempts=found.attempts,
+        trips=found.trips,
+        alone=found.alone,
+        together=found.together,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"foreprop doctor: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,170 @@
+"""On each host: answers what it is asked. ``python -m foreprop.doctor.probe`` over pipes.
+
+Started by ``foreprop doctor``, never by hand. Commands come in on standard input, one per line;
+answers go out on standard output, each with the launcher's mark, so that what a shell's start-up
+files print is not taken for one. The end of the input, a signal or a long silence ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+
+from foreprop.config import Config
+from foreprop.doctor.facts import Address, Ports, find_address, gather_facts
+from foreprop.doctor.records import (
+    PROTOCOL,
+    Answer,
+    Attempt,
+    Command,
+    Defect,
+    Flow,
+    Hello,
+    Introduce,
+    Peer,
+    Ping,
+    Pinged,
+    Reach,
+    Reached,
+    Send,
+    Sent,
+    Trip,
+    decode_command,
+)
+from foreprop.doctor.traffic import Listener, listen_everywhere, ping, reach, send
+from foreprop.errors import ForepropError
+from foreprop.launcher.host import Inbox
+from foreprop.launcher.records import ALIVE, END, MARK
+from foreprop.net.tcp import listen
+from foreprop.version import __version__
+
+PROGRAM = ("-P", "-m", "foreprop.doctor.probe")
+
+_Result = TypeVar("_Result")
+
+
+class Probe:
+    """One host's part. Used by one thread; `close` it in the end."""
+
+    def __init__(self) -> None:
+        self._host = 0
+        self._token = b""
+        self._listeners: list[Listener] = []
+
+    def answer(self, command: Command) -> Answer:
+        """Within a time that the command bounds; what goes wrong is in the answer."""
+        try:
+            match command:
+                case Introduce():
+                    return self._introduce(command)
+                case Reach():
+                    return Reached(attempts=self._reach(command))
+                case Ping():
+                    return Pinged(trips=self._ping(command))
+                case Send():
+                    return Sent(flows=self._send(command))
+                case _:
+                    return Defect(text=f"asked for {type(command).__name__}")
+        except Exception as error:
+            return Defect(text=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _introduce(self, asked: Introduce) -> Answer:
+        self._host, self._token = asked.host, bytes.fromhex(asked.token)
+        os.environ.update(asked.environment)
+        config = Config.resolve()
+        address = find_address(asked.rendezvous, config)
+        address, ports = self._listen(asked, address)
+        return gather_facts(asked, config, address, ports)
+
+    def _listen(self, asked: Introduce, address: Address) -> tuple[Address, Ports]:
+        port = rendezvous_port = rendezvous_error = None
+        if address.text is not None and address.error is None:
+            try:
+                listener = Listener(listen(address.text), self._host, self._token)
+                self._listeners.append(listener)
+                port = listener.port
+            except ForepropError as error:
+                address = Address(address.text, str(error))
+        if asked.serve_rendezvous:
+            try:
+                everywhere = listen_everywhere(asked.port or 0)
+                self._listeners.append(Listener(everywhere, self._host, self._token))
+                rendezvous_port = self._listeners[-1].port
+            except ForepropError as error:
+                rendezvous_error = str(error)
+        return address, Ports(port, rendezvous_port, rendezvous_error)
+
+    def _reach(self, command: Reach) -> list[Attempt]:
+        timeout_s = command.timeout_s
+        return _for_all(command.peers, lambda p: reach(self._host, p, self._token, timeout_s))
+
+    def _ping(self, command: Ping) -> list[Trip]:
+        return [ping(self._host, peer, self._token, command.seconds) for peer in command.peers]
+
+    def _send(self, command: Send) -> list[Flow]:
+        def send_to(peer: Peer) -> Flow:
+            settle_s, seconds = command.settle_s, command.seconds
+            return send(self._host, peer, self._token, settle_s=settle_s, seconds=seconds)
+
+        return _for_all(command.peers, send_to)
+
+
+def _for_all(peers: Sequence[Peer], work: Callable[[Peer], _Result]) -> list[_Result]:
+    """At once, one thread each."""
+    if not peers:
+        return []
+    with ThreadPoolExecutor(max_workers=len(peers)) as pool:
+        return list(pool.map(work, peers))
+
+
+def hello() -> Hello:
+    return Hello(protocol=PROTOCOL, foreprop=__version__)
+
+
+def main() -> int:
+    output = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    inbox, probe = Inbox(), Probe()
+    _say(output, hello())
+    try:
+        while (line := inbox.next_line()) != END:
+            if line != ALIVE:
+                _say(output, _answer_line(probe, line))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending
+        probe.close()
+    return 0
+
+
+def _answer_line(probe: Probe, line: bytes) -> Answer:
+    try:
+        return probe.answer(decode_command(line))
+    except msgspec.MsgspecError as error:
+        return Defect(text=f"a command cannot be read: {error}")
+
+
+def _say(descriptor: int, answer: Answer) -> None:
+    data = MARK + msgspec.json.encode(answer) + b"\n"
+    with contextlib.suppress(BrokenPipeError):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # at once: unloading torch takes long

@@ -1,0 +1,140 @@
+"""Probes in torchrun's ranks, which talk through its store: the first rank of each machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from itertools import count
+
+import msgspec
+from torch.distributed import DistError
+
+from foreprop.config import LaunchInfo
+from foreprop.doctor.probe import Probe
+from foreprop.doctor.records import (
+    Answer,
+    Command,
+    End,
+    Failure,
+    decode_answer,
+    decode_command,
+)
+from foreprop.engine.world import World
+from foreprop.errors import ForepropError, PeerLost, StepTimeout
+
+_SILENCE_S = 600.0
+"""Rank 0 asks every machine again long before; a probe that hears nothing more gives up."""
+_END_S = 5.0
+_KEY = "doctor"
+
+
+class Present(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank tells of itself at once."""
+
+    rank: int
+    local_rank: int
+    hostname: str
+
+
+def _say(world: World, key: str, record: msgspec.Struct) -> None:
+    world.publish(f"{_KEY}/{key}", msgspec.json.encode(record).decode())
+
+
+def _hear(world: World, key: str, *, timeout_s: float, what: str) -> bytes:
+    """Raises `ForepropError`."""
+    return world.lookup(f"{_KEY}/{key}", timeout_s=timeout_s, what=what, report_s=float("inf"))
+
+
+def attend(world: World, info: LaunchInfo, hostname: str) -> None:
+    """A rank's part, but for rank 0's: answer until it is over. Raises `PeerLost`."""
+    here = Present(rank=world.rank, local_rank=info.local_rank, hostname=hostname)
+    _say(world, f"present/{world.rank}", here)
+    if info.local_rank != 0:
+        return
+    probe = Probe()
+    try:
+        for number in count():
+            key = f"{world.rank}/{number}"
+            command = decode_command(_next_command(world, key))
+            if isinstance(command, End):
+                _say(world, f"ended/{world.rank}", command)
+                return
+            _say(world, f"answer/{key}", probe.answer(command))
+    finally:
+        probe.close()
+
+
+def _next_command(world: World, key: str) -> bytes:
+    try:
+        return _hear(world, f"command/{key}", timeout_s=_SILENCE_S, what="rank 0's next question")
+    except StepTimeout as error:
+        raise PeerLost(f"foreprop doctor: {error}; rank 0 may have died", peer="rank 0") from error
+
+
+def gather_present(world: World, wait_s: float) -> tuple[list[Present], list[int]]:
+    """On rank 0: the first ranks of all machines, and the ranks that did not come in time."""
+    found, missing = [], []
+    deadline_s = time.monotonic() + wait_s
+    for rank in range(1, world.size):
+        try:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            data = _hear(world, f"present/{rank}", timeout_s=left_s, what=f"rank {rank}")
+            found.append(msgspec.json.decode(data, type=Present))
+        except StepTimeout:
+            missing.append(rank)
+    return found, missing
+
+
+class RanksPanel:
+    """On rank 0. Host 0 is this process itself; a context manager, leaving it ends the others."""
+
+    def __init__(self, world: World, ranks: list[int]) -> None:
+        """``ranks``: by host; 0 is the first."""
+        self.failures: dict[int, Failure] = {}
+        self._world = world
+        self._ranks = ranks
+        self._asked = [0] * len(ranks)
+        self._probe = Probe()
+
+    def __enter__(self) -> RanksPanel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._probe.close()
+        others = [h for h in range(1, len(self._ranks)) if h not in self.failures]
+        deadline_s = time.monotonic() + _END_S
+        try:
+            for host in range(1, len(self._ranks)):
+                self._publish(host, End())
+            for host in others:  # the store may end with this process: let them hear it
+                left_s = max(0.0, deadline_s - time.monotonic())
+                rank = self._ranks[host]
+                _hear(self._world, f"ended/{rank}", timeout_s=left_s, what=f"rank {rank}")
+        except (ForepropError, DistError, RuntimeError):
+            pass  # who is gone need not be told
+
+    def _publish(self, host: int, command: Command) -> str:
+        key = f"{self._ranks[host]}/{self._asked[host]}"
+        self._asked[host] += 1
+        _say(self._world, f"command/{key}", command)
+        return key
+
+    def ask(self, commands: Mapping[int, Command], *, within_s: float) -> dict[int, Answer]:
+        deadline_s = time.monotonic() + within_s
+        keys = {h: self._publish(h, command) for h, command in commands.items() if h}
+        answers: dict[int, Answer] = {}
+        if 0 in commands:
+            answers[0] = self._probe.answer(commands[0])
+        for host, key in keys.items():
+            left_s = max(0.1, deadline_s - time.monotonic())
+            try:
+                what = f"the answer of rank {self._ranks[host]}"
+                data = _hear(self._world, f"answer/{key}", timeout_s=left_s, what=what)
+                answers[host] = decode_answer(data)
+            except StepTimeout:
+                text = f"no answer within {within_s:g} s"
+                self.failures[host] = Failure(kind="silent", text=text)
+            except msgspec.MsgspecError as error:
+                text = f"its answer cannot be read ({error})"
+                self.failures[host] = Failure(kind="other_version", text=text)
+        return answers

@@ -1,0 +1,247 @@
+"""What probes are asked, what they answer, and what comes of it: plain data, JSON on the way.
+
+Hosts are numbers here: places in the list of hosts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL = 1
+"""Changes when a doctor and a probe of different versions would not understand each other."""
+
+Severity = Literal["error", "warning", "hint"]
+"""error: keeps training from working; warning: slows it down or confuses; hint: worth a look."""
+
+Purpose = Literal["server", "rendezvous"]
+"""What a connection stands for: a session's to a server, or torchrun's to the first host."""
+
+
+# What probes are asked.
+class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
+    """Gather the host's facts, and listen from now on."""
+
+    host: int
+    token: str
+    """32 hexadecimal digits: who connects must know them."""
+    names: list[str]
+    """To look up."""
+    rendezvous: str
+    serve_rendezvous: bool
+    """Also listen where torchrun would on the first host."""
+    port: int | None
+    """For that; None: a free one."""
+    directory: str | None
+    environment: dict[str, str]
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where another host's probe listens."""
+
+    host: int
+    address: str
+    port: int
+    purpose: Purpose = "server"
+
+
+class Reach(msgspec.Struct, frozen=True, kw_only=True, tag="reach"):
+    """Connect to all peers at once, each for at most ``timeout_s``."""
+
+    peers: list[Peer]
+    timeout_s: float
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    """Send small messages there and back, to one peer after the other, ``seconds`` at most each."""
+
+    peers: list[Peer]
+    seconds: float
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
+    """Send as much as goes to all peers at once; counted for ``seconds`` after ``settle_s``."""
+
+    peers: list[Peer]
+    settle_s: float
+    seconds: float
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """It is over."""
+
+
+Command = Introduce | Reach | Ping | Send | End
+
+
+# What they answer.
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A probe's first words, before anything can go wrong."""
+
+    protocol: int
+    foreprop: str
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a name means on a host: addresses, the first of which is used, or why it has none."""
+
+    name: str
+    addresses: list[str]
+    error: str | None = None
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
+    """What a host says of itself. None: the kernel does not tell."""
+
+    foreprop: str
+    python: str
+    torch: str | None
+    torch_error: str | None = None
+    byteorder: str
+    names: list[Resolved]
+    own_name: Resolved
+    """Its host name, which gloo looks up."""
+    gloo_interface: str | None
+    address: str | None
+    """The one that a session would announce to others; the port is a free one."""
+    address_error: str | None = None
+    port: int | None = None
+    rendezvous_port: int | None = None
+    rendezvous_error: str | None = None
+    directory_error: str | None = None
+    interface: str | None = None
+    mtu_bytes: int | None = None
+    speed_bits_per_s: float | None = None
+    full_duplex: bool | None = None
+    congestion_control: str | None = None
+    send_buffer_bytes: int | None = None
+    """The largest that the kernel gives by itself (tcp_wmem)."""
+    receive_buffer_bytes: int | None = None
+    """The largest that the kernel gives by itself (tcp_rmem)."""
+    asked_buffer_bytes: int | None = None
+    """The largest send buffer that a program may ask for (net.core.wmem_max)."""
+    first_port: int | None = None
+    last_port: int | None = None
+    """The range that the kernel takes free ports from."""
+    push_window_bytes: int
+    cpus: int
+    load: float
+    """Threads that wanted to run, on average of the last minute, before anything was measured."""
+    threads: str | None
+    """OMP_NUM_THREADS, if it is set."""
+    open_files: int
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One connection that was tried."""
+
+    source: int
+    to: int
+    address: str
+    port: int
+    purpose: Purpose
+    outcome: Literal["connected", "timeout", "refused", "stranger", "failed"]
+    """stranger: something answers there that is not the probe which was meant."""
+    error: str = ""
+
+
+class Trip(msgspec.Struct, frozen=True, kw_only=True):
+    """Small messages between two hosts, there and back.
+
+    ``offset_s``: the other's clock minus this one's, off by at most half of ``least_s``: of the
+    message with the shortest round trip, as in NTP (RFC 5905, section 8).
+    """
+
+    source: int
+    to: int
+    count: int = 0
+    median_s: float = 0.0
+    p90_s: float = 0.0
+    least_s: float = 0.0
+    offset_s: float = 0.0
+    error: str | None = None
+
+
+class Flow(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction between two hosts; ``bits_per_s`` is payload, as the receiver counted it."""
+
+    source: int
+    to: int
+    bits_per_s: float = 0.0
+    error: str | None = None
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True, tag="reached"):
+    attempts: list[Attempt]
+
+
+class Pinged(msgspec.Struct, frozen=True, kw_only=True, tag="pinged"):
+    trips: list[Trip]
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True, tag="sent"):
+    flows: list[Flow]
+
+
+class Defect(msgspec.Struct, frozen=True, kw_only=True, tag="defect"):
+    """The probe could not do what it was asked."""
+
+    text: str
+
+
+Answer = Hello | Facts | Reached | Pinged | Sent | Defect
+
+
+# What comes of it.
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a host has no results, or no more of them."""
+
+    kind: Literal[
+        "unreachable", "no_python", "no_foreprop", "other_version", "silent", "ended", "defect"
+    ]
+    text: str
+    command: str = ""
+    """What started its probe, for trying by hand."""
+
+
+class Examined(msgspec.Struct, frozen=True, kw_only=True):
+    """A host: its facts, if it came so far, and what went wrong, if anything did."""
+
+    name: str
+    workers: int = 1
+    facts: Facts | None = None
+    failure: Failure | None = None
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was measured. ``alone``: one flow at a time, or few; ``together``: all at once."""
+
+    rendezvous: str
+    hosts: list[Examined]
+    attempts: list[Attempt] = []
+    trips: list[Trip] = []
+    alone: list[Flow] = []
+    together: list[Flow] = []
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something found, about these hosts, and what to do about it."""
+
+    severity: Severity
+    check: str
+    hosts: list[str]
+    found: str
+    advice: str
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises ``msgspec.MsgspecError``."""
+    command: Command = msgspec.json.decode(data, type=Command)
+    return command
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Raises ``msgspec.MsgspecError``."""
+    answer: Answer = msgspec.json.decode(data, type=Answer)
+    return answer

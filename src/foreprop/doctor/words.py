@@ -1,0 +1,60 @@
+"""Words of findings: who has which value, rates, times, addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
+from foreprop.doctor.records import Examination, Facts
+
+Known = list[tuple[str, Facts]]
+
+
+def known_facts(examination: Examination) -> Known:
+    return [(host.name, host.facts) for host in examination.hosts if host.facts is not None]
+
+
+def both_stayed(examination: Examination, source: int, to: int) -> bool:
+    """Whether neither host's probe has failed, which would explain what others saw of it."""
+    return all(examination.hosts[host].failure is None for host in (source, to))
+
+
+def groups(values: Mapping[str, Hashable]) -> str:
+    """``node0, node1: 2.6; node2: 2.7``, the most common first."""
+    names: dict[Hashable, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    most_first = sorted(names.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{', '.join(who)}: {value}" for value, who in most_first)
+
+
+def odd_ones(values: Mapping[str, Hashable]) -> list[str]:
+    """Those that do not have the most common value."""
+    (common, _), *_ = Counter(values.values()).most_common(1)
+    return [name for name, value in values.items() if value != common]
+
+
+def is_loopback(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
+    except ValueError:
+        return text == "localhost"
+
+
+def is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def rate_text(bits_per_s: float) -> str:
+    if bits_per_s >= 1e9:
+        return f"{bits_per_s / 1e9:.3g} Gbit/s"
+    return f"{bits_per_s / 1e6:.3g} Mbit/s"
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
