@@ -24,8 +24,8 @@ MOST_NODES = 256
 """Their predictions take minutes."""
 
 TOLERANCE = 0.05
-"""A step that is longer by no more than this share is as good: the model is not better than that
-(docs/model.md), and of what is as good the simplest is wanted."""
+"""A step that is longer by no more than this share is as good: the model's errors are not much
+smaller (docs/model.md), and of what is as good the simplest is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,14 +140,13 @@ def _profile(model: str | None, path: Path | None) -> Profile:
 def _compute_s(profile: Profile, compute: str | None) -> float:
     if compute is not None:
         return parse_time("compute", compute)
-    measured_s: float | None = getattr(profile, "measured_s", None)
-    if measured_s is None:
+    if profile.measured_s is None:
         raise ConfigError(
             f"compute is not given, and the profile of {profile.name} has no measured times; say"
             " how long one worker takes for the forward and backward pass of a batch, as"
             " --compute 180ms"
         )
-    return measured_s
+    return profile.measured_s
 
 
 def _drawing(out: Path, what_if_range: str | None) -> Callable[[str, WhatIf], None]:
@@ -218,7 +217,7 @@ def _print(
 
     say(title(setting), "bold")
     console.print(_forecasts_table(setting, made, recommendation))
-    say("efficiency: compute / step. link: how long the busiest link, or a server's updates, take.")
+    say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
     say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
     say("")
     say(f"* Use {recommendation.candidate.name}: {recommendation.code}", "bold")
