@@ -16,6 +16,7 @@ from foreprop.cli.config import config
 from foreprop.cli.demo import demo
 from foreprop.cli.doctor import doctor
 from foreprop.cli.lab import lab
+from foreprop.cli.plan import plan
 from foreprop.cli.run import run
 from foreprop.cli.server import server
 from foreprop.cli.trace import trace
@@ -32,6 +33,7 @@ app.command("demo")(demo)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
 app.command("doctor")(doctor)
 app.command("server")(server)
+app.command("plan")(plan)
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
 app.command("config")(config)

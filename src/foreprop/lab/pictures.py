@@ -52,6 +52,13 @@ def write_chart(folder: Path, name: str, chart: Chart, data: bytes) -> None:
     (folder / f"{name}.json").write_bytes(data)
 
 
+def draw_picture(path: Path, chart: Chart) -> None:
+    """One file, of the kind that its name ends in."""
+    with _drawn(chart.whole, chart.whole_in) as figure:
+        kept = {"Date": None} if path.suffix == ".svg" else None  # the same bytes each time
+        figure.savefig(path, dpi=_PNG_DPI, facecolor=CARD, metadata=kept)
+
+
 def inline_parts(name: str, chart: Chart) -> list[str]:
     """The parts as SVG elements for the page; ``name`` keeps their ids apart from others'."""
     return [

@@ -1,0 +1,226 @@
+"""What could run on a cluster, and how long a step would take each: the refined model, asked often.
+
+Which of them to use is decided in `foreprop.analytic.recommendation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from foreprop.analytic.deployment import Deployment, ModelledArchitecture, Resource
+from foreprop.analytic.refined import predict, step_s
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab import limit
+from foreprop.lab.profile import Layer, Profile
+
+P3 = "p3"
+
+MOST_NODES = 256
+"""Their predictions take minutes."""
+
+TOLERANCE = 0.05
+"""A step that is longer by no more than this share is as good: the model's errors are not much
+smaller (docs/model.md), and of what is as good the simplest is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSetting:
+    """A model, its time on one worker, and a cluster. Raises `ConfigError` for what cannot be."""
+
+    profile: Profile
+    compute_s: float
+    """Forward and backward pass of one batch on one worker."""
+    nodes: int
+    """Machines with workers."""
+    rate_bits_per_s: float
+    """Of every node's link, each way."""
+    latency_s: float = 100e-6
+    workers_per_node: int = 1
+    servers: tuple[int, ...] = (0,)
+    """Numbers of dedicated servers to consider; 0: servers beside the workers."""
+    server_rate_bits_per_s: float | None = None
+    """Of the dedicated servers' links, if it is another one."""
+    batch: int | None = None
+    """Samples that each worker computes per step."""
+    bytes_per_elem: int = limit.BYTES_PER_ELEM
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ConfigError(
+                f"nodes is {self.nodes}; at least 2: inside one machine use DDP with NCCL"
+            )
+        if self.nodes > MOST_NODES:
+            raise ConfigError(f"nodes is {self.nodes}; at most {MOST_NODES} are planned for")
+        for name in ("workers_per_node", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; at least 1")
+        for name in ("compute_s", "rate_bits_per_s", "server_rate_bits_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be positive and finite")
+        if not self.servers or min(self.servers) < 0:
+            raise ConfigError(
+                f"servers is {list(self.servers)}; it must be numbers from 0, the servers beside"
+                " the workers"
+            )
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.workers_per_node
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self.profile.layers(scale=1, compute_s=self.compute_s)
+
+    @property
+    def limit_s(self) -> float:
+        """What no schedule can beat without dedicated servers."""
+        return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate_bits_per_s)
+
+    @property
+    def throughput_unit(self) -> str:
+        return "batches/s" if self.batch is None else "samples/s"
+
+    def throughput(self, step_s: float) -> float:
+        """Of all workers together, in samples/s if the batch is known, else in batches/s."""
+        return self.workers * (self.batch or 1) / step_s
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """Something that could run: an architecture, with its preset and dedicated servers if any."""
+
+    architecture: ModelledArchitecture
+    preset: str | None = None
+    servers: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Without the number of servers."""
+        return self.architecture if self.preset is None else f"{self.architecture} {self.preset}"
+
+    @property
+    def name(self) -> str:
+        many = "s" * (self.servers > 1)
+        return f"{self.kind}, {self.servers} server{many}" if self.servers else self.kind
+
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """Less is simpler: nothing of ours, our default, a setting, machines of their own."""
+        if self.architecture == "ddp":
+            return 0, 0
+        if self.architecture == "ps":
+            return (4 if self.preset == P3 else 5), self.servers
+        if self.architecture == "ring":
+            return 2, 0
+        return (1 if self.preset == P3 else 3), 0
+
+    @property
+    def code(self) -> str:
+        """What to write for it."""
+        if self.architecture == "ddp":
+            return "DistributedDataParallel(model)"
+        settings = {
+            "preset": None if self.preset == P3 else self.preset,
+            "architecture": "ring" if self.architecture == "ring" else None,
+            "dedicated_servers": self.servers or None,
+        }
+        given = "".join(f", {name}={value!r}" for name, value in settings.items() if value)
+        return f"foreprop.parallelize(model, optimizer{given})".replace("'", '"')
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate's step, seconds; see `foreprop.analytic.refined.Prediction`."""
+
+    candidate: Candidate
+    step_s: float
+    throughput: float
+    """`PlanSetting.throughput`."""
+    efficiency: float
+    """Compute / step: the share of the time in which the devices compute."""
+    compute_s: float
+    wire_s: float
+    server_s: float
+    saved_s: Mapping[Resource, float]
+    limited_by: Resource
+
+
+def deployment_for(setting: PlanSetting, candidate: Candidate) -> Deployment:
+    return Deployment(
+        layers=setting.layers,
+        architecture=candidate.architecture,
+        preset=candidate.preset or P3,
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        dedicated_servers=candidate.servers,
+        rate_bits_per_s=setting.rate_bits_per_s,
+        server_rate_bits_per_s=setting.server_rate_bits_per_s,
+        latency_s=setting.latency_s,
+        bytes_per_elem=setting.bytes_per_elem,
+    )
+
+
+def candidate_step_s(setting: PlanSetting, candidate: Candidate) -> float:
+    """The step alone, at a fifth of the work of a forecast."""
+    return step_s(deployment_for(setting, candidate))
+
+
+def forecast(setting: PlanSetting, candidate: Candidate) -> Forecast:
+    predicted = predict(deployment_for(setting, candidate))
+    return Forecast(
+        candidate=candidate,
+        step_s=predicted.step_s,
+        throughput=setting.throughput(predicted.step_s),
+        efficiency=predicted.compute_s / predicted.step_s,
+        compute_s=predicted.compute_s,
+        wire_s=predicted.wire_s,
+        server_s=predicted.server_s,
+        saved_s=predicted.saved_s,
+        limited_by=predicted.limited_by,
+    )
+
+
+def forecasts(
+    setting: PlanSetting, *, progress: Callable[[str], None] = lambda _: None
+) -> list[Forecast]:
+    """Of every architecture and preset, the fastest first.
+
+    Dedicated servers are tried in all the numbers asked for with p3, and with the other presets in
+    the one number that suits p3.
+    """
+    made = []
+    for candidate in _without_servers(setting):
+        progress(candidate.name)
+        made.append(forecast(setting, candidate))
+    served = []
+    for count in filter(None, setting.servers):
+        candidate = Candidate("ps", P3, count)
+        progress(candidate.name)
+        served.append(forecast(setting, candidate))
+    if served:
+        count = choose({f.candidate: f.step_s for f in served}).servers
+        for preset in PRESETS:
+            if preset != P3:
+                progress(Candidate("ps", preset, count).name)
+                served.append(forecast(setting, Candidate("ps", preset, count)))
+    return sorted(made + served, key=lambda f: f.step_s)
+
+
+def _without_servers(setting: PlanSetting) -> Iterator[Candidate]:
+    yield Candidate("ddp")
+    yield Candidate("ring")
+    if 0 in setting.servers:
+        for preset in PRESETS:
+            yield Candidate("p2p", preset)
+
+
+def choose(steps_s: Mapping[Candidate, float]) -> Candidate:
+    """The simplest of those that are as good as the fastest; the faster one of equally simple."""
+    enough_s = (1 + TOLERANCE) * min(steps_s.values())
+    good = [candidate for candidate, seconds in steps_s.items() if seconds <= enough_s]
+    return min(good, key=lambda candidate: (candidate.simplicity, steps_s[candidate]))

@@ -1,0 +1,279 @@
+"""``foreprop plan``: which architecture to use on a cluster, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from foreprop.analytic.planner import Forecast, PlanSetting, forecasts
+from foreprop.analytic.recommendation import Recommendation, recommend
+from foreprop.analytic.whatif import WhatIf, parse_what_if, value_text, what_if
+from foreprop.errors import ConfigError
+from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
+from foreprop.quantities import (
+    parse_counts,
+    parse_rate,
+    parse_time,
+    rate_text,
+    three_digits,
+    time_text,
+)
+
+_PICTURES = (".png", ".svg")
+_LONG_S = 10.0
+"""Compute from which on the table is in seconds."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    model: str
+    nodes: int
+    workers_per_node: int
+    rate_bits_per_s: float
+    server_rate_bits_per_s: float | None
+    latency_s: float
+    compute_s: float
+    batch: int | None
+    throughput_unit: str
+    limit_s: float
+    """What no schedule can beat without dedicated servers."""
+    forecasts: list[Forecast]
+    recommendation: Recommendation
+    what_if: WhatIf | None
+
+
+def plan(
+    nodes: Annotated[int, typer.Option(help="Machines with workers.")],
+    rate: Annotated[str, typer.Option(help="Each node's link, each way, as 10Gbit or 800Mbit.")],
+    model: Annotated[str | None, typer.Option(help=f"One of {', '.join(profile_names())}.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="A JSON file of arrays and FLOPs (docs/lab.md), instead of --model."),
+    ] = None,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            help="Forward and backward pass of one batch on one worker, as 180ms; by default as"
+            " measured, if the profile says."
+        ),
+    ] = None,
+    latency: Annotated[
+        str, typer.Option(help="From one machine to another, as 50us; half a ping.")
+    ] = "100us",
+    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
+    servers: Annotated[
+        str,
+        typer.Option(
+            help="Dedicated servers to consider, as 2, 0..8 or 0,2,4; 0: beside the workers."
+        ),
+    ] = "0",
+    server_rate: Annotated[
+        str | None, typer.Option(help="Each dedicated server's link, if it is another one.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples per worker and step, for throughput in samples/s.")
+    ] = None,
+    what_if_range: Annotated[
+        str | None,
+        typer.Option(
+            "--what-if",
+            metavar="NAME=FROM..TO",
+            help="Curves over rate, latency, compute, nodes or servers, as rate=1Gbit..100Gbit.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Draw the curves of --what-if: a .png or .svg file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Predict each architecture and preset on a cluster, and say which to use and why.
+
+    All by arithmetic, in seconds, with nothing started; docs/plan.md says how to read it. Plain DDP
+    is recommended wherever it is as good.
+    """
+    chosen = _profile(model, profile)
+    setting = PlanSetting(
+        profile=chosen,
+        compute_s=_compute_s(chosen, compute),
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        rate_bits_per_s=parse_rate("rate", rate),
+        latency_s=parse_time("latency", latency),
+        servers=parse_counts("servers", servers),
+        server_rate_bits_per_s=(
+            None if server_rate is None else parse_rate("server_rate", server_rate)
+        ),
+        batch=batch,
+    )
+    varied = None if what_if_range is None else parse_what_if(what_if_range)
+    draw = None if out is None else _drawing(out, what_if_range)
+    with Console(stderr=True).status("") as status:
+        curves = None if varied is None else what_if(setting, *varied, progress=status.update)
+        made = forecasts(setting, progress=status.update)
+        recommendation = recommend(setting, made)
+    if as_json:
+        typer.echo(_json(setting, made, recommendation, curves))
+    else:
+        _print(Console(), setting, made, recommendation, curves)
+    if draw is not None and curves is not None:
+        draw(title(setting, but=curves.variable), curves)
+        Console(stderr=as_json).print(f"Picture: {out}", soft_wrap=True, markup=False)
+
+
+def _profile(model: str | None, path: Path | None) -> Profile:
+    if (model is None) == (path is None):
+        raise ConfigError(
+            f"model is {model!r} and profile is {path}: give one of them; models are"
+            f" {', '.join(profile_names())}"
+        )
+    return load_profile(model) if model is not None else read_profile(path or Path())
+
+
+def _compute_s(profile: Profile, compute: str | None) -> float:
+    if compute is not None:
+        return parse_time("compute", compute)
+    if profile.measured_s is None:
+        raise ConfigError(
+            f"compute is not given, and the profile of {profile.name} has no measured times; say"
+            " how long one worker takes for the forward and backward pass of a batch, as"
+            " --compute 180ms"
+        )
+    return profile.measured_s
+
+
+def _drawing(out: Path, what_if_range: str | None) -> Callable[[str, WhatIf], None]:
+    """Be sure before the work that its outcome can be drawn. matplotlib is an extra."""
+    if what_if_range is None:
+        raise ConfigError(f"out is {out}, but there is nothing to draw without --what-if")
+    if out.suffix not in _PICTURES:
+        raise ConfigError(f"out is {out}; its name must end in .png or .svg")
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"out is {out}, which cannot be written: no such folder, or itself one")
+    try:
+        from foreprop.lab.pictures import draw_picture
+        from foreprop.lab.plancharts import what_if_chart
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--out needs {error.name}, which is not installed: pip install 'foreprop[lab]'"
+        ) from error
+    return lambda heading, curves: draw_picture(out, what_if_chart(heading, curves))
+
+
+def _json(
+    setting: PlanSetting,
+    made: list[Forecast],
+    recommendation: Recommendation,
+    curves: WhatIf | None,
+) -> str:
+    whole = Plan(
+        model=setting.profile.name,
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        rate_bits_per_s=setting.rate_bits_per_s,
+        server_rate_bits_per_s=setting.server_rate_bits_per_s,
+        latency_s=setting.latency_s,
+        compute_s=setting.compute_s,
+        batch=setting.batch,
+        throughput_unit=setting.throughput_unit,
+        limit_s=setting.limit_s,
+        forecasts=made,
+        recommendation=recommendation,
+        what_if=curves,
+    )
+    return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode()
+
+
+def title(setting: PlanSetting, *, but: str = "") -> str:
+    """What is asked about; without the variable ``but``."""
+    many = setting.workers_per_node
+    parts = {
+        "model": setting.profile.name,
+        "nodes": f"{setting.nodes} nodes",
+        "workers": f"{many} workers on each" if many > 1 else "",
+        "rate": rate_text(setting.rate_bits_per_s),
+        "latency": f"latency {time_text(setting.latency_s)}",
+        "compute": f"compute {time_text(setting.compute_s)}",
+    }
+    return ", ".join(text for name, text in parts.items() if text and name != but)
+
+
+def _print(
+    console: Console,
+    setting: PlanSetting,
+    made: list[Forecast],
+    recommendation: Recommendation,
+    curves: WhatIf | None,
+) -> None:
+    def say(line: str, style: str | None = None) -> None:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(title(setting), "bold")
+    console.print(_forecasts_table(setting, made, recommendation))
+    say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
+    say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
+    say("")
+    say(f"* Use {recommendation.candidate.name}: {recommendation.code}", "bold")
+    for reason in recommendation.reasons:
+        say(f"  {reason}")
+    if curves is not None:
+        say("")
+        heading = f"{title(setting, but=curves.variable)}: {curves.throughput_unit} of all workers"
+        say(heading, "bold")
+        console.print(_what_if_table(curves))
+        say("ideal: no device ever waits. use: what would be recommended of these.")
+
+
+def _forecasts_table(
+    setting: PlanSetting, made: list[Forecast], recommendation: Recommendation
+) -> Table:
+    seconds = setting.compute_s >= _LONG_S
+    unit, factor, digits = ("s", 1.0, 2) if seconds else ("ms", 1e3, 1)
+    headings = ("servers", f"step\n{unit}", setting.throughput_unit, "efficiency", "over\nDDP")
+    shown = _table("system", *headings, f"link\n{unit}")
+    shown.add_column("limited\nby", no_wrap=True)
+    ddp_s = recommendation.over_ddp * recommendation.step_s
+    for row in made:
+        candidate, best = row.candidate, row.candidate == recommendation.candidate
+        shown.add_row(
+            f"{'*' if best else ' '} {candidate.kind}",
+            str(candidate.servers or ""),
+            f"{factor * row.step_s:.{digits}f}",
+            three_digits(row.throughput),
+            f"{row.efficiency:.0%}",
+            f"{ddp_s / row.step_s:.2f}x",
+            f"{factor * max(row.wire_s, row.server_s):.{digits}f}",
+            row.limited_by,
+            style="bold" if best else None,
+        )
+    return shown
+
+
+def _table(first: str, *others: str) -> Table:
+    """Within 80 columns with the longest names."""
+    shown = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    shown.add_column(first, no_wrap=True)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
+def _what_if_table(curves: WhatIf) -> Table:
+    systems = [name.replace(", ", "\n") for name in curves.candidates]
+    shown = _table(curves.variable, *systems, "ideal")
+    shown.add_column("use")
+    for point in curves.points:
+        shown.add_row(
+            value_text(curves.variable, point.value),
+            *(three_digits(throughput) for throughput in point.throughputs),
+            three_digits(point.ideal),
+            point.recommended,
+        )
+    return shown

@@ -1,0 +1,249 @@
+"""Each recommendation in a setting in which it must come, and in one in which it must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_example import GBIT, setting
+
+from foreprop.analytic.planner import (
+    TOLERANCE,
+    Candidate,
+    Forecast,
+    candidate_step_s,
+    choose,
+    forecasts,
+)
+from foreprop.analytic.recommendation import Recommendation, obstacle_of, recommend
+from foreprop.config import PRESETS
+
+DDP, RING, P2P = Candidate("ddp"), Candidate("ring"), Candidate("p2p", "p3")
+
+
+def recommended(**changes: Any) -> Recommendation:
+    asked = setting(**changes)
+    return recommend(asked, forecasts(asked))
+
+
+def kinds(recommendation: Recommendation) -> list[str]:
+    return [remedy.kind for remedy in recommendation.remedies]
+
+
+def text(recommendation: Recommendation) -> str:
+    return " ".join(recommendation.reasons)
+
+
+# Which one.
+def test_plain_ddp_where_links_are_fast() -> None:
+    made = recommended(rate_bits_per_s=100 * GBIT)
+    assert (made.candidate, made.verdict, made.obstacle) == (DDP, "plain_ddp", "none")
+    assert made.over_ddp == 1.0
+    assert made.fastest != DDP  # it is simpler, not faster
+    assert "Plain DDP is as good here" in text(made)
+    assert made.code == "DistributedDataParallel(model)"
+
+
+def test_a_schedule_where_communication_takes_about_as_long_as_compute() -> None:
+    made = recommended()
+    assert (made.candidate, made.verdict) == (P2P, "schedule")
+    assert made.over_ddp > 1.15
+    assert "Plain DDP is as good" not in text(made)
+    assert made.code == "foreprop.parallelize(model, optimizer)"
+
+
+def test_dedicated_servers_where_links_are_slow_and_there_are_enough() -> None:
+    slow = {"rate_bits_per_s": 0.3 * GBIT}
+    made = recommended(**slow, servers=(0, 4))
+    assert (made.candidate, made.verdict) == (Candidate("ps", "p3", 4), "servers")
+    assert "as fast as the best without dedicated servers" in text(made)
+    assert made.code == "foreprop.parallelize(model, optimizer, dedicated_servers=4)"
+    for servers in ((0,), (0, 1, 2)):  # none, or so few that their links are the bottleneck
+        assert recommended(**slow, servers=servers).verdict != "servers"
+
+
+def test_p2p_before_servers_that_gain_too_little() -> None:
+    made = recommended(rate_bits_per_s=1.2 * GBIT, servers=(0, 4))
+    assert made.candidate == P2P
+    assert made.fastest.servers == 4
+    assert "the fastest, ps p3, 4 servers, saves only" in text(made)
+
+
+def test_the_fewest_servers_that_do() -> None:
+    asked = setting(rate_bits_per_s=0.3 * GBIT, servers=tuple(range(9)))
+    made = recommend(asked, forecasts(asked))
+    fewer = Candidate("ps", "p3", made.candidate.servers - 1)
+    assert made.candidate.servers == 4  # more than workers cannot help
+    assert candidate_step_s(asked, fewer) > 1.05 * made.step_s
+
+
+def test_servers_only_if_there_are_to_be_none_beside_the_workers() -> None:
+    asked = setting(servers=(2,))
+    architectures = {f.candidate.architecture for f in forecasts(asked)}
+    assert architectures == {"ddp", "ring", "ps"}
+
+
+# What is left.
+def test_no_schedule_helps_where_the_wire_is_far_too_slow() -> None:
+    made = recommended(rate_bits_per_s=0.04 * GBIT)
+    assert made.obstacle == "wire_too_slow"
+    assert made.too_slow == pytest.approx(3.0 / 0.14, rel=0.05)
+    assert "No schedule helps: the wire is 22.0x too slow" in text(made)
+    assert "local steps" in text(made)
+    assert made.candidate == DDP
+    assert recommended().too_slow is None
+
+
+def test_a_schedule_that_helps_somewhat_still_says_that_the_wire_is_too_slow() -> None:
+    made = recommended(rate_bits_per_s=0.3 * GBIT)
+    assert (made.candidate, made.obstacle) == (P2P, "wire_too_slow")
+    assert "No schedule helps enough: the wire is 2.9x too slow" in text(made)
+
+
+def test_servers_that_are_too_slow_are_not_called_a_wire() -> None:
+    made = recommended(rate_bits_per_s=0.1 * GBIT, servers=(0, 3))
+    assert made.candidate.servers == 3
+    assert made.obstacle == "servers_too_slow"
+    assert "the servers are" in text(made)
+
+
+def test_latency_where_messages_are_slow_and_models_small() -> None:
+    slow = recommended(rate_bits_per_s=100 * GBIT, latency_s=0.1)
+    assert slow.obstacle == "latency"
+    assert "Latency limits it" in text(slow)
+    assert recommended(rate_bits_per_s=100 * GBIT).obstacle == "none"
+
+
+def test_links_that_are_somewhat_slow() -> None:
+    made = recommended(rate_bits_per_s=0.6 * GBIT)
+    assert made.obstacle == "wire"
+    assert "Endlessly fast links would save" in text(made)
+    assert made.too_slow is None
+
+
+# What more would help.
+def test_two_more_servers_would_help() -> None:
+    made = recommended(rate_bits_per_s=0.05 * GBIT, nodes=8, servers=tuple(range(7)))
+    assert made.candidate == Candidate("ps", "p3", 6)
+    more = [r for r in made.remedies if r.kind == "servers"]
+    assert [r.servers for r in more] == [7, 8]
+    assert more[1].speed_up == pytest.approx(8 / 6, rel=0.06)  # their shares are unequal by a slice
+    assert "2 more servers, 8 in all, would give 1.2" in text(made)
+
+
+def test_servers_of_their_own_would_help_where_there_are_none() -> None:
+    made = recommended(rate_bits_per_s=0.3 * GBIT)
+    (remedy,) = [r for r in made.remedies if r.kind == "servers"]
+    assert remedy.servers == 4
+    assert "4 dedicated servers on machines of their own would give" in text(made)
+
+
+def test_more_servers_are_not_wanted_where_each_node_has_one_or_links_are_fast() -> None:
+    assert "servers" not in kinds(recommended(rate_bits_per_s=0.2 * GBIT, servers=(0, 4)))
+    assert "servers" not in kinds(recommended(rate_bits_per_s=100 * GBIT))
+
+
+def test_fewer_bytes_and_faster_links_help_where_the_wire_limits() -> None:
+    made = recommended(rate_bits_per_s=0.2 * GBIT)
+    gains = {r.kind: r.speed_up for r in made.remedies}
+    assert gains["half_precision"] == pytest.approx(2, rel=0.05)
+    assert gains["rate"] == pytest.approx(2, rel=0.05)
+    assert "Links of 400 Mbit/s would give 1.9" in text(made)
+    assert 'wire_dtype="bfloat16"' in text(made)
+
+
+def test_nothing_helps_devices_that_are_busy() -> None:
+    made = recommended(rate_bits_per_s=100 * GBIT)
+    assert made.remedies == []
+    assert "little left to gain" in text(made)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.5, 1.0])
+def test_a_remedy_gives_what_is_said_if_it_is_applied(rate: float) -> None:
+    made = recommended(rate_bits_per_s=rate * GBIT)
+    for remedy in made.remedies:
+        assert remedy.speed_up == pytest.approx(made.step_s / remedy.step_s)
+        assert remedy.speed_up >= 1.1
+        if remedy.kind == "rate":
+            twice = setting(rate_bits_per_s=2 * rate * GBIT)
+            assert candidate_step_s(twice, made.candidate) == remedy.step_s
+        if remedy.kind == "servers":
+            more = Candidate("ps", "p3", remedy.servers or 0)
+            assert candidate_step_s(setting(rate_bits_per_s=rate * GBIT), more) == remedy.step_s
+
+
+# The rule.
+CANDIDATES = [
+    DDP,
+    RING,
+    *(Candidate("p2p", preset) for preset in PRESETS),
+    *(Candidate("ps", preset, k) for preset in PRESETS for k in (1, 2, 8)),
+]
+
+
+@given(st.dictionaries(st.sampled_from(CANDIDATES), st.floats(0.1, 0.13), min_size=1))
+def test_the_simplest_of_those_within_the_tolerance(steps_s: dict[Candidate, float]) -> None:
+    chosen = choose(steps_s)
+    fastest_s = min(steps_s.values())
+    assert steps_s[chosen] <= (1 + TOLERANCE) * fastest_s
+    for candidate, seconds in steps_s.items():
+        if candidate.simplicity < chosen.simplicity:
+            assert seconds > (1 + TOLERANCE) * fastest_s
+        if candidate.simplicity == chosen.simplicity:
+            assert seconds >= steps_s[chosen]
+
+
+def test_ddp_then_the_default_then_a_ring_then_servers_by_number() -> None:
+    wanted = [
+        DDP,
+        P2P,
+        RING,
+        Candidate("p2p", "slicing"),
+        *(Candidate("ps", "p3", k) for k in (1, 2, 8)),
+        Candidate("ps", "kvstore", 1),
+    ]
+    left = dict.fromkeys(reversed(wanted), 1.0)
+    for candidate in wanted:
+        assert choose(left) == candidate
+        del left[candidate]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rate=st.floats(0.02, 40),
+    latency_ms=st.floats(0, 20),
+    nodes=st.integers(2, 6),
+    k=st.integers(0, 6),
+)
+def test_what_is_recommended_is_as_fast_as_any_within_the_tolerance(
+    rate: float, latency_ms: float, nodes: int, k: int
+) -> None:
+    asked = setting(
+        rate_bits_per_s=rate * GBIT, latency_s=latency_ms / 1e3, nodes=nodes, servers=(0, k)
+    )
+    made = forecasts(asked)
+    recommendation = recommend(asked, made)
+    assert recommendation.step_s <= (1 + TOLERANCE) * min(f.step_s for f in made)
+    assert recommendation.reasons
+    if recommendation.obstacle == "none":
+        assert recommendation.efficiency >= 0.9
+    for remedy in recommendation.remedies:
+        assert remedy.step_s < recommendation.step_s
+
+
+def test_an_obstacle_is_judged_by_the_links_not_by_devices_that_limit_too() -> None:
+    figures = {"compute": 0.5, "wire": 0.2, "server": 0.1, "latency": 0.3}
+    half = Forecast(
+        candidate=P2P,
+        step_s=1.0,
+        throughput=1.0,
+        efficiency=0.6,
+        compute_s=0.6,
+        wire_s=0.9,
+        server_s=0.1,
+        saved_s=figures,  # type: ignore[arg-type]
+        limited_by="compute",
+    )
+    assert obstacle_of(half) == "latency"
