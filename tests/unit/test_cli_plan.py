@@ -12,7 +12,6 @@ from plan_example import SMALL
 from typer.testing import CliRunner, Result
 
 from foreprop.cli import main as cli
-from foreprop.cli import plan as cli_plan
 from foreprop.cli.plan import Plan
 from foreprop.config import PRESETS
 from foreprop.lab.profile import Profile
@@ -101,17 +100,16 @@ def test_pictures_show_a_curve_for_each_architecture(
     assert svg.read_bytes() == first
 
 
-class Measured(Profile):
-    measured_s = 0.25
-
-
-def test_measured_compute_is_the_default(monkeypatch: pytest.MonkeyPatch, profile: Path) -> None:
-    monkeypatch.setattr(
-        cli_plan, "read_profile", lambda _: Measured(name="mine", arrays=SMALL.arrays)
-    )
-    asked = ["plan", "--profile", str(profile), *COMMON, "--json"]
+def test_measured_compute_is_the_default(tmp_path: Path) -> None:
+    timed = [
+        msgspec.structs.replace(array, forward_flops=None, forward_s=0.01, backward_s=0.02)
+        for array in SMALL.arrays
+    ]
+    path = tmp_path / "timed.json"
+    Profile(name="timed", arrays=tuple(timed)).save(path)
+    asked = ["plan", "--profile", str(path), *COMMON, "--json"]
     printed = CliRunner().invoke(cli.app, asked).stdout
-    assert msgspec.json.decode(printed, type=Plan).compute_s == 0.25
+    assert msgspec.json.decode(printed, type=Plan).compute_s == pytest.approx(0.36)
     printed = CliRunner().invoke(cli.app, [*asked, "--compute", "1s"]).stdout
     assert msgspec.json.decode(printed, type=Plan).compute_s == 1.0
 
