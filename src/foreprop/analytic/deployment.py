@@ -129,7 +129,7 @@ class Deployment:
     def link_bytes_per_s(self, *, server: bool = False) -> float:
         """What a link carries without headers, with acknowledgements of as much the other way."""
         dedicated = self.server_rate_bits_per_s if server else None
-        return (dedicated or self.rate_bits_per_s) / 8 / (limit.HEADER_FACTOR + _ACKNOWLEDGED)
+        return (dedicated or self.rate_bits_per_s) / 8 / (limit.HEADER_FACTOR + ACKNOWLEDGED)
 
     def partition(self) -> Partition:
         """As a session with this preset would cut and place the arrays."""
@@ -181,5 +181,5 @@ def without(deployment: Deployment, resource: Resource) -> Deployment:
 
 _ENDLESS = 1e18
 """Bits per second: as good as no link at all."""
-_ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
+ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
 """Acknowledgements come in a packet of their own for every second one, on links both ways."""

@@ -44,7 +44,7 @@ def agree(config: Config, setting: LabSetting) -> Agreement:
         granularity=config.granularity,
         placement=config.placement,
         servers=setting.nodes,
-        slice_elems=config.slice_elems,
+        slice_elems=config.cut_elems,
         big_array_elems=config.big_array_elems,
         seed=config.placement_seed,
     )
