@@ -326,17 +326,15 @@ class Config:
 def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     choices = _choices(hint)
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
-    if choices and (isinstance(value, str) or not set(kinds) - {type(None)}):
+    if choices and (value in choices or not set(kinds) - {type(None)}):
         if value not in choices:
-            number = ", or a number" if int in kinds else ""
-            raise ConfigError(
-                f"{spec.name} is {value!r}; it must be one of {list(choices)}{number}"
-            )
+            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
         return
     if float in kinds:
         kinds = (*kinds, int)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        named = ["nothing" if kind is type(None) else kind.__name__ for kind in kinds]
+        wanted = " or ".join([*named, *(repr(choice) for choice in choices if choice)])
         raise ConfigError(f"{spec.name} is {value!r}; it must be {wanted}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{spec.name} is {value!r}; it must be a finite number")

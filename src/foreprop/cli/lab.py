@@ -97,7 +97,10 @@ def run(
     scale: _Scale = 16,
     compute_s: _Compute = None,
     systems: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(SYSTEMS)}.")
+        str,
+        typer.Option(
+            help=f"Separated by commas: {', '.join(SYSTEMS)}; p3@200000: with slices of that size."
+        ),
     ] = "p3,slicing,kvstore,ddp",
     iterations: _Iterations = 20,
     slice_elems: _SliceElems = SLICE_ELEMS,

@@ -145,7 +145,7 @@ def _record(
         cpu_share=0.0,
         cpu_bound=False,
         iterations=len(step_s),
-        slice_elems=setting.scaled(setting.slice_elems),
+        slice_elems=setting.slice_elems_of(name),
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
         versions={"foreprop": __version__, "python": platform.python_version()},

@@ -41,7 +41,7 @@ class Board(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class Report:
     """One node's way to the next: payload as that one counted it, a message there and back."""
 
     sent_bits_per_s: float
@@ -63,19 +63,19 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
         trip = ping(node, peer, token, _PING_S)
         _meet(board, "pinged", node, nodes)
         flows = _send(node, peer, token)
-        report = _Report(
+        report = Report(
             sent_bits_per_s=sum(flow.bits_per_s for flow in flows),
             round_trip_s=trip.median_s,
             error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
         )
         board.tell(f"report/{node}", json.dumps(asdict(report)))
-        reports = [_Report(**json.loads(_hear_report(board, other))) for other in range(nodes)]
+        reports = [Report(**json.loads(_hear_report(board, other))) for other in range(nodes)]
     finally:
         listener.close()
     return conclude(reports)
 
 
-def conclude(reports: Sequence[_Report]) -> Links:
+def conclude(reports: Sequence[Report]) -> Links:
     """Of all nodes' reports; raises `TransportError` if one of them could not measure."""
     for node, report in enumerate(reports):
         if report.error is not None:

@@ -41,7 +41,7 @@ from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.stepprobe import StepProbe
 
 MEASURED_STEPS = 4
-"""The first of them is not watched: there every parameter waits for its neighbours' first push."""
+"""The first of them, which shows the order of first uses, is not watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,9 @@ class Plan:
         return None if self.step_s is None else Outlook(self.step_s)
 
     def applied_to(self, config: Config) -> Config:
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"slice_elems": self.slice_elems or config.cut_elems}
         if self.architecture is not None:
             changes["architecture"] = self.architecture
-        if self.slice_elems is not None:
-            changes["slice_elems"] = self.slice_elems
         return config.replace(**changes)
 
 
@@ -80,11 +78,15 @@ class Planning:
         infos: Sequence[ParameterInfo],
         candidates: Collection[str],
         name: str,
+        *,
+        servable: bool,
     ) -> None:
+        """``candidates`` are tables that may go by rows; ``servable``: servers have its optimizer."""
         self._config = config
         self._world = world
         self._infos = infos
         self._name = name
+        self._servable = servable
         self._per_node = config.workers_per_node or world.local_size
         self._nodes = -(-world.size // self._per_node)
         counted = [p for p in parameters if p.name in candidates]
@@ -125,7 +127,7 @@ class Planning:
             plan = Plan(row_wise, text=table)
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
-                plan = plan_session(setting, self._config, row_wise, table)
+                plan = plan_session(setting, self._config, row_wise, table, servable=self._servable)
             board.tell("plan", json.dumps(asdict(plan) | {"row_wise": sorted(plan.row_wise)}))
         heard = json.loads(board.hear("plan", "rank 0's plan"))
         return Plan(**(heard | {"row_wise": frozenset(heard["row_wise"])}))
@@ -167,15 +169,21 @@ class Planning:
 
 
 def plan_session(
-    setting: PlanSetting, config: Config, row_wise: Collection[str], table: str = ""
+    setting: PlanSetting,
+    config: Config,
+    row_wise: Collection[str],
+    table: str = "",
+    *,
+    servable: bool = True,
 ) -> Plan:
     """Predict what this session could go on with, and choose; pure.
 
     The simplest of those within 5 % of the fastest, as `foreprop plan` recommends, but for plain
-    DDP, which is another program: if it would do, the text says so.
+    DDP, which is another program: if it would do, the text says so. Servers are left out if the
+    optimizer is not ``servable``.
     """
     slices = None
-    if config.slice_elems == "auto":
+    if config.slice_elems == "auto" and servable:
         slices = choose_slice_elems(
             setting.profile,
             compute_s=setting.compute_s,
@@ -185,7 +193,7 @@ def plan_session(
             config=config,
         ).slice_elems
     served = Candidate("p2p", preset_of(config))
-    candidates = [served]
+    candidates = [served] if servable else []
     if config.architecture == "auto":
         candidates.append(Candidate("hybrid" if row_wise else "ring"))
     ddp = Candidate("ddp")

@@ -34,7 +34,7 @@ from foreprop.training.lookahead import lookahead
 from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
 from foreprop.training.memory import Memory
 from foreprop.training.moving_average import averaged_state_dict, averages_from
-from foreprop.training.optimizer import check_row_wise, named_parameters
+from foreprop.training.optimizer import can_be_served, check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
@@ -546,6 +546,7 @@ class Session:
             self.engine.parameters,
             self._embeddings.candidates,
             type(self._model).__name__,
+            servable=can_be_served(self._optimizer),
         )
 
     @property
