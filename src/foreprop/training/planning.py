@@ -81,7 +81,7 @@ class Planning:
         *,
         servable: bool,
     ) -> None:
-        """``candidates`` are tables that may go by rows; ``servable``: servers have its optimizer."""
+        """``candidates``: tables that may go by rows; ``servable``: as `can_be_served` says."""
         self._config = config
         self._world = world
         self._infos = infos
