@@ -5,7 +5,7 @@ python benchmarks/simulated_steps.py docs/results/results.json docs/results/simu
 With a third file, records of `foreprop lab simulate` that were written before the lab measured, the
 measured ones are compared with these.
 
-python benchmarks/simulated_steps.py MEASURED docs/results/predicted-steps docs/results/predicted.json
+cd docs/results; python ../../benchmarks/simulated_steps.py MEASURED predicted-steps predicted.json
 """
 
 import json
