@@ -100,6 +100,17 @@ def test_other_slices_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[1] - counts[0] == sum(-(-size // 7) for size in sizes)
 
 
+def test_on_one_machine_nothing_is_planned_and_that_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    batches = batches_of(2, count=6)
+    settings = {"architecture": "auto", "slice_elems": "auto"}
+    run_foreprop(with_sgd(), train_classifier, batches, local_size=2, **settings)
+    told = capfd.readouterr().err
+    assert told.count("foreprop: all workers are on one machine, so there is nothing to plan") == 1
+    assert "goes on with" not in told
+
+
 def test_a_world_of_one_has_nothing_to_plan() -> None:
     for settings in AUTOMATIC:
         check_world_of_one(with_sgd(), train_classifier, batches_of(1, count=6)[0], **settings)

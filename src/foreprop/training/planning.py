@@ -91,15 +91,19 @@ class Planning:
         self._nodes = -(-world.size // self._per_node)
         counted = [p for p in parameters if p.name in candidates]
         self._count = SparsityCount(counted) if counted else None
-        self.probe = StepProbe(parameters) if self._plans else None
+        self.probe = StepProbe(parameters) if self._obstacle is None else None
         self._steps = 0
 
     @property
-    def _plans(self) -> bool:
-        """Whether there is something that a prediction can decide."""
-        wanted = self._config.architecture == "auto" or self._config.slice_elems == "auto"
-        alone = self._config.dedicated_servers or not 1 < self._nodes <= MOST_NODES
-        return wanted and not alone
+    def _obstacle(self) -> str | None:
+        """Why nothing can be predicted, if so."""
+        if self._config.dedicated_servers:
+            return "with dedicated servers only tables are chosen"
+        if self._nodes == 1:
+            return "all workers are on one machine, so there is nothing to plan"
+        if self._nodes > MOST_NODES:
+            return f"more than {MOST_NODES} nodes cannot be planned for"
+        return None
 
     def end_step(self) -> bool:
         """A step is made; returns whether it was the last one that is measured."""
@@ -116,7 +120,7 @@ class Planning:
         board = Board(self._world, self._config, f"plan/{session_id}", look)
         row_wise, table = self._choose_tables(board)
         if self.probe is None:
-            return Plan(row_wise, text=table)
+            return Plan(row_wise, text=_lines(table, self._obstacle or ""))
         links = self._measure(board, session_id)
         shares = {} if self._count is None else self._count.shares()
         profile = self.probe.profile(self._name, {n: shares.get(n, 1.0) for n in row_wise})
@@ -248,13 +252,17 @@ def _tell(
     )
     ddp = Candidate("ddp")
     as_good = choose_candidate(steps_s) == ddp
-    return (
-        (f"{table}\n" if table else "")
-        + f"a step computes for {time_text(setting.compute_s)}; links of"
+    told = (
+        f"a step computes for {time_text(setting.compute_s)}; links of"
         f" {rate_text(setting.rate_bits_per_s)}, latency {time_text(setting.latency_s)};"
         f" goes on with {chosen.name}{cut}, predicted {time_text(steps_s[chosen])} per step"
         f" ({others})" + ("; plain DDP would be as good" if as_good else "")
     )
+    return _lines(table, told)
+
+
+def _lines(*texts: str) -> str:
+    return "\n".join(filter(None, texts))
 
 
 class Outlook:
