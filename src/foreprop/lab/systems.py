@@ -41,11 +41,11 @@ def _train(
     optimizer: torch.optim.Optimizer,
     count: int,
     *,
-    waits_in_step: bool = False,
+    waits_in_step: Callable[[], bool] = lambda: False,
 ) -> Steps:
     """Steps from the end of a forward pass to the end of the next one.
 
-    ``waits_in_step``: what the optimizer's step waits for is missing on the device, too.
+    ``waits_in_step``: whether the optimizer's step waits for something, and so the device, too.
     """
     clock = model.clock
     x = torch.ones(1, requires_grad=True)
@@ -57,9 +57,9 @@ def _train(
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         model.end_backward()
-        stepped_at = time.monotonic()
+        waits, stepped_at = waits_in_step(), time.monotonic()
         optimizer.step()
-        if waits_in_step:
+        if waits:
             clock.waited(stepped_at)
         loss = forward(x).sum()
         steps.step_s.append(clock.free_at - started)
@@ -107,7 +107,6 @@ class ForepropSystem:
         trace = None if setting.trace is None else str(setting.trace / name)
         rate = setting.rate if paced else None
         config = foreprop_config(name, setting, link_rate_bits_per_s=rate, trace=trace)
-        self._name = name
         self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._session = parallelize(self._model, self._optimizer, config=config)
@@ -119,8 +118,13 @@ class ForepropSystem:
 
     def steps(self, count: int) -> Steps:
         self._session.flush()
-        waits = self._name in AUTO  # while it is planning
-        return _train(self._model, self._model, self._optimizer, count, waits_in_step=waits)
+        return _train(
+            self._model,
+            self._model,
+            self._optimizer,
+            count,
+            waits_in_step=lambda: self._session.planning,
+        )
 
     def close(self) -> None:
         self._session.close()

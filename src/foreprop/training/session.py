@@ -268,6 +268,11 @@ class Session:
     def world_size(self) -> int:
         return self._world.size
 
+    @property
+    def planning(self) -> bool:
+        """Whether ``architecture="auto"`` or ``slice_elems="auto"`` is still to be decided."""
+        return self._planning is not None
+
     def flush(self) -> None:
         """Wait until every parameter shows the result of the last `optimizer.step()`."""
         self._settle_all()
