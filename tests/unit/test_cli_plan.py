@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from plan_example import SMALL
+from plan_example import SMALL, sparse_profile
 from typer.testing import CliRunner, Result
 
 from foreprop.cli import main as cli
@@ -65,6 +66,29 @@ def test_the_recommended_one_is_marked_and_said_with_its_reasons(plan: Any) -> N
     assert "p2p p3" in marked
     assert "* Use p2p p3: foreprop.parallelize(model, optimizer)" in output
     assert "as fast as plain DDP" in output
+
+
+def test_a_model_with_tables_is_planned_with_hybrid_and_both_ways_of_ddp(
+    plan: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "sparse.json"
+    sparse_profile(alpha=0.1, rows=10_000).save(path)
+    options = ("--profile", str(path), "--rate", "800Mbit")  # the last one counts
+    output = plan(*options, "--what-if", "nodes=2,4").stdout
+    assert max(map(len, output.partition("* Use ")[0].splitlines()[:-3])) <= 80
+    table = output.partition("efficiency: ")[0]
+    systems = re.findall(r"^[ *]+(\w+(?: [a-z]\w*)?) .*%", table, flags=re.MULTILINE)
+    expected = ["ddp", "ddp dense", "hybrid", "ring", *(f"p2p {preset}" for preset in PRESETS)]
+    assert sorted(systems) == sorted(expected)
+    rule = "By rows: words.weight, classes.weight. ddp gathers the rows; ring, ddp dense reduce"
+    assert rule in output
+    assert "* Use p2p p3: foreprop.parallelize(model, optimizer)" in output
+    made = msgspec.json.decode(plan(*options, "--json").stdout, type=Plan)
+    assert made.tables == ["words.weight", "classes.weight"]
+    dense = plan(*options, "--dense-gradients").stdout
+    assert "hybrid" not in dense
+    assert "ddp dense" not in dense
+    assert "rows" not in dense
 
 
 @pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")

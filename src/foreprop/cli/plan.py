@@ -43,6 +43,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float
     batch: int | None
     throughput_unit: str
+    tables: list[str]
+    """Arrays that are held, or gathered, row by row."""
     limit_s: float
     """What no schedule can beat without dedicated servers."""
     forecasts: list[Forecast]
@@ -78,6 +80,13 @@ def plan(
     server_rate: Annotated[
         str | None, typer.Option(help="Each dedicated server's link, if it is another one.")
     ] = None,
+    dense_gradients: Annotated[
+        bool,
+        typer.Option(
+            "--dense-gradients",
+            help="Embeddings have sparse=False: all of their rows are sent in every step.",
+        ),
+    ] = False,
     batch: Annotated[
         int | None, typer.Option(help="Samples per worker and step, for throughput in samples/s.")
     ] = None,
@@ -112,6 +121,7 @@ def plan(
             None if server_rate is None else parse_rate("server_rate", server_rate)
         ),
         batch=batch,
+        dense_gradients=dense_gradients,
     )
     varied = None if what_if_range is None else parse_what_if(what_if_range)
     draw = None if out is None else _drawing(out, what_if_range)
@@ -183,6 +193,7 @@ def _json(
         compute_s=setting.compute_s,
         batch=setting.batch,
         throughput_unit=setting.throughput_unit,
+        tables=[array.name for array in filter(setting.is_table, setting.profile.arrays)],
         limit_s=setting.limit_s,
         forecasts=made,
         recommendation=recommendation,
@@ -219,6 +230,8 @@ def _print(
     console.print(_forecasts_table(setting, made, recommendation))
     say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
     say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
+    if names := setting.table_names:
+        say(f"By rows: {names}. ddp gathers the rows; ring, ddp dense reduce all of the table.")
     say("")
     say(f"* Use {recommendation.candidate.name}: {recommendation.code}", "bold")
     for reason in recommendation.reasons:
