@@ -15,6 +15,7 @@ from foreprop.analytic.planner import (
     Candidate,
     candidate_step_s,
     choose,
+    enough_servers,
     forecast,
     forecasts,
     plain_ddp,
@@ -105,12 +106,24 @@ def test_the_code_of_a_candidate_is_what_config_takes() -> None:
         ({"server_rate_bits_per_s": 0.0}, "server_rate_bits_per_s is 0.0"),
         ({"servers": ()}, "servers is []"),
         ({"servers": (0, -1)}, "servers is [0, -1]"),
+        ({"servers": (0, 1000)}, "servers has 1000; at most 256 are planned for, and more than"),
     ],
 )
 def test_a_setting_that_cannot_be_is_told(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         setting(**changes)
     assert told in str(raised.value)
+
+
+def test_enough_servers_are_the_fewest_that_are_as_fast_as_any() -> None:
+    asked = setting(rate_bits_per_s=0.3 * GBIT, servers=(0, 2, 4, 9))
+    made = forecasts(asked)
+    enough = enough_servers(made)
+    assert enough == 4  # as many as nodes: then the workers' own links are what is left
+    p3 = {f.candidate.servers: f.step_s for f in made if f.candidate.preset == "p3"}
+    assert p3[9] >= p3[4] * (1 - 1e-3)
+    assert p3[2] > 1.5 * p3[4]
+    assert enough_servers(forecasts(setting())) == 0
 
 
 # Tables with sparse gradients.

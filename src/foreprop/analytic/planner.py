@@ -6,7 +6,7 @@ Which of them to use is decided in `foreprop.analytic.recommendation`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +25,9 @@ MOST_NODES = 256
 """Their predictions take minutes."""
 
 _MOST_NAMES = 4
+
+_SAME = 0.001
+"""Share of a step that is none."""
 
 TOLERANCE = 0.05
 """A step that is longer by no more than this share is as good: the model's errors are not much
@@ -73,6 +76,11 @@ class PlanSetting:
             raise ConfigError(
                 f"servers is {list(self.servers)}; it must be numbers from 0, the servers beside"
                 " the workers"
+            )
+        if max(self.servers) > MOST_NODES:
+            raise ConfigError(
+                f"servers has {max(self.servers)}; at most {MOST_NODES} are planned for, and more"
+                f" than one for each of the {self.nodes} nodes seldom help"
             )
 
     @property
@@ -284,6 +292,13 @@ def plain_ddp(steps_s: Mapping[Candidate, float]) -> Candidate:
     """What all is compared with: DDP with sparse gradients or dense ones, whichever is faster."""
     plain = [candidate for candidate in steps_s if candidate.architecture == "ddp"]
     return min(plain, key=steps_s.__getitem__)
+
+
+def enough_servers(made: Sequence[Forecast]) -> int:
+    """The fewest dedicated servers that are as fast as any number of those considered; or 0."""
+    steps_s = {f.candidate.servers: f.step_s for f in made if f.candidate.kind == f"ps {P3}"}
+    enough_s = (1 + _SAME) * min(steps_s.values(), default=0.0)
+    return min((count for count, seconds in steps_s.items() if seconds <= enough_s), default=0)
 
 
 def choose(steps_s: Mapping[Candidate, float]) -> Candidate:

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.analytic.planner import Forecast, PlanSetting, forecasts
+from foreprop.analytic.planner import Forecast, PlanSetting, enough_servers, forecasts
 from foreprop.analytic.recommendation import Recommendation, recommend
 from foreprop.analytic.whatif import WhatIf, parse_what_if, value_text, what_if
 from foreprop.errors import ConfigError
@@ -227,8 +227,12 @@ def _print(
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
     say(title(setting), "bold")
-    console.print(_forecasts_table(setting, made, recommendation))
+    enough = enough_servers(made)
+    shown = [f for f in made if f.candidate.servers <= enough]
+    console.print(_forecasts_table(setting, shown, recommendation))
     say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
+    if len(shown) < len(made):
+        say(f"More than {enough} dedicated servers are no faster.")
     say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
     if names := setting.table_names:
         say(f"By rows: {names}. ddp gathers the rows; ring, ddp dense reduce all of the table.")

@@ -37,13 +37,13 @@ class Ring:
     def __init__(self, cluster: Cluster, hosts: Hosts, *, buffer_bytes: int) -> None:
         self._clock = cluster.clock
         self._hosts = hosts
-        self._size = len(cluster.nodes)
+        self._size = len(cluster.ranks)
         self._passes = 2 * (self._size - 1)
         self._under_way: dict[Hashable, _Collective] = {}
         kernel = hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
         )
-        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.nodes]
+        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.ranks]
 
     def issue(self, rank: int, key: Hashable, elems: int, done: Callable[[], None]) -> None:
         """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
@@ -92,11 +92,16 @@ class _Pipe:
     def __init__(
         self, cluster: Cluster, kernel: Kernel, rank: int, arrived: Callable[[Any], None]
     ) -> None:
-        following = (rank + 1) % len(cluster.nodes)
+        following = (rank + 1) % len(cluster.ranks)
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
         self._connection: Connection | Loopback = cluster.connect(
-            rank, following, kernel, peer=following, sent=self._taken, deliver=arrived
+            cluster.node_of(rank),
+            cluster.node_of(following),
+            kernel,
+            peer=following,
+            sent=self._taken,
+            deliver=arrived,
         )
 
     def send(self, message: Any, size_bytes: int) -> None:

@@ -40,6 +40,10 @@ class Hosts:
     burst_s: float = 0.0005
     """What the simulation moves as one takes a link this long, but has at least two packets."""
 
+    def summing_s(self, elems: int, workers: int) -> float:
+        """For a relay to sum so many elements of each of its node's workers."""
+        return self.update_s + elems * workers * self.sum_elem_s
+
     def updating_s(self, elems: int, workers: int) -> float:
         """For a server to sum and update so many elements."""
         return self.update_s + elems * (self.update_elem_s + workers * self.sum_elem_s)

@@ -40,7 +40,7 @@ def simulate_ring(
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
     ranks: list[RingWorker] = []
-    for rank in cluster.nodes:
+    for rank in cluster.ranks:
         worker = RingWorker(
             cluster.clock,
             ring,

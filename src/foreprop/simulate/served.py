@@ -51,6 +51,7 @@ class Agreement:
     order: Order
     reply: Reply
     workers: int
+    """Who push to a server: workers, or with local aggregation nodes."""
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
@@ -70,13 +71,13 @@ class Agreement:
         return HEADER_BYTES + self.slices[frame.slice].elems * BYTES_PER_ELEM
 
 
-class _Outlet:
+class Outlet:
     """Sends a process's frames; ``sent`` is called with the peer when the next one may follow."""
 
     def __init__(
         self, clock: Clock, agreement: Agreement, send_s: float, sent: Callable[[int], None]
     ) -> None:
-        self.connections: list[Connection | Loopback] = []
+        self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
         self._clock = clock
         self._agreement = agreement
@@ -98,7 +99,7 @@ class ServedWorker:
     def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, rank: int) -> None:
         self.look: Callable[[], None] = _no_device
         self.proceed: Callable[[], None] = _no_device
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
         self._clock = clock
         self._hosts = hosts
         self._pulls = agreement.reply == "pull"
@@ -162,7 +163,7 @@ class Server:
     """A server, whose updates take time, one after the other."""
 
     def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, index: int) -> None:
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
         self._clock = clock
         self._agreement = agreement
         self._hosts = hosts
