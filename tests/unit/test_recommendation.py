@@ -147,6 +147,26 @@ def test_gathered_rows_are_not_said_to_be_halved_by_a_hook() -> None:
     assert "half_precision" in kinds(plain)
 
 
+# Several workers per node.
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"workers_per_node": 4, "rate_bits_per_s": 4 * GBIT, "compute_s": 0.02}, True),
+        ({"workers_per_node": 4, "rate_bits_per_s": 4 * GBIT, "compute_s": 0.2}, False),
+        ({"workers_per_node": 1, "rate_bits_per_s": 4 * GBIT, "compute_s": 0.02}, False),
+    ],
+)
+def test_a_node_s_relays_that_need_more_than_the_step_are_told(
+    changes: dict[str, Any], warned: bool
+) -> None:
+    """9.6 MB and four workers: 35 ms of CPU time."""
+    asked = setting(**changes)
+    made = recommend(asked, [forecast(asked, P2P), forecast(asked, DDP)])
+    assert made.candidate == P2P
+    told = "workers is one process, which needs about 34.6 ms of CPU time" in text(made)
+    assert told == warned
+
+
 # What is left.
 def test_no_schedule_helps_where_the_wire_is_far_too_slow() -> None:
     made = recommended(rate_bits_per_s=0.04 * GBIT)

@@ -202,6 +202,28 @@ def test_slow_relays_are_felt() -> None:
     assert usual.iteration_s.median < sums_s < slowed.iteration_s.median
 
 
+# What the environment asks for.
+@pytest.mark.parametrize("system", ["p3", "kvstore", "ring"])
+def test_half_precision_sends_half_the_bytes(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = setting(system, balance=1.0)
+    whole = simulate_system(system, asked, Hosts(), steps=4)
+    monkeypatch.setenv("FOREPROP_WIRE_DTYPE", "bfloat16")
+    half = simulate_system(system, asked, Hosts(), steps=4)
+    for whole_bytes, half_bytes in zip(whole.sent_bytes, half.sent_bytes, strict=True):
+        assert half_bytes == pytest.approx(whole_bytes / 2, rel=0.05)
+    assert statistics.mean(half.step_s[0]) < 0.9 * statistics.mean(whole.step_s[0])
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_grad_norm", "1.0"), ("servers_per_node", "2")])
+@pytest.mark.parametrize("system", ["p3", "ring"])
+def test_a_setting_that_is_not_simulated_is_refused(
+    system: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"FOREPROP_{name.upper()}", value)
+    with pytest.raises(ConfigError, match=f"{name} is {value}, which only `foreprop lab run` can"):
+        simulate_lab(setting(system))
+
+
 def test_records_say_that_they_are_simulated() -> None:
     (record,) = simulate_lab(setting("p3"))
     assert record.network == "simulated"

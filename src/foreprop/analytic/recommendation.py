@@ -34,6 +34,11 @@ _WORTHWHILE = 1.1
 """Speed-up below which a change of the cluster is not worth a line."""
 
 
+_RELAY_BYTE_S, _RELAY_WORKER_BYTE_S = 1.2e-9, 0.6e-9
+"""CPU time of a node's relays, one process, for each byte that they push on, and for each that a
+worker pushes to them: measured with two and four workers (docs/plan.md)."""
+
+
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     """A change that would make steps shorter."""
 
@@ -89,6 +94,7 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         reasons=[
             _why(chosen, forecasts),
             *_tables(setting, chosen.candidate),
+            *_relays(setting, chosen),
             *_what_is_left(chosen, obstacle),
             *(remedy_text(remedy, chosen.candidate) for remedy in remedies),
         ],
@@ -227,6 +233,22 @@ def _tables(setting: PlanSetting, candidate: Candidate) -> Iterator[str]:
         )
     elif candidate.architecture == "ddp":
         yield f"The embeddings of {names} need sparse=False: all of their gradients is reduced."
+
+
+def _relays(setting: PlanSetting, chosen: Forecast) -> Iterator[str]:
+    """A warning where one process may be what limits: the model has processors without end."""
+    workers = setting.workers_per_node
+    if workers == 1 or not chosen.candidate.holds_rows:
+        return
+    elems = 0 if chosen.candidate.by_ring else sum(sum(x.sizes_elems) for x in setting.layers)
+    rows = sum(table.alpha * table.elems for table in setting.tables)
+    pushed_bytes = (elems + rows) * setting.bytes_per_elem
+    cpu_s = pushed_bytes * (_RELAY_BYTE_S + workers * _RELAY_WORKER_BYTE_S)
+    if cpu_s > chosen.step_s:
+        yield (
+            f"Not counted: what sums the gradients of a node's {workers} workers is one process,"
+            f" which needs about {time_text(cpu_s)} of CPU time per step. Steps may take as long."
+        )
 
 
 def _what_is_left(chosen: Forecast, obstacle: Obstacle) -> Iterator[str]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.slicing import Partition, plan_slices
-from foreprop.lab.limit import BYTES_PER_ELEM
+from foreprop.errors import ConfigError
 from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
@@ -19,6 +20,8 @@ from foreprop.simulate.served import Agreement, Outlet, ServedWorker, Server
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""
+_SIMULATED = {"clip_grad_norm": None, "servers_per_node": 1}
+"""Settings that change what is sent when, and their only values here."""
 _LEAST_WINDOW_BYTES = 8192  # engine.launch's
 
 
@@ -32,7 +35,7 @@ def simulate_preset(
     **changes: Any,
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
-    config = foreprop_config(name, setting, **changes)
+    config = simulated_config(name, setting, **changes)
     relayed = setting.workers_per_node > 1 and config.local_aggregation != "off"
     agreement = agree(config, setting, peers=setting.nodes if relayed else setting.workers)
     workers = [ServedWorker(cluster.clock, agreement, hosts, rank) for rank in cluster.ranks]
@@ -43,6 +46,23 @@ def simulate_preset(
     else:
         _join(cluster, workers, servers, *kernels)
     return cluster.train(setting.layers, workers, steps=steps, jitter=setting.jitter)
+
+
+def simulated_config(name: str, setting: LabSetting, **changes: Any) -> Config:
+    """As the lab's; raises `ConfigError` for what the environment asks for and is not simulated."""
+    config = foreprop_config(name, setting, **changes)
+    for field, simulated in _SIMULATED.items():
+        if (value := getattr(config, field)) != simulated:
+            raise ConfigError(
+                f"{field} is {value!r}, which only `foreprop lab run` can do: unset"
+                f" FOREPROP_{field.upper()} to simulate {name} without"
+            )
+    return config
+
+
+def bytes_per_elem(config: Config) -> int:
+    """Of gradients and new values on the wire."""
+    return ITEMSIZE_BYTES[wire_dtype_of("float32", config.wire_dtype)]
 
 
 def agree(config: Config, setting: LabSetting, *, peers: int) -> Agreement:
@@ -57,13 +77,14 @@ def agree(config: Config, setting: LabSetting, *, peers: int) -> Agreement:
         seed=config.placement_seed,
     )
     return Agreement(
-        slices=plan_slices(sizes, [BYTES_PER_ELEM] * len(sizes), partition),
+        slices=plan_slices(sizes, [bytes_per_elem(config)] * len(sizes), partition),
         parameters=len(sizes),
         order=config.order,
         reply=config.reply,
         workers=peers,
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
+        bytes_per_elem=bytes_per_elem(config),
     )
 
 

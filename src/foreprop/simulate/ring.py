@@ -18,14 +18,12 @@ from foreprop.core.ring import (
     UpdateParameter,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.lab.setting import RING, LabSetting
-from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.presets import SEND_BUFFER_BYTES
+from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 
 _GRADIENTS = "float32"
 """The kind of them all."""
@@ -36,9 +34,14 @@ def simulate_ring(
     setting: LabSetting, cluster: Cluster, hosts: Hosts, *, steps: int
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; orders are planned as in a session."""
-    config = foreprop_config(RING, setting)
+    config = simulated_config(RING, setting)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
-    ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
+    ring = Ring(
+        cluster,
+        hosts,
+        buffer_bytes=setting.scaled(SEND_BUFFER_BYTES),
+        bytes_per_elem=bytes_per_elem(config),
+    )
     ranks: list[RingWorker] = []
     for rank in cluster.ranks:
         worker = RingWorker(
@@ -88,7 +91,7 @@ class RingWorker:
             in_flight=config.most_collectives,
             in_flight_elems=config.chunks_in_flight * config.chunk_elems,
         )
-        sizes_bytes = [BYTES_PER_ELEM * chunk.elems for chunk in self._chunks]
+        sizes_bytes = [bytes_per_elem(config) * chunk.elems for chunk in self._chunks]
         self.observer = Observer(len(sizes_elems), sizes_bytes)
 
     # For the device.

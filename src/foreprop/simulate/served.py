@@ -33,7 +33,6 @@ from foreprop.core.worker import (
     WorkerMachine,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
 from foreprop.simulate.hosts import Hosts
@@ -55,12 +54,14 @@ class Agreement:
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
+    bytes_per_elem: int
+    """On the wire."""
 
     def window(self) -> PushWindow | None:
         """A worker's, as `engine.worker` makes it."""
         if not may_hold_back(self.order, self.reply):
             return None
-        sizes_bytes = [piece.elems * BYTES_PER_ELEM for piece in self.slices]
+        sizes_bytes = [piece.elems * self.bytes_per_elem for piece in self.slices]
         return PushWindow(sizes_bytes, self.push_window_bytes, servers=self.servers)
 
     def frame_bytes(self, frame: SendFrame) -> int:
@@ -68,7 +69,7 @@ class Agreement:
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
             return HEADER_BYTES
-        return HEADER_BYTES + self.slices[frame.slice].elems * BYTES_PER_ELEM
+        return HEADER_BYTES + self.slices[frame.slice].elems * self.bytes_per_elem
 
 
 class Outlet:
