@@ -71,6 +71,12 @@ def test_numbers_of_servers_that_are_no_faster_are_one_line(plan: Any) -> None:
     assert "More than" not in plan("--rate", "300Mbit", "--servers", "0,2").stdout
 
 
+def test_the_heading_has_all_that_was_asked(plan: Any) -> None:
+    output = plan("--workers-per-node", "2", "--server-rate", "5Gbit", "--servers", "0,1").stdout
+    heading = "small, 4 nodes, 2 workers on each, 1 Gbit/s, dedicated servers 5 Gbit/s, latency"
+    assert output.startswith(heading)
+
+
 def test_the_recommended_one_is_marked_and_said_with_its_reasons(plan: Any) -> None:
     output = plan().stdout
     (marked,) = [line for line in output.splitlines() if line.strip().startswith("* p2p")]

@@ -128,6 +128,14 @@ def test_ddp_with_sparse_gradients_where_gathered_rows_are_few_and_links_fast() 
     assert "need sparse=True: all ranks gather" in text(made)
 
 
+def test_plain_ddp_is_the_fastest_only_if_nothing_is_faster() -> None:
+    asked = setting(rate_bits_per_s=100 * GBIT)
+    made = recommend(asked, [forecast(asked, candidate) for candidate in (DDP, P2P, RING)])
+    alone = recommend(asked, [forecast(asked, DDP)])
+    assert "Plain DDP is as good here" in text(made)
+    assert "Plain DDP is the fastest here" in text(alone)
+
+
 def test_ddp_with_dense_gradients_where_links_are_so_fast_that_rows_gain_little() -> None:
     made = recommended(profile=sparse_profile(alpha=0.7), nodes=8, rate_bits_per_s=400 * GBIT)
     assert made.candidate == Candidate("ddp", dense=True)

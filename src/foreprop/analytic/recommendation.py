@@ -201,6 +201,8 @@ def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
     if fastest is not chosen:
         saved = 1 - fastest.step_s / ours_s
         rest = f"the fastest, {fastest.candidate.name}, saves only {saved:.1%} and is less simple."
+    if chosen is fastest and chosen.candidate.architecture == "ddp":
+        return f"Plain DDP is the fastest here: {time_text(ours_s)} per step."
     if chosen.candidate.architecture == "ddp":
         return f"Plain DDP is as good here: {time_text(ours_s)} per step; {rest}"
     text = (

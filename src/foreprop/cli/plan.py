@@ -204,12 +204,13 @@ def _json(
 
 def title(setting: PlanSetting, *, but: str = "") -> str:
     """What is asked about; without the variable ``but``."""
-    many = setting.workers_per_node
+    many, server_rate = setting.workers_per_node, setting.server_rate_bits_per_s
     parts = {
         "model": setting.profile.name,
         "nodes": f"{setting.nodes} nodes",
         "workers": f"{many} workers on each" if many > 1 else "",
         "rate": rate_text(setting.rate_bits_per_s),
+        "server_rate": f"dedicated servers {rate_text(server_rate)}" if server_rate else "",
         "latency": f"latency {time_text(setting.latency_s)}",
         "compute": f"compute {time_text(setting.compute_s)}",
     }
