@@ -214,14 +214,43 @@ def test_half_precision_sends_half_the_bytes(system: str, monkeypatch: pytest.Mo
     assert statistics.mean(half.step_s[0]) < 0.9 * statistics.mean(whole.step_s[0])
 
 
-@pytest.mark.parametrize(("name", "value"), [("clip_grad_norm", "1.0"), ("servers_per_node", "2")])
-@pytest.mark.parametrize("system", ["p3", "ring"])
-def test_a_setting_that_is_not_simulated_is_refused(
-    system: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers_per_node", [1, 2])
+@pytest.mark.parametrize("system", [*PRESETS, "ring"])
+def test_updates_that_need_the_norm_begin_after_the_last_gradient(
+    system: str, workers_per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(f"FOREPROP_{name.upper()}", value)
-    with pytest.raises(ConfigError, match=f"{name} is {value}, which only `foreprop lab run` can"):
-        simulate_lab(setting(system))
+    """Then half of a server's traffic, the replies, is left to be hidden, and of a ring's none."""
+    asked = setting(system, balance=1.0, workers_per_node=workers_per_node)
+    monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
+    (clipped,) = simulate_lab(asked)
+    backward_s, forward_s = 0.2 * 2 / 3, 0.2 / 3
+    wire_s = limit.HEADER_FACTOR * clipped.wire_s  # of a ring at least
+    before_s, after_s = (wire_s, 0.0) if system == "ring" else (wire_s / 2, wire_s / 2)
+    shortest_s = max(backward_s, before_s) + max(after_s, forward_s)
+    assert clipped.iteration_s.median > 0.99 * shortest_s
+
+
+@pytest.mark.parametrize(
+    ("system", "free_s", "clipped_s"), [("p3", 1.068, 1.293), ("ring", 1.096, 1.427)]
+)
+def test_the_norm_s_barrier_costs_what_the_lab_measured(
+    system: str, free_s: float, clipped_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/performance.md, "The barrier of clip_grad_norm"."""
+    resnet = {"profile": load_profile("resnet50"), "scale": 16, "slice_elems": 50_000}
+    asked = setting(system, **resnet, compute_s=1.0, balance=1.0, iterations=1)
+    (free,) = simulate_lab(asked)
+    monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
+    (clipped,) = simulate_lab(asked)
+    assert free.iteration_s.median == pytest.approx(free_s, rel=0.05)
+    assert clipped.iteration_s.median == pytest.approx(clipped_s, rel=0.08)
+
+
+def test_several_servers_per_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_SERVERS_PER_NODE", "2")
+    for system in ("p3", "ring"):
+        with pytest.raises(ConfigError, match="servers_per_node is 2, which only `foreprop lab"):
+            simulate_lab(setting(system))
 
 
 def test_records_say_that_they_are_simulated() -> None:

@@ -20,8 +20,6 @@ from foreprop.simulate.served import Agreement, Outlet, ServedWorker, Server
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""
-_SIMULATED = {"clip_grad_norm": None, "servers_per_node": 1}
-"""Settings that change what is sent when, and their only values here."""
 _LEAST_WINDOW_BYTES = 8192  # engine.launch's
 
 
@@ -51,12 +49,11 @@ def simulate_preset(
 def simulated_config(name: str, setting: LabSetting, **changes: Any) -> Config:
     """As the lab's; raises `ConfigError` for what the environment asks for and is not simulated."""
     config = foreprop_config(name, setting, **changes)
-    for field, simulated in _SIMULATED.items():
-        if (value := getattr(config, field)) != simulated:
-            raise ConfigError(
-                f"{field} is {value!r}, which only `foreprop lab run` can do: unset"
-                f" FOREPROP_{field.upper()} to simulate {name} without"
-            )
+    if config.servers_per_node != 1:
+        raise ConfigError(
+            f"servers_per_node is {config.servers_per_node}, which only `foreprop lab run` can do:"
+            f" unset FOREPROP_SERVERS_PER_NODE to simulate {name} with 1"
+        )
     return config
 
 
@@ -85,6 +82,7 @@ def agree(config: Config, setting: LabSetting, *, peers: int) -> Agreement:
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
+        needs_norm=config.aggregation.needs_norm,
     )
 
 

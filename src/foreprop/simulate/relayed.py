@@ -10,9 +10,21 @@ from typing import Any
 
 from foreprop.core.peers import SERVER, Peers
 from foreprop.core.relay import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.server import PullArrived, PushArrived, UpdateFinished, UpdateSlice
+from foreprop.core.server import (
+    AnswerReady,
+    PullArrived,
+    PushArrived,
+    UpdateFinished,
+    UpdateSlice,
+)
 from foreprop.core.wire import Kind
-from foreprop.core.worker import FrameSent, SendFrame
+from foreprop.core.worker import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
+    FrameSent,
+    MessageReady,
+    SendFrame,
+)
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.hosts import Hosts
@@ -63,6 +75,8 @@ class Relay:
         event: Any = PullArrived(worker, slice_, step, priority)
         if kind == Kind.PUSH:
             event = PushArrived(worker, slice_, step, priority, flags)
+        elif kind == Kind.NORM:
+            event = MessageReady(SERVER, Kind.NORM, step, CONTROL_PRIORITY, 0, NO_TOKEN)
         self._do(self._machine.handle(event))
 
     def _on_answer(self, message: Message) -> None:
@@ -70,6 +84,8 @@ class Relay:
         event: Any = AnswerArrived(slice_, step, priority, flags)
         if kind == Kind.NOTIFY:
             event = NoticeArrived(slice_, step, flags)
+        elif kind == Kind.NORM_PART:
+            event = AnswerReady(0, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, NO_TOKEN)
         self._do(self._machine.handle(event))
 
     def _after_sent(self, peer: int) -> None:
