@@ -310,6 +310,7 @@ TIMED = {"name": "b.weight", "shape": [2], "forward_s": 1.0, "backward_s": 2.0}
         ({"backward_s": "long"}, "backward_s"),
         ({"alpha": 1.5}, "alpha of b.weight is 1.5; it is a share"),
         ({"alpha": -0.5}, "alpha of b.weight is -0.5"),
+        ({"alpha": 0.5, "shape": []}, "alpha of b.weight is given, but it has no rows"),
         ({"dtype": "int8"}, r"dtype of b.weight is 'int8'; it must be one of \['bfloat16', .*'"),
         (
             {"forward_s": None, "backward_s": None},

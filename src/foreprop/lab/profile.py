@@ -357,6 +357,8 @@ def _check(array: ProfiledArray) -> None:
         raise msgspec.ValidationError(
             f"alpha of {array.name} is {array.alpha}; it is a share, from 0 to 1"
         )
+    if array.alpha is not None and not array.shape:
+        raise msgspec.ValidationError(f"alpha of {array.name} is given, but it has no rows")
 
 
 def _check_amount(value: float, what: str) -> None:
