@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import pytest
 from plan_example import SMALL, setting
 
@@ -14,6 +15,7 @@ from foreprop.analytic.deployment import ACKNOWLEDGED
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, TransportError
 from foreprop.lab.limit import HEADER_FACTOR
+from foreprop.lab.profile import Profile, ProfiledArray
 from foreprop.simulate.slicesize import (
     CANDIDATES,
     choose_slice_elems,
@@ -73,6 +75,26 @@ def test_without_automatic_architecture_only_slices_are_chosen() -> None:
 def test_the_preset_is_known_by_its_knobs(name: str) -> None:
     assert preset_of(Config.resolve(name)) == name
     assert preset_of(Config.resolve(name, reply="notify", order="priority")) in ("p3", name)
+
+
+def test_of_a_table_only_the_rows_count_that_a_step_touches() -> None:
+    words = ProfiledArray(
+        name="words", shape=(10_000_000, 64), forward_s=0.0, backward_s=0.0, alpha=1e-5
+    )
+    timed = [
+        msgspec.structs.replace(array, forward_flops=None, forward_s=0.004, backward_s=0.007)
+        for array in SMALL.arrays
+    ]
+    without = Profile(name="dense", arrays=tuple(timed))
+    with_words = Profile(name="words", arrays=(words, *timed))
+    both = Config(architecture="auto", slice_elems="auto")
+    dense, sparse = (
+        plan_session(setting(profile=profile), both, rows)
+        for profile, rows in ((without, ()), (with_words, {"words"}))
+    )
+    assert sparse.slice_elems == dense.slice_elems
+    assert sparse.step_s == pytest.approx(dense.step_s, rel=0.05)
+    assert "hybrid" in sparse.text
 
 
 # Which slices.

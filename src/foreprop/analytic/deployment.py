@@ -43,8 +43,8 @@ class Deployment:
     """A model on a cluster. Raises `ConfigError` for what cannot be.
 
     ``layers`` in forward order, with the time of each on one worker. ``preset`` is for ``p2p`` and
-    ``ps``. ``tables`` go to servers with ``p2p``, ``ps`` and ``hybrid`` (there beside the workers),
-    and are reduced whole with ``ring`` and ``ddp``.
+    ``ps``. Of ``tables`` the touched rows go to servers with ``p2p``, ``ps`` and ``hybrid`` (there
+    beside the workers), and with ``ddp`` to all ranks; ``ring`` reduces them whole.
     """
 
     layers: Sequence[Layer]
@@ -65,6 +65,8 @@ class Deployment:
     bytes_per_elem: int = limit.BYTES_PER_ELEM
     """On the wire: 2 with ``wire_dtype``."""
     tables: Sequence[Table] = ()
+    dense_gradients: bool = False
+    """``ddp``: the tables' too (``sparse=False``), so that they are reduced whole."""
     slice_elems: int = SLICE_ELEMS
     big_array_elems: int = BIG_ARRAY_ELEMS
     chunk_elems: int = _DEFAULT.chunk_elems
@@ -120,6 +122,15 @@ class Deployment:
     def pushes_per_node(self) -> int:
         """Of each slice, in a step."""
         return 1 if self.local_aggregation else self.workers_per_node
+
+    def pushed_share(self, table: Table) -> float:
+        """Of its rows, how many each push to the servers has.
+
+        Local aggregation pushes a row once that several of a node's workers touch: of rows drawn
+        at random, with equal chances, 1 - (1 - alpha)^L. Frequent words are shared more often.
+        """
+        workers = self.workers_per_node if self.local_aggregation else 1
+        return 1 - (1 - table.alpha) ** workers
 
     @property
     def message_s(self) -> float:

@@ -59,6 +59,7 @@ _ProfileFile = Annotated[
     ),
 ]
 _Nodes = Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")]
+_WorkersPerNode = Annotated[int, typer.Option(help="Workers on each node.")]
 _Balance = Annotated[
     float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
 ]
@@ -91,7 +92,7 @@ def run(
     model: _Model = None,
     profile: _ProfileFile = None,
     nodes: _Nodes = 4,
-    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
+    workers_per_node: _WorkersPerNode = 1,
     balance: _Balance = None,
     rate_mbit: _Rate = None,
     scale: _Scale = 16,
@@ -153,6 +154,7 @@ def simulate(
     model: _Model = None,
     profile: _ProfileFile = None,
     nodes: _Nodes = 4,
+    workers_per_node: _WorkersPerNode = 1,
     balance: _Balance = None,
     rate_mbit: _Rate = None,
     scale: _Scale = 16,
@@ -172,12 +174,15 @@ def simulate(
     links; ddp is a model of DistributedDataParallel. The same options give the same records.
     """
     chosen = _profile(model, profile)
+    if compute_s is None:
+        compute_s = usual_compute_s(chosen, nodes * workers_per_node)
     setting = SimulatedSetting(
         profile=chosen,
         systems=_names(systems),
         nodes=nodes,
+        workers_per_node=workers_per_node,
         scale=scale,
-        compute_s=usual_compute_s(chosen, nodes) if compute_s is None else compute_s,
+        compute_s=compute_s,
         rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
         balance=balance,
         iterations=iterations,
@@ -197,7 +202,7 @@ def simulate(
 @lab.command("language")
 def language(
     nodes: Annotated[int, typer.Option(help="Nodes, each with its workers.")] = 8,
-    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
+    workers_per_node: _WorkersPerNode = 1,
     rate_mbit: Annotated[float, typer.Option(help="The links' rate in Mbit/s.")] = 30.0,
     compute_s: Annotated[
         float, typer.Option(help="Seconds that the device computes per step.")

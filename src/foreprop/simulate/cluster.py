@@ -16,7 +16,7 @@ from foreprop.simulate.link import LinkDirection, LinkSetting, OpenPort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSteps:
-    """What the devices have seen, by node and step, in seconds."""
+    """What the devices have seen, by rank and step, in seconds."""
 
     step_s: list[list[float]]
     waited_s: list[list[float]]
@@ -25,16 +25,29 @@ class SimulatedSteps:
 
 
 class Cluster:
-    """Nodes with a link each, one clock for all."""
+    """Nodes with a link each, one clock for all. Ranks are numbered by node."""
 
-    def __init__(self, link: LinkSetting, hosts: Hosts, *, nodes: int, open_ports: bool) -> None:
+    def __init__(
+        self,
+        link: LinkSetting,
+        hosts: Hosts,
+        *,
+        nodes: int,
+        workers_per_node: int = 1,
+        open_ports: bool,
+    ) -> None:
         self.clock = Clock()
         self.link = link
         self.nodes = range(nodes)
+        self.ranks = range(nodes * workers_per_node)
+        self.workers_per_node = workers_per_node
         self._hosts = hosts
         port = OpenPort if open_ports else LinkDirection
         self._egress = [LinkDirection(link) for _ in self.nodes]
         self._ports = [port(link) for _ in self.nodes]
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.workers_per_node
 
     def connect(
         self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
@@ -65,7 +78,7 @@ class Cluster:
         steps: int,
         jitter: float,
     ) -> SimulatedSteps:
-        """Run a device on each node until all of them have made their steps."""
+        """Run a device for each rank until all of them have made their steps."""
         training = len(synchronisations)
 
         def finished() -> None:
@@ -80,9 +93,9 @@ class Cluster:
                 steps=steps,
                 finished=finished,
                 jitter=jitter,
-                seed=node,
+                seed=rank,
             )
-            for node, synchronisation in enumerate(synchronisations)
+            for rank, synchronisation in enumerate(synchronisations)
         ]
         for device in devices:
             device.start()

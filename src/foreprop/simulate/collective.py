@@ -34,22 +34,30 @@ class _Collective:
 class Ring:
     """The collectives of a cluster; equal keys on all ranks are one collective."""
 
-    def __init__(self, cluster: Cluster, hosts: Hosts, *, buffer_bytes: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        hosts: Hosts,
+        *,
+        buffer_bytes: int,
+        bytes_per_elem: int = BYTES_PER_ELEM,
+    ) -> None:
         self._clock = cluster.clock
         self._hosts = hosts
-        self._size = len(cluster.nodes)
+        self._bytes_per_elem = bytes_per_elem
+        self._size = len(cluster.ranks)
         self._passes = 2 * (self._size - 1)
         self._under_way: dict[Hashable, _Collective] = {}
         kernel = hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
         )
-        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.nodes]
+        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.ranks]
 
     def issue(self, rank: int, key: Hashable, elems: int, done: Callable[[], None]) -> None:
         """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
         collective = self._under_way.get(key)
         if collective is None:
-            part_bytes = -(-elems * BYTES_PER_ELEM // (self._size * len(_HALVES)))
+            part_bytes = -(-elems * self._bytes_per_elem // (self._size * len(_HALVES)))
             collective = self._under_way[key] = _Collective(part_bytes, {}, {})
         collective.done[rank] = done
         for half in _HALVES:
@@ -67,7 +75,7 @@ class Ring:
     def _arrived(self, message: Any) -> None:
         """Add it to one's own part, which takes time, and pass it on."""
         collective = self._under_way[message[0]]
-        added_s = collective.part_bytes / BYTES_PER_ELEM * self._hosts.sum_elem_s
+        added_s = collective.part_bytes / self._bytes_per_elem * self._hosts.sum_elem_s
         at_s = self._clock.now_s + self._hosts.receive_s + added_s
         self._clock.at(at_s, self._received, message)
 
@@ -92,11 +100,16 @@ class _Pipe:
     def __init__(
         self, cluster: Cluster, kernel: Kernel, rank: int, arrived: Callable[[Any], None]
     ) -> None:
-        following = (rank + 1) % len(cluster.nodes)
+        following = (rank + 1) % len(cluster.ranks)
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
         self._connection: Connection | Loopback = cluster.connect(
-            rank, following, kernel, peer=following, sent=self._taken, deliver=arrived
+            cluster.node_of(rank),
+            cluster.node_of(following),
+            kernel,
+            peer=following,
+            sent=self._taken,
+            deliver=arrived,
         )
 
     def send(self, message: Any, size_bytes: int) -> None:

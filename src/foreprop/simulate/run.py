@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from foreprop.config import PRESETS
-from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.network import Network
 from foreprop.lab.records import Record, Spread
@@ -21,6 +20,7 @@ from foreprop.lab.setting import (
     RING,
     LabSetting,
 )
+from foreprop.lab.systems import local_aggregation
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
 from foreprop.simulate.ddp import simulate_ddp
 from foreprop.simulate.hosts import Hosts
@@ -42,13 +42,6 @@ class SimulatedSetting(LabSetting):
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
     most_nodes: ClassVar[int] = 1024
-
-    def __post_init__(self) -> None:
-        super(SimulatedSetting, self).__post_init__()
-        if self.workers_per_node > 1:
-            raise ConfigError(
-                f"workers_per_node is {self.workers_per_node}; only 1 can be simulated"
-            )
 
 
 def simulate_lab(
@@ -90,7 +83,11 @@ def simulate_system(
     """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP."""
     network = Network(nodes=setting.nodes, rate_bits_per_s=setting.rate)
     cluster = Cluster(
-        lab_link(network), hosts, nodes=setting.nodes, open_ports=not setting.shape_ingress
+        lab_link(network),
+        hosts,
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        open_ports=not setting.shape_ingress,
     )
     if bucket_bytes is not None:
         return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
@@ -124,7 +121,7 @@ def _record(
         limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
     )
     step_s, waited_s = (
-        [statistics.fmean(nodes) for nodes in zip(*lists, strict=True)][uncounted:]
+        [statistics.fmean(ranks) for ranks in zip(*lists, strict=True)][uncounted:]
         for lists in (simulated.step_s, simulated.waited_s)
     )
     spread = Spread.of(step_s)
@@ -133,6 +130,8 @@ def _record(
         model=setting.profile.name,
         scale=setting.scale,
         nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        local_aggregation=None if name in (DDP, DDP_TUNED) else local_aggregation(),
         rate_bits_per_s=setting.rate,
         balance=wire_s / compute_s,
         compute_s=compute_s,

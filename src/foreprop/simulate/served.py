@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
+from foreprop.core.norm import ZERO
 from foreprop.core.sendqueue import Order
 from foreprop.core.server import (
+    AnswerReady,
+    NormArrived,
     PullArrived,
     PushArrived,
     ServerMachine,
+    SliceSummed,
+    SumSlice,
     UpdateFinished,
     UpdateSlice,
 )
@@ -23,9 +29,12 @@ from foreprop.core.slicing import Slice
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
     CompleteParameter,
     FrameSent,
     GradientReady,
+    MessageReady,
     NotifyArrived,
     PullsDue,
     ReplyArrived,
@@ -33,7 +42,6 @@ from foreprop.core.worker import (
     WorkerMachine,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
 from foreprop.simulate.hosts import Hosts
@@ -51,15 +59,20 @@ class Agreement:
     order: Order
     reply: Reply
     workers: int
+    """Who push to a server: workers, or with local aggregation nodes."""
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
+    bytes_per_elem: int
+    """On the wire."""
+    needs_norm: bool
+    """Updates wait for the norm of all gradients (`core.barrier`)."""
 
     def window(self) -> PushWindow | None:
         """A worker's, as `engine.worker` makes it."""
-        if not may_hold_back(self.order, self.reply):
+        if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
-        sizes_bytes = [piece.elems * BYTES_PER_ELEM for piece in self.slices]
+        sizes_bytes = [piece.elems * self.bytes_per_elem for piece in self.slices]
         return PushWindow(sizes_bytes, self.push_window_bytes, servers=self.servers)
 
     def frame_bytes(self, frame: SendFrame) -> int:
@@ -67,16 +80,16 @@ class Agreement:
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
             return HEADER_BYTES
-        return HEADER_BYTES + self.slices[frame.slice].elems * BYTES_PER_ELEM
+        return HEADER_BYTES + self.slices[frame.slice].elems * self.bytes_per_elem
 
 
-class _Outlet:
+class Outlet:
     """Sends a process's frames; ``sent`` is called with the peer when the next one may follow."""
 
     def __init__(
         self, clock: Clock, agreement: Agreement, send_s: float, sent: Callable[[int], None]
     ) -> None:
-        self.connections: list[Connection | Loopback] = []
+        self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
         self._clock = clock
         self._agreement = agreement
@@ -98,7 +111,7 @@ class ServedWorker:
     def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, rank: int) -> None:
         self.look: Callable[[], None] = _no_device
         self.proceed: Callable[[], None] = _no_device
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
         self._clock = clock
         self._hosts = hosts
         self._pulls = agreement.reply == "pull"
@@ -110,6 +123,8 @@ class ServedWorker:
             reply=agreement.reply,
             window=agreement.window(),
         )
+        self._owners = {piece.server for piece in agreement.slices}
+        self._norms = NormCombiner(self._owners)
 
     # For the device.
     def is_complete(self, parameter: int) -> bool:
@@ -139,10 +154,20 @@ class ServedWorker:
 
     def _on_frame(self, message: Message) -> None:
         server, frame = message
+        if frame.kind == Kind.NORM_PART:
+            self._on_norm_part(server, frame.step)
+            return
         event: Any = ReplyArrived(frame.slice, frame.step, server)
         if frame.kind == Kind.NOTIFY:
             event = NotifyArrived(frame.slice, frame.step, server, frame.flags)
         self._do(self._machine.handle(event))
+
+    def _on_norm_part(self, server: int, step: int) -> None:
+        """Rank 0: the last part makes the norm, which all servers are told."""
+        if self._norms.add(server, step, ZERO) is not None:
+            for owner in sorted(self._owners):
+                told = MessageReady(owner, Kind.NORM, step, CONTROL_PRIORITY, 0, NO_TOKEN)
+                self._do(self._machine.handle(told))
 
     def _after_sent(self, server: int) -> None:
         self._do(self._machine.handle(FrameSent(server)))
@@ -162,11 +187,12 @@ class Server:
     """A server, whose updates take time, one after the other."""
 
     def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, index: int) -> None:
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
         self._clock = clock
         self._agreement = agreement
         self._hosts = hosts
         self._index = index
+        owned = sum(piece.server == index for piece in agreement.slices)
         self._machine = ServerMachine(
             agreement.slices,
             index=index,
@@ -174,6 +200,7 @@ class Server:
             order=agreement.order,
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
+            barrier=StepBarrier(owned) if agreement.needs_norm else None,
         )
 
     # For the connections.
@@ -185,10 +212,15 @@ class Server:
         event: Any = PullArrived(rank, slice_, step, priority)
         if kind == Kind.PUSH:
             event = PushArrived(rank, slice_, step, priority, flags)
+        elif kind == Kind.NORM:
+            event = NormArrived(rank, step)
         self._do(self._machine.handle(event))
 
     def _after_sent(self, rank: int) -> None:
         self._do(self._machine.handle(FrameSent(rank)))
+
+    def _summed(self, _: None) -> None:
+        self._do(self._machine.handle(SliceSummed(ZERO)))
 
     def _updated(self, _: None) -> None:
         self._do(self._machine.handle(UpdateFinished()))
@@ -198,11 +230,21 @@ class Server:
             if type(instruction) is SendFrame:
                 self.outlet.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
-                elems = self._agreement.slices[instruction.slice].elems
-                takes_s = self._hosts.updating_s(elems, self._agreement.workers)
+                pushes = 0 if self._agreement.needs_norm else self._agreement.workers
+                takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
                 self._clock.at(self._clock.now_s + takes_s, self._updated)
+            elif type(instruction) is SumSlice:
+                elems = self._elems(instruction.slice)
+                takes_s = self._hosts.measuring_s(elems, self._agreement.workers)
+                self._clock.at(self._clock.now_s + takes_s, self._summed)
+            elif type(instruction) is TellNormPart:
+                told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)
+                self._do(self._machine.handle(AnswerReady(0, *told)))
             else:
                 raise InternalError(f"a simulated server cannot do {instruction!r}")
+
+    def _elems(self, slice_: int) -> int:
+        return self._agreement.slices[slice_].elems
 
 
 def _no_device() -> None:

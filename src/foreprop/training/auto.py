@@ -43,8 +43,10 @@ class SparsityCount:
             rows = max(1, len(parameter.parameter))
             self._shares[parameter.name].append(parameter.touched_rows / rows)
 
-    def shares(self) -> dict[str, float]:
-        """Of each parameter's rows, the mean share that a step touched."""
+    def end(self) -> dict[str, float]:
+        """Stop counting; of each parameter's rows, the mean share that a step touched."""
+        for parameter in self._parameters:
+            parameter.counts_rows = False
         return {name: statistics.fmean(shares) for name, shares in self._shares.items()}
 
 

@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgspec
+
 from foreprop.analytic.deployment import Deployment
 from foreprop.analytic.planner import (
     MOST_NODES,
@@ -89,7 +91,9 @@ class Planning:
         self._servable = servable
         self._per_node = config.workers_per_node or world.local_size
         self._nodes = -(-world.size // self._per_node)
-        counted = [p for p in parameters if p.name in candidates]
+        self._candidates = frozenset(candidates)
+        by_rows = {info.name for info in infos if info.rows}
+        counted = [p for p in parameters if p.name in self._candidates | by_rows]
         self._count = SparsityCount(counted) if counted else None
         self.probe = StepProbe(parameters) if self._obstacle is None else None
         self._steps = 0
@@ -118,12 +122,12 @@ class Planning:
         ``look`` raises what has gone wrong meanwhile.
         """
         board = Board(self._world, self._config, f"plan/{session_id}", look)
-        row_wise, table = self._choose_tables(board)
+        shares = {} if self._count is None else agree_on_shares(self._count.end(), board)
+        row_wise, table = self._choose_tables(shares)
         if self.probe is None:
             return Plan(row_wise, text=_lines(table, self._obstacle or ""))
         links = self._measure(board, session_id)
-        shares = {} if self._count is None else self._count.shares()
-        profile = self.probe.profile(self._name, {n: shares.get(n, 1.0) for n in row_wise})
+        profile = self.probe.profile(self._name, {name: shares[name] for name in row_wise})
         compute_s = 0.0 if profile is None else profile.measured_s or 0.0
         told = board.exchange("compute", json.dumps(compute_s), "time of a step")
         if self._world.rank == 0:
@@ -136,14 +140,14 @@ class Planning:
         heard = json.loads(board.hear("plan", "rank 0's plan"))
         return Plan(**(heard | {"row_wise": frozenset(heard["row_wise"])}))
 
-    def _choose_tables(self, board: Board) -> tuple[frozenset[str], str]:
+    def _choose_tables(self, shares: Mapping[str, float]) -> tuple[frozenset[str], str]:
         """The names of what goes by rows, and a table about it."""
         now = frozenset(info.name for info in self._infos if info.rows)
-        if self._count is None:
+        if not self._candidates:
             return now, ""
-        shares = agree_on_shares(self._count.shares(), board)
-        choices = choose(self._infos, shares, self._world.size)
-        wanted = now - shares.keys() | {c.info.name for c in choices if c.row_wise}
+        measured = {name: share for name, share in shares.items() if name in self._candidates}
+        choices = choose(self._infos, measured, self._world.size)
+        wanted = now - self._candidates | {c.info.name for c in choices if c.row_wise}
         return wanted, describe(choices, self._world.size)
 
     def _measure(self, board: Board, session_id: str) -> Links | None:
@@ -189,7 +193,7 @@ def plan_session(
     slices = None
     if config.slice_elems == "auto" and servable:
         slices = choose_slice_elems(
-            setting.profile,
+            _with_touched_rows(setting),
             compute_s=setting.compute_s,
             nodes=setting.nodes,
             rate_bits_per_s=setting.rate_bits_per_s,
@@ -214,6 +218,21 @@ def plan_session(
         step_s=steps_s[chosen],
         text=_tell(setting, steps_s, chosen, slices if is_served else None, table),
     )
+
+
+def _with_touched_rows(setting: PlanSetting) -> Profile:
+    """Tables as arrays of the rows that a step touches: so many bytes are sent."""
+    arrays = [
+        msgspec.structs.replace(
+            array,
+            shape=(max(1, round(array.rows * (array.alpha or 0.0))), array.row_elems),
+            alpha=None,
+        )
+        if setting.is_table(array)
+        else array
+        for array in setting.profile.arrays
+    ]
+    return replace(setting.profile, arrays=tuple(arrays))
 
 
 def preset_of(config: Config) -> str:
