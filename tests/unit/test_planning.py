@@ -140,6 +140,19 @@ def test_a_window_that_holds_less_asks_for_smaller_slices() -> None:
     assert chosen(config=narrow).slice_elems < chosen().slice_elems
 
 
+def test_the_sessions_settings_count_not_the_environments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = chosen()
+    monkeypatch.setenv("FOREPROP_SERVERS_PER_NODE", "2")
+    monkeypatch.setenv("FOREPROP_DEDICATED_SERVERS", "1")
+    monkeypatch.setenv("FOREPROP_ORDER", "fifo")
+    monkeypatch.setenv("FOREPROP_WIRE_DTYPE", "float16")
+    assert chosen() == before
+    half = chosen(config=Config(slice_elems="auto", wire_dtype="bfloat16", servers_per_node=2))
+    assert min(half.step_s.values()) < min(before.step_s.values())
+
+
 def test_more_nodes_are_simulated_as_four_on_links_that_take_as_long() -> None:
     four, hundred = chosen(), chosen(nodes=100, rate_bits_per_s=1e9 * (99 / 100) / (3 / 4))
     assert hundred.slice_elems == four.slice_elems

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from foreprop.config import FIRST_SLICE_ELEMS, Config
 from foreprop.lab import limit
@@ -110,17 +111,20 @@ def pick(cost_s: Mapping[int, float]) -> int:
 def _step_s(setting: SimulatedSetting, link: LinkSetting, config: Config, size: int) -> float:
     hosts = Hosts()
     cluster = Cluster(link, hosts, nodes=setting.nodes, open_ports=False)
-    steps = simulate_preset(
-        "p3",
-        setting,
-        cluster,
-        hosts,
-        steps=_STEPS,
-        slice_elems=size,
-        order=config.order,
-        reply=config.reply,
-        placement=config.placement,
-        unsent_bytes=config.unsent_bytes,
-        push_window_bytes=config.push_window_bytes,
-    )
+    changes = _as_simulated(config, size)
+    steps = simulate_preset("p3", setting, cluster, hosts, steps=_STEPS, **changes)
     return statistics.median(step for node in steps.step_s for step in node[_UNCOUNTED_STEPS:])
+
+
+def _as_simulated(config: Config, slice_elems: int) -> dict[str, Any]:
+    """Every setting, so that none comes from the environment."""
+    settings = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    return settings | {
+        "architecture": "p2p",
+        "slice_elems": slice_elems,
+        "servers_per_node": 1,
+        "workers_per_node": 1,
+        "local_aggregation": "auto",
+        "link_rate_bits_per_s": None,
+        "trace": None,
+    }
