@@ -17,17 +17,17 @@ LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_b
 
 def reduce(nodes: int, elems: int, *, late_s: float = 0.0) -> list[float]:
     """When each rank has the sum; the last one issues its part ``late_s`` after the others."""
-    cluster = Cluster(LINK, Hosts(), nodes=nodes, open_ports=False)
+    cluster = Cluster.of_nodes(LINK, Hosts(), nodes)
     ring = Ring(cluster, Hosts(), buffer_bytes=200_000)
     done_s: dict[int, float] = {}
 
     def issue(rank: int) -> None:
         ring.issue(rank, "sum", elems, lambda: done_s.update({rank: cluster.clock.now_s}))
 
-    for rank in cluster.nodes:
+    for rank in cluster.simulated:
         cluster.clock.at(late_s if rank == nodes - 1 else 0.0, issue, rank)
     cluster.clock.run(lambda: len(done_s) == nodes)
-    return [done_s[rank] for rank in cluster.nodes]
+    return [done_s[rank] for rank in cluster.simulated]
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])

@@ -57,7 +57,7 @@ class Sender:
 
 
 def make_cluster(nodes: int = 3, link: LinkSetting = LINK) -> Cluster:
-    return Cluster(link, Hosts(), nodes=nodes, open_ports=False)
+    return Cluster.of_nodes(link, Hosts(), nodes)
 
 
 def run(cluster: Cluster, *senders: Sender, messages: int) -> None:

@@ -27,12 +27,8 @@ from foreprop.lab.profile import Profile, load_profile, profile_names, read_prof
 from foreprop.lab.records import Record, write_records
 from foreprop.lab.run import run_lab, sampled_steps
 from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
-from foreprop.simulate.run import (
-    SIMULATED,
-    SIMULATED_SYSTEMS,
-    SimulatedSetting,
-    simulate_lab,
-)
+from foreprop.simulate.run import SIMULATED, simulate_lab
+from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 
 if TYPE_CHECKING:
     from foreprop.lab.figures import Figures

@@ -3,6 +3,11 @@
 A collective's elements are cut into N parts, and each part into two halves, whose passes follow
 each other independently: one is on its way while the other one is added up (Patarasuk and Yuan:
 Bandwidth optimal all-reduce algorithms). A rank takes part from when it has issued the collective.
+
+If nodes stand for others, the ring has one rank for each crowd, which makes all the 2 (N - 1)
+passes of N. Where all ranks do the same at the same time that changes nothing: what a rank gets
+from the one before it is what it sends itself. A rank that comes late holds up a small ring
+sooner than a large one, in which others can make some passes first.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 
 from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Kernel, Loopback
+from foreprop.simulate.connection import Kernel
 from foreprop.simulate.hosts import Hosts
 
 _HALVES = (0, 1)
@@ -37,13 +42,14 @@ class Ring:
     def __init__(self, cluster: Cluster, hosts: Hosts, *, buffer_bytes: int) -> None:
         self._clock = cluster.clock
         self._hosts = hosts
-        self._size = len(cluster.nodes)
+        self._size = cluster.nodes
+        self._simulated = len(cluster.simulated)
         self._passes = 2 * (self._size - 1)
         self._under_way: dict[Hashable, _Collective] = {}
         kernel = hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
         )
-        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.nodes]
+        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.simulated]
 
     def issue(self, rank: int, key: Hashable, elems: int, done: Callable[[], None]) -> None:
         """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
@@ -61,7 +67,7 @@ class Ring:
         self, key: Hashable, collective: _Collective, rank: int, half: int, step: int
     ) -> None:
         if step < self._passes:
-            message = (key, (rank + 1) % self._size, half)
+            message = (key, (rank + 1) % self._simulated, half)
             self._pipes[rank].send(message, _MESSAGE_BYTES + collective.part_bytes)
 
     def _arrived(self, message: Any) -> None:
@@ -92,10 +98,10 @@ class _Pipe:
     def __init__(
         self, cluster: Cluster, kernel: Kernel, rank: int, arrived: Callable[[Any], None]
     ) -> None:
-        following = (rank + 1) % len(cluster.nodes)
+        following = (rank + 1) % len(cluster.simulated)
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
-        self._connection: Connection | Loopback = cluster.connect(
+        self._connection = cluster.link_to(
             rank, following, kernel, peer=following, sent=self._taken, deliver=arrived
         )
 

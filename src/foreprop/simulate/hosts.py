@@ -49,12 +49,12 @@ class Hosts:
     ) -> Kernel:
         """``connections``: that share each link; ``buffer_bytes``: what `SO_SNDBUF` tells."""
         burst_bytes = int(link.rate_bits_per_s / 8 * self.burst_s)
-        window_bytes = int(link.queue_bytes / connections)
+        window_bytes = max(int(link.queue_bytes / connections), _LEAST_WINDOW_BYTES)
         return Kernel(
             unsent_bytes=unsent_bytes,
             buffer_bytes=int(buffer_bytes * self.buffer_share),
             segment_bytes=self.segment_bytes,
-            window_bytes=max(window_bytes, _LEAST_WINDOW_BYTES),
-            burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes),
+            window_bytes=window_bytes,
+            burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes, window_bytes),
             latency_s=link.latency_s,
         )

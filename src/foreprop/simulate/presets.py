@@ -1,18 +1,24 @@
-"""foreprop's presets on a simulated cluster: a worker and a server on each node."""
+"""foreprop's presets on a simulated cluster: a worker and a server on each node.
+
+Servers that have no slices are left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from foreprop.config import Config
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.lab.limit import BYTES_PER_ELEM
-from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.connection import Connection, Kernel
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.served import Agreement, ServedWorker, Server
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.simulate.symmetric import join_crowds
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""
@@ -21,7 +27,7 @@ _LEAST_WINDOW_BYTES = 8192  # engine.launch's
 
 def simulate_preset(
     name: str,
-    setting: LabSetting,
+    setting: SimulatedSetting,
     cluster: Cluster,
     hosts: Hosts,
     *,
@@ -31,13 +37,19 @@ def simulate_preset(
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
     config = foreprop_config(name, setting, **changes)
     agreement = agree(config, setting)
-    workers = [ServedWorker(cluster.clock, agreement, hosts, rank) for rank in cluster.nodes]
-    servers = [Server(cluster.clock, agreement, hosts, index) for index in cluster.nodes]
-    join(cluster, workers, servers, *_kernels(config, setting, cluster, hosts))
-    return cluster.train(setting.layers, workers, steps=steps, jitter=setting.jitter)
+    clock = cluster.clock
+    workers = [ServedWorker(clock, agreement, hosts, rank) for rank in cluster.simulated]
+    servers = {n: Server(clock, agreement, hosts, n) for n in agreement.busy_servers}
+    kernels = _kernels(config, setting, cluster, hosts)
+    if not cluster.is_symmetric:
+        join(cluster, workers, servers, *kernels)
+        return cluster.train(setting, workers, steps=steps)
+    links = join_crowds(cluster, workers, servers, *kernels)
+    trained = cluster.train(setting, workers, steps=steps)
+    return replace(trained, sent_bytes=links.sent_bytes(cluster.crowds))
 
 
-def agree(config: Config, setting: LabSetting) -> Agreement:
+def agree(config: Config, setting: SimulatedSetting) -> Agreement:
     """What the manifest of such a session would say."""
     sizes = [size for layer in setting.layers for size in layer.sizes_elems]
     partition = Partition(
@@ -54,13 +66,14 @@ def agree(config: Config, setting: LabSetting) -> Agreement:
         order=config.order,
         reply=config.reply,
         workers=setting.nodes,
+        crowds=len(setting.crowds),
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
     )
 
 
 def _kernels(
-    config: Config, setting: LabSetting, cluster: Cluster, hosts: Hosts
+    config: Config, setting: SimulatedSetting, cluster: Cluster, hosts: Hosts
 ) -> tuple[Kernel, Kernel]:
     """Of pushes, whose send buffer is bounded, and of replies."""
     pushed_bytes = max(_LEAST_WINDOW_BYTES, config.push_window_bytes // setting.nodes)
@@ -81,13 +94,13 @@ def _kernels(
 def join(
     cluster: Cluster,
     workers: list[ServedWorker],
-    servers: list[Server],
+    servers: Mapping[int, Server],
     pushes: Kernel,
     replies: Kernel,
 ) -> None:
     """Connect every worker with every server."""
     for rank, worker in enumerate(workers):
-        for index, server in enumerate(servers):
+        for index, server in servers.items():
             outlet, back = worker.outlet, server.outlet
             forth_way = cluster.connect(
                 rank, index, pushes, peer=index, sent=outlet.taken, deliver=server.receive
@@ -97,5 +110,5 @@ def join(
             )
             if isinstance(forth_way, Connection) and isinstance(back_way, Connection):
                 forth_way.reverse, back_way.reverse = back_way, forth_way
-            outlet.connections.append(forth_way)
-            back.connections.append(back_way)
+            outlet.connections[index] = forth_way
+            back.connections[rank] = back_way

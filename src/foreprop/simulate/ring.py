@@ -19,13 +19,14 @@ from foreprop.core.ring import (
 )
 from foreprop.errors import InternalError
 from foreprop.lab.limit import BYTES_PER_ELEM
-from foreprop.lab.setting import RING, LabSetting
+from foreprop.lab.setting import RING
 from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
+from foreprop.simulate.setting import SimulatedSetting
 
 _GRADIENTS = "float32"
 """The kind of them all."""
@@ -33,14 +34,14 @@ _FIRST_OBSERVED = 2  # as engine.ring: in the first step gradients are pushed al
 
 
 def simulate_ring(
-    setting: LabSetting, cluster: Cluster, hosts: Hosts, *, steps: int
+    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; orders are planned as in a session."""
     config = foreprop_config(RING, setting)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
     ranks: list[RingWorker] = []
-    for rank in cluster.nodes:
+    for rank in cluster.simulated:
         worker = RingWorker(
             cluster.clock,
             ring,
@@ -51,7 +52,7 @@ def simulate_ring(
             ranks=ranks,
         )
         ranks.append(worker)
-    return cluster.train(setting.layers, ranks, steps=steps, jitter=setting.jitter)
+    return cluster.train(setting, ranks, steps=steps)
 
 
 class RingWorker:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
-from foreprop.config import PRESETS
-from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.network import Network
 from foreprop.lab.records import Record, Spread
@@ -19,36 +15,20 @@ from foreprop.lab.setting import (
     DDP,
     DDP_TUNED,
     RING,
-    LabSetting,
 )
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
 from foreprop.simulate.ddp import simulate_ddp
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
+from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
 
 SIMULATED = "simulated"
 """`Record.network` of what was not measured."""
-SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
 _DISCARDED_STEPS = 1  # as in the lab: the first step begins with empty links
 _RING_STEPS = 9  # until ring has planned twice
 _TUNING_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedSetting(LabSetting):
-    """What can be simulated: fewer systems than the lab has, on more nodes."""
-
-    known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
-    most_nodes: ClassVar[int] = 1024
-
-    def __post_init__(self) -> None:
-        super(SimulatedSetting, self).__post_init__()
-        if self.workers_per_node > 1:
-            raise ConfigError(
-                f"workers_per_node is {self.workers_per_node}; only 1 can be simulated"
-            )
 
 
 def simulate_lab(
@@ -90,7 +70,10 @@ def simulate_system(
     """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP."""
     network = Network(nodes=setting.nodes, rate_bits_per_s=setting.rate)
     cluster = Cluster(
-        lab_link(network), hosts, nodes=setting.nodes, open_ports=not setting.shape_ingress
+        lab_link(network, latency_s=setting.latency_s),
+        hosts,
+        crowds=setting.crowds,
+        open_ports=not setting.shape_ingress,
     )
     if bucket_bytes is not None:
         return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
@@ -123,8 +106,10 @@ def _record(
     wire_s = limit.wire_s(
         limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
     )
+    crowds = setting.crowds
+    members = [crowd.members for crowd in crowds]
     step_s, waited_s = (
-        [statistics.fmean(nodes) for nodes in zip(*lists, strict=True)][uncounted:]
+        [statistics.fmean(each, weights=members) for each in zip(*lists, strict=True)][uncounted:]
         for lists in (simulated.step_s, simulated.waited_s)
     )
     spread = Spread.of(step_s)
@@ -148,5 +133,6 @@ def _record(
         slice_elems=setting.scaled(setting.slice_elems),
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
+        representatives=len(crowds) if len(crowds) < setting.nodes else None,
         versions={"foreprop": __version__, "python": platform.python_version()},
     )

@@ -51,9 +51,16 @@ class Agreement:
     order: Order
     reply: Reply
     workers: int
+    crowds: int
+    """Of workers, each with one push, which is in when all its members' are."""
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
+
+    @property
+    def busy_servers(self) -> list[int]:
+        """Those that have slices."""
+        return sorted({piece.server for piece in self.slices})
 
     def window(self) -> PushWindow | None:
         """A worker's, as `engine.worker` makes it."""
@@ -76,7 +83,7 @@ class _Outlet:
     def __init__(
         self, clock: Clock, agreement: Agreement, send_s: float, sent: Callable[[int], None]
     ) -> None:
-        self.connections: list[Connection | Loopback] = []
+        self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
         self._clock = clock
         self._agreement = agreement
@@ -170,7 +177,7 @@ class Server:
         self._machine = ServerMachine(
             agreement.slices,
             index=index,
-            workers=agreement.workers,
+            workers=agreement.crowds,
             order=agreement.order,
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],

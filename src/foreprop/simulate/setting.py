@@ -1,0 +1,77 @@
+"""What one simulation is asked: the lab's settings, and what no lab on one machine can have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab.setting import DDP, DDP_TUNED, RING, LabSetting
+from foreprop.simulate.crowd import Crowd, plan_crowds
+
+SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
+_MOST_NODES_EACH = 1024
+"""When every node is simulated."""
+_USUAL_NODES_EACH = 64
+"""More than these are simulated by symmetry unless asked otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSetting(LabSetting):
+    """What can be simulated: fewer systems than the lab has, on more nodes."""
+
+    symmetric: bool | None = None
+    """One worker stands for all that do the same (`simulate.crowd`). None: above 64 nodes."""
+    representatives: int = 1
+    """How many stand for the nodes that are not slow, if it is symmetric."""
+    slow_nodes: int = 0
+    """The last ones."""
+    slowdown: float = 0.0
+    """By what share their compute takes longer."""
+    step_jitter: float = 0.0
+    """Each node's compute takes exp(this times a normal draw) times as long, anew in each step."""
+    latency_s: float = 100e-6
+    """From one host to another, without queues: both links on the way together."""
+
+    known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
+    most_nodes: ClassVar[int] = 65_536
+
+    def __post_init__(self) -> None:
+        super(SimulatedSetting, self).__post_init__()
+        if self.workers_per_node > 1:
+            raise ConfigError(
+                f"workers_per_node is {self.workers_per_node}; only 1 can be simulated"
+            )
+        if not self.is_symmetric and self.nodes > _MOST_NODES_EACH:
+            raise ConfigError(
+                f"nodes is {self.nodes}; at most {_MOST_NODES_EACH} if each is simulated, which"
+                " symmetric=False asks for"
+            )
+        if not 0 <= self.slow_nodes < self.nodes:
+            raise ConfigError(
+                f"slow_nodes is {self.slow_nodes}; it must be at least 0 and below nodes,"
+                f" {self.nodes}"
+            )
+        if not 1 <= self.representatives <= self.nodes - self.slow_nodes:
+            raise ConfigError(
+                f"representatives is {self.representatives}; it must be at least 1 and at most"
+                f" {self.nodes - self.slow_nodes}, the nodes that are not slow"
+            )
+        for name in ("slowdown", "step_jitter", "latency_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.nodes > _USUAL_NODES_EACH if self.symmetric is None else self.symmetric
+
+    @property
+    def crowds(self) -> list[Crowd]:
+        """Of all nodes, in order; each node by itself if it is not symmetric."""
+        each = None if not self.is_symmetric else self.representatives
+        return plan_crowds(
+            self.nodes, groups=each, slow_nodes=self.slow_nodes, slowdown=self.slowdown
+        )
