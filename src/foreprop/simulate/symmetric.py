@@ -190,7 +190,15 @@ def _connect(
         workers_port, server_port = EachLink(ports, crowd, index), OneLink(ports, index, copies)
     forth_path = Path(egress=workers, port=server_port, back_egress=server, back_port=workers_port)
     back_path = Path(egress=server, port=workers_port, back_egress=workers, back_port=server_port)
-    forth_way = Bundle(cluster, forth_path, forth, copies=copies, fans_out=False)
-    back_way = Bundle(cluster, back_path, back, copies=copies, fans_out=True)
+    forth_way = _bundle(cluster, forth_path, forth, copies=copies, fans_out=False)
+    back_way = _bundle(cluster, back_path, back, copies=copies, fans_out=True)
     forth_way.reverse, back_way.reverse = back_way, forth_way
     return forth_way, back_way
+
+
+def _bundle(cluster: Cluster, path: Path, way: Way, *, copies: int, fans_out: bool) -> Connection:
+    if copies > 1:
+        return Bundle(cluster, path, way, copies=copies, fans_out=fans_out)
+    return Connection(
+        cluster.clock, path, way.kernel, peer=way.peer, sent=way.sent, deliver=way.deliver
+    )
