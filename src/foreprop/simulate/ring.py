@@ -34,10 +34,13 @@ _FIRST_OBSERVED = 2  # as engine.ring: in the first step gradients are pushed al
 
 
 def simulate_ring(
-    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int
+    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int, **changes: Any
 ) -> SimulatedSteps:
-    """Train ``steps`` steps after a first forward pass; orders are planned as in a session."""
-    config = foreprop_config(RING, setting)
+    """Train ``steps`` steps after a first forward pass; orders are planned as in a session.
+
+    ``changes`` are fields of `Config`.
+    """
+    config = foreprop_config(RING, setting, **changes)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
     ranks: list[RingWorker] = []

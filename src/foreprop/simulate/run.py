@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 from foreprop.lab import limit
 from foreprop.lab.network import Network
@@ -66,8 +67,12 @@ def simulate_system(
     *,
     steps: int,
     bucket_bytes: int | None = None,
+    **changes: Any,
 ) -> SimulatedSteps:
-    """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP."""
+    """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP.
+
+    ``changes`` are fields of `Config`, for the others.
+    """
     network = Network(nodes=setting.nodes, rate_bits_per_s=setting.rate)
     cluster = Cluster(
         lab_link(network, latency_s=setting.latency_s),
@@ -78,8 +83,8 @@ def simulate_system(
     if bucket_bytes is not None:
         return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
     if name == RING:
-        return simulate_ring(setting, cluster, hosts, steps=steps)
-    return simulate_preset(name, setting, cluster, hosts, steps=steps)
+        return simulate_ring(setting, cluster, hosts, steps=steps, **changes)
+    return simulate_preset(name, setting, cluster, hosts, steps=steps, **changes)
 
 
 def _best_bucket(setting: SimulatedSetting, hosts: Hosts) -> int:
