@@ -90,9 +90,10 @@ class Ring:
         """Add it to one's own part, which takes time, and pass it on."""
         collective = self._under_way[message[0]]
         added_s = collective.part_bytes / BYTES_PER_ELEM * self._hosts.sum_elem_s
-        pass_s = self._hosts.receive_s + added_s
-        others_s = (self._lumped - 1) * (pass_s + self._hop_s)
-        self._clock.at(self._clock.now_s + pass_s + others_s, self._received, message)
+        at_s = self._clock.now_s + self._hosts.receive_s + added_s
+        pass_s = self._hop_s + self._hosts.receive_s + added_s
+        at_s += (self._lumped - 1) * pass_s
+        self._clock.at(at_s, self._received, message)
 
     def _received(self, message: tuple[Hashable, int, int]) -> None:
         key, rank, half = message

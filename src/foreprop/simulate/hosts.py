@@ -25,6 +25,10 @@ class Hosts:
     """From the last byte taken to the next frame: a thread wakes, the machine decides."""
     receive_s: float = 150e-6
     """From the last byte of a frame to the machine's event."""
+    worker_frame_s: float = 0.0
+    """Of the processor for each frame of a worker, its bytes left out; 0: it has time to spare."""
+    server_frame_s: float = 0.0
+    """The same for a server."""
     update_s: float = 60e-6
     """To begin an update, whatever its size."""
     sum_elem_s: float = 0.4e-9

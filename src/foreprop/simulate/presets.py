@@ -16,7 +16,7 @@ from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.connection import Connection, Kernel
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.served import Agreement, ServedWorker, Server
+from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.symmetric import join_crowds
 
@@ -38,8 +38,14 @@ def simulate_preset(
     config = foreprop_config(name, setting, **changes)
     agreement = agree(config, setting)
     clock = cluster.clock
-    workers = [ServedWorker(clock, agreement, hosts, rank) for rank in cluster.simulated]
-    servers = {n: Server(clock, agreement, hosts, n) for n in agreement.busy_servers}
+    workers = [
+        ServedWorker(clock, agreement, hosts, rank, _processor(cluster, hosts.worker_frame_s))
+        for rank in cluster.simulated
+    ]
+    servers = {
+        index: Server(clock, agreement, hosts, index, _processor(cluster, hosts.server_frame_s))
+        for index in agreement.busy_servers
+    }
     kernels = _kernels(config, setting, cluster, hosts)
     if not cluster.is_symmetric:
         join(cluster, workers, servers, *kernels)
@@ -47,6 +53,12 @@ def simulate_preset(
     links = join_crowds(cluster, workers, servers, *kernels)
     trained = cluster.train(setting, workers, steps=steps)
     return replace(trained, sent_bytes=links.sent_bytes(cluster.crowds))
+
+
+def _processor(cluster: Cluster, frame_s: float) -> Processor | None:
+    if not frame_s:
+        return None
+    return Processor(cluster.clock, frame_s, 8 / cluster.link.rate_bits_per_s)
 
 
 def agree(config: Config, setting: SimulatedSetting) -> Agreement:
@@ -66,7 +78,7 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         order=config.order,
         reply=config.reply,
         workers=setting.nodes,
-        crowds=len(setting.crowds),
+        members=[crowd.members for crowd in setting.crowds],
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
     )

@@ -37,6 +37,7 @@ from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
 from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.link import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
@@ -51,8 +52,8 @@ class Agreement:
     order: Order
     reply: Reply
     workers: int
-    crowds: int
-    """Of workers, each with one push, which is in when all its members' are."""
+    members: Sequence[int]
+    """Of each crowd of workers, which have one push together; it is in when all theirs are."""
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
@@ -77,11 +78,48 @@ class Agreement:
         return HEADER_BYTES + self.slices[frame.slice].elems * BYTES_PER_ELEM
 
 
+class Processor:
+    """A process's: frames take turns, each ``frame_s``, whoever's thread they are for."""
+
+    def __init__(self, clock: Clock, frame_s: float, link_byte_s: float) -> None:
+        self._clock = clock
+        self._frame_s = frame_s
+        self._link_byte_s = link_byte_s
+        self._busy_until_s = 0.0
+
+    def received_s(self, copies: int, size_bytes: int) -> float:
+        """When it has seen the last of so many frames, which have come in one after the other."""
+        begins_s = self._clock.now_s - self._passing_s(copies, size_bytes)
+        return self._take(begins_s, copies)
+
+    def leaves_s(self, copies: int, size_bytes: int) -> float:
+        """When to send so many frames, so that the last one leaves when it has got there."""
+        ends_s = self._take(self._clock.now_s, copies)
+        return max(self._clock.now_s, ends_s - self._passing_s(copies, size_bytes))
+
+    def _take(self, begins_s: float, copies: int) -> float:
+        self._busy_until_s = max(self._busy_until_s, begins_s) + copies * self._frame_s
+        return self._busy_until_s
+
+    def _passing_s(self, copies: int, size_bytes: int) -> float:
+        """From the first frame to the last one."""
+        return (copies - 1) * wire_bytes(size_bytes) * self._link_byte_s
+
+
 class _Outlet:
-    """Sends a process's frames; ``sent`` is called with the peer when the next one may follow."""
+    """Sends a process's frames; ``sent`` is called with the peer when the next one may follow.
+
+    ``copies``: by peer, how many are sent of each frame.
+    """
 
     def __init__(
-        self, clock: Clock, agreement: Agreement, send_s: float, sent: Callable[[int], None]
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        send_s: float,
+        sent: Callable[[int], None],
+        processor: Processor | None,
+        copies: Sequence[int] | None = None,
     ) -> None:
         self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
@@ -89,10 +127,20 @@ class _Outlet:
         self._agreement = agreement
         self._send_s = send_s
         self._sent = sent
+        self._processor = processor
+        self._copies = copies
 
     def send(self, sender: int, frame: SendFrame) -> None:
-        size_bytes = self._agreement.frame_bytes(frame)
-        self.connections[frame.peer].send((sender, frame), size_bytes)
+        if self._processor is None:
+            self._hand_over((sender, frame))
+            return
+        copies = 1 if self._copies is None else self._copies[frame.peer]
+        leaves_s = self._processor.leaves_s(copies, self._agreement.frame_bytes(frame))
+        self._clock.at(leaves_s, self._hand_over, (sender, frame))
+
+    def _hand_over(self, message: Message) -> None:
+        frame = message[1]
+        self.connections[frame.peer].send(message, self._agreement.frame_bytes(frame))
 
     def taken(self, peer: int) -> None:
         """By the kernel."""
@@ -102,12 +150,21 @@ class _Outlet:
 class ServedWorker:
     """A worker; see `device.Synchronisation`."""
 
-    def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, rank: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        hosts: Hosts,
+        rank: int,
+        processor: Processor | None = None,
+    ) -> None:
         self.look: Callable[[], None] = _no_device
         self.proceed: Callable[[], None] = _no_device
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
         self._clock = clock
+        self._agreement = agreement
         self._hosts = hosts
+        self._processor = processor
         self._pulls = agreement.reply == "pull"
         self._rank = rank
         self._machine = WorkerMachine(
@@ -142,7 +199,11 @@ class ServedWorker:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        self._clock.at(self._clock.now_s + self._hosts.receive_s, self._on_frame, message)
+        at_s = self._clock.now_s + self._hosts.receive_s
+        if self._processor is not None:
+            size_bytes = self._agreement.frame_bytes(message[1])
+            at_s = max(at_s, self._processor.received_s(1, size_bytes))
+        self._clock.at(at_s, self._on_frame, message)
 
     def _on_frame(self, message: Message) -> None:
         server, frame = message
@@ -168,16 +229,25 @@ class ServedWorker:
 class Server:
     """A server, whose updates take time, one after the other."""
 
-    def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, index: int) -> None:
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent)
+    def __init__(
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        hosts: Hosts,
+        index: int,
+        processor: Processor | None = None,
+    ) -> None:
+        copies = agreement.members
+        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent, processor, copies)
         self._clock = clock
+        self._processor = processor
         self._agreement = agreement
         self._hosts = hosts
         self._index = index
         self._machine = ServerMachine(
             agreement.slices,
             index=index,
-            workers=agreement.crowds,
+            workers=len(agreement.members),
             order=agreement.order,
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
@@ -185,7 +255,13 @@ class Server:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        self._clock.at(self._clock.now_s + self._hosts.receive_s, self._on_frame, message)
+        at_s = self._clock.now_s + self._hosts.receive_s
+        if self._processor is not None:
+            rank, frame = message
+            size_bytes = self._agreement.frame_bytes(frame)
+            copies = self._agreement.members[rank]
+            at_s = max(at_s, self._processor.received_s(copies, size_bytes))
+        self._clock.at(at_s, self._on_frame, message)
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message
