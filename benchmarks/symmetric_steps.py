@@ -1,0 +1,77 @@
+"""How far simulation by symmetry is off: beside the simulation of every node, ResNet-50 unscaled.
+
+python benchmarks/symmetric_steps.py docs/results/symmetric-steps.json
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foreprop.lab.profile import load_profile
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
+
+Case = dict[str, Any]
+PLAIN: list[Case] = [
+    {"system": system, "nodes": nodes, "balance": balance}
+    for nodes in (4, 16, 32, 64)
+    for system in ("p3", "slicing", "kvstore", "wfbp", "tensorflow")
+    for balance in (0.5, 1.0, 2.0)
+    if nodes <= 16 or system in ("p3", "slicing")
+]
+COARSE: list[Case] = [
+    {"system": "p3", "nodes": nodes, "balance": balance, "slice_elems": 500_000}
+    for nodes in (16, 32, 64)
+    for balance in (1.0, 2.0)
+]
+DISTURBED: list[Case] = [
+    {"system": system, "nodes": 16, "balance": balance, "steps": 20, **disturbance}
+    for system in ("ddp", "p3")
+    for balance in (0.3, 1.0)
+    for disturbance in (
+        {"slow_nodes": 1, "slowdown": 0.5},
+        {"jitter": 0.3},
+        {"step_jitter": 0.1},
+        {"step_jitter": 0.3},
+    )
+]
+
+
+def main(path: str, cases: Sequence[Case] = (*PLAIN, *COARSE, *DISTURBED)) -> list[Case]:
+    """Writes steps and errors to ``path``, and prints each."""
+    done: list[Case] = []
+    for case in cases:
+        every_s, one_s = step_s(case, symmetric=False), step_s(case, symmetric=True)
+        done.append({**case, "step_s": every_s, "symmetric_s": one_s, "error": one_s / every_s - 1})
+        print(case, f"{every_s:.4f} s, {one_s / every_s - 1:+.1%}", flush=True)
+        Path(path).write_text(json.dumps(done, indent=1) + "\n")
+    return done
+
+
+def step_s(case: Case, *, symmetric: bool) -> float:
+    """The mean of its steps and nodes, after one that does not count."""
+    asked = dict(case)
+    system, steps = asked.pop("system"), asked.pop("steps", 2)
+    setting = SimulatedSetting(
+        profile=load_profile("resnet50"),
+        systems=(system,),
+        scale=1,
+        compute_s=0.25,
+        symmetric=symmetric,
+        **asked,
+    )
+    bucket_bytes = 25 * 2**20 if system == "ddp" else None
+    simulated = simulate_system(
+        system, setting, Hosts(), steps=1 + steps, bucket_bytes=bucket_bytes
+    )
+    weights = [crowd.members for crowd in setting.crowds]
+    each = [statistics.fmean(step_s[1:]) for step_s in simulated.step_s]
+    return statistics.fmean(each, weights=weights)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
