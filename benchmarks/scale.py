@@ -9,6 +9,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 
 NODES = (4, 16, 64, 256, 1024, 4096)
-RATES_BITS_PER_S = (1e9, 10e9, 25e9, 100e9)
+RATES_BITS_PER_S = (1e9, 5e9, 10e9, 25e9, 100e9)
 MODELS = ("resnet50", "vgg19")
 COMPUTE_S = 0.25
 LATENCY_S = 50e-6
@@ -57,6 +58,7 @@ LOOKS = {
     "p3": STYLES["p3"],
     "p3-fine": Style("#2458b0", "#6ea5f5", "*", "--"),
 }
+Point = dict[str, Any]
 DISTURBANCES: dict[str, dict[str, float]] = {
     "none": {},
     "one node 10 % slower": {"slow_nodes": 1, "slowdown": 0.1},
@@ -65,9 +67,13 @@ DISTURBANCES: dict[str, dict[str, float]] = {
     "steps vary by 30 %": {"step_jitter": 0.3},
 }
 SLICES_ELEMS = (3_125, 6_250, 12_500, 25_000, 50_000, 100_000)
-LATENCIES_S = (10e-6, 50e-6, 500e-6)
-
-Point = dict[str, Any]
+DELAYS: dict[str, Point] = {
+    "10 us": {"latency_s": 10e-6},
+    "50 us": {"latency_s": 50e-6},
+    "500 us": {"latency_s": 500e-6},
+    "10 us, hosts 10 us": {"latency_s": 10e-6, "receive_s": 10e-6},
+}
+"""From host to host; hosts take 150 us to notice a frame unless said otherwise."""
 
 
 def main(name: str, *options: str, points: Sequence[Point] | None = None) -> list[Point]:
@@ -96,12 +102,12 @@ def all_points() -> Iterator[Point]:
     for nodes in NODES:
         yield from grid("resnet50", nodes, SYSTEMS)
         yield from slices(nodes)
-    for nodes in NODES[::2]:
-        yield from grid("vgg19", nodes, ("ddp", "ddp-tuned", "ring-tuned", "p3", "p3-fine"))
     for nodes in (16, 64, 1024):
         yield from disturbed(nodes)
-    for nodes in NODES[2::2]:
+    for nodes in (64, 1024, 4096):
         yield from latencies(nodes)
+    for nodes in (4, 64, 1024, 4096):
+        yield from grid("vgg19", nodes, ("ddp", "ddp-tuned", "ring-tuned", "p3", "p3-fine"))
 
 
 def grid(model: str, nodes: int, systems: Sequence[str]) -> Iterator[Point]:
@@ -120,9 +126,9 @@ def slices(nodes: int) -> Iterator[Point]:
 
 
 def latencies(nodes: int) -> Iterator[Point]:
-    for latency_s in LATENCIES_S:
+    for delays in DELAYS.values():
         for system in ("ddp-tuned", "ring-tuned", "p3-fine"):
-            yield _point("latency", "resnet50", system, nodes, latency_s=latency_s)
+            yield _point("latency", "resnet50", system, nodes, **delays)
 
 
 def disturbed(nodes: int) -> Iterator[Point]:
@@ -191,7 +197,8 @@ def _step_s(point: Point, preset: str, size: int) -> float:
     changes: Point = {"chunk_elems": size} if preset == "ring" else {}
     if preset == "ddp":
         changes["bucket_bytes"] = size
-    simulated = simulate_system(preset, setting, HOSTS, steps=steps, **changes)
+    hosts = replace(HOSTS, receive_s=point.get("receive_s", HOSTS.receive_s))
+    simulated = simulate_system(preset, setting, hosts, steps=steps, **changes)
     weights = [crowd.members for crowd in setting.crowds]
     each = [statistics.fmean(step_s[uncounted:]) for step_s in simulated.step_s]
     return statistics.fmean(each, weights=weights)
@@ -202,18 +209,19 @@ def draw(points: Sequence[Point], name: str) -> None:
     draw_slices(points, f"{name}-slices")
     panels = [(f"{p['disturbance']}", p) for p in points if p["experiment"] == "stragglers"]
     draw_by_nodes(panels, f"{name}-stragglers", list(DISTURBANCES))
-    panels = [(_latency(p["latency_s"]), p) for p in points if p["experiment"] == "latency"]
-    draw_by_nodes(panels, f"{name}-latency", [_latency(each) for each in LATENCIES_S])
+    panels = [(_delays(p), p) for p in points if p["experiment"] == "latency"]
+    draw_by_nodes(panels, f"{name}-latency", list(DELAYS))
 
 
-def _latency(latency_s: float) -> str:
-    return f"latency {latency_s * 1e6:g} us"
+def _delays(point: Point) -> str:
+    asked = {key: point[key] for key in ("latency_s", "receive_s") if key in point}
+    return next(name for name, delays in DELAYS.items() if delays == asked)
 
 
 def draw_rates(points: Sequence[Point], name: str) -> None:
     """Share of the time in which devices compute, by nodes; a panel for each model and rate."""
     points = [p for p in points if p["experiment"] == "rates"]
-    size = (3.4 * len(RATES_BITS_PER_S), 3.3 * len(MODELS))
+    size = (3.0 * len(RATES_BITS_PER_S), 3.3 * len(MODELS))
     figure, grid_ = pyplot.subplots(
         len(MODELS), len(RATES_BITS_PER_S), figsize=size, squeeze=False, sharey=True,
         layout="constrained",
