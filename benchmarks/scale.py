@@ -29,6 +29,8 @@ from foreprop.simulate.setting import SimulatedSetting
 NODES = (4, 16, 64, 256, 1024, 4096)
 RATES_BITS_PER_S = (1e9, 5e9, 10e9, 25e9, 100e9)
 MODELS = ("resnet50", "vgg19")
+FEW_NODES = 256
+"""Up to so many four workers stand for all of p3 and slicing, above one."""
 COMPUTE_S = 0.25
 LATENCY_S = 50e-6
 HOSTS = Hosts(worker_frame_s=8e-6, server_frame_s=18e-6)
@@ -180,6 +182,7 @@ def _setting(point: Point, preset: str, sizes: Sequence[int]) -> SimulatedSettin
         systems=(preset,),
         nodes=point["nodes"],
         symmetric=True,
+        representatives=4 if served and point["nodes"] <= FEW_NODES else 1,
         scale=1,
         compute_s=COMPUTE_S,
         rate_bits_per_s=point["rate_bits_per_s"],

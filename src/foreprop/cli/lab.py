@@ -177,6 +177,9 @@ def simulate(
             help="Let one worker stand for all that do the same; by default above 64 nodes.",
         ),
     ] = None,
+    representatives: Annotated[
+        int, typer.Option(help="How many stand for all, if it is symmetric; 4 are more exact.")
+    ] = 1,
     egress_only: _EgressOnly = False,
     out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/simulated"),
 ) -> None:
@@ -203,6 +206,7 @@ def simulate(
         slowdown=slowdown,
         latency_s=parse_time("latency", latency),
         symmetric=symmetric,
+        representatives=representatives,
         shape_ingress=not egress_only,
     )
     results = writable(out) / "results.json"
