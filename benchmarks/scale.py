@@ -36,7 +36,9 @@ LATENCY_S = 50e-6
 HOSTS = Hosts(worker_frame_s=8e-6, server_frame_s=18e-6)
 """Halves of what `foreprop bench overhead` measures for a slice, pushed and answered."""
 SLICE_ELEMS = 50_000
+SLICES_PER_SERVER = 16
 LEAST_SLICE_ELEMS = 6_250
+"""Of p3-fine: so many for each server, but no smaller than this."""
 CHUNK_ELEMS = 400_000
 CHUNKS_ELEMS = {16: (400_000, 1_600_000), 64: (1_600_000, 6_400_000), 4096: (6_400_000, 25_600_000)}
 """By the most nodes: of which the best is taken."""
@@ -49,7 +51,7 @@ LABELS = {
     "ring-tuned": "ring, best chunks",
     "slicing": "slicing (50,000 per slice)",
     "p3": "p3 (50,000 per slice)",
-    "p3-fine": "p3, 4 slices per server",
+    "p3-fine": "p3, finer slices",
 }
 LOOKS = {
     "ddp": STYLES["ddp"],
@@ -70,10 +72,10 @@ DISTURBANCES: dict[str, dict[str, float]] = {
 }
 SLICES_ELEMS = (3_125, 6_250, 12_500, 25_000, 50_000, 100_000)
 DELAYS: dict[str, Point] = {
-    "10 us": {"latency_s": 10e-6},
-    "50 us": {"latency_s": 50e-6},
-    "500 us": {"latency_s": 500e-6},
-    "10 us, hosts 10 us": {"latency_s": 10e-6, "receive_s": 10e-6},
+    "latency 10 us": {"latency_s": 10e-6},
+    "latency 50 us": {"latency_s": 50e-6},
+    "latency 500 us": {"latency_s": 500e-6},
+    "latency 10 us, hosts 10 us": {"latency_s": 10e-6, "receive_s": 10e-6},
 }
 """From host to host; hosts take 150 us to notice a frame unless said otherwise."""
 
@@ -109,7 +111,8 @@ def all_points() -> Iterator[Point]:
     for nodes in (64, 1024, 4096):
         yield from latencies(nodes)
     for nodes in (4, 64, 1024, 4096):
-        yield from grid("vgg19", nodes, ("ddp", "ddp-tuned", "ring-tuned", "p3", "p3-fine"))
+        fine = ("p3-fine",) * (nodes > 64)  # the same as p3 on fewer
+        yield from grid("vgg19", nodes, ("ddp", "ddp-tuned", "ring-tuned", *fine, "p3"))
 
 
 def grid(model: str, nodes: int, systems: Sequence[str]) -> Iterator[Point]:
@@ -171,7 +174,9 @@ def candidates(point: Point) -> tuple[str, Sequence[int]]:
         return "ring", tuned if system == "ring-tuned" else (CHUNK_ELEMS,)
     if system == "p3-fine":
         elems = sum(math.prod(array.shape) for array in load_profile(point["model"]).arrays)
-        return "p3", (max(LEAST_SLICE_ELEMS, min(SLICE_ELEMS, elems // (4 * nodes))),)
+        return "p3", (
+            max(LEAST_SLICE_ELEMS, min(SLICE_ELEMS, elems // (SLICES_PER_SERVER * nodes))),
+        )
     return system, (point.get("slice_elems", SLICE_ELEMS),)
 
 
@@ -222,7 +227,7 @@ def _delays(point: Point) -> str:
 
 
 def draw_rates(points: Sequence[Point], name: str) -> None:
-    """Share of the time in which devices compute, by nodes; a panel for each model and rate."""
+    """How near the steps are to what no schedule beats; a panel for each model and rate."""
     points = [p for p in points if p["experiment"] == "rates"]
     size = (3.0 * len(RATES_BITS_PER_S), 3.3 * len(MODELS))
     figure, grid_ = pyplot.subplots(
@@ -233,22 +238,20 @@ def draw_rates(points: Sequence[Point], name: str) -> None:
         for ax, rate in zip(row, RATES_BITS_PER_S, strict=True):
             shown = [p for p in points if (p["model"], p["rate_bits_per_s"]) == (model, rate)]
             for system in SYSTEMS:
-                plot(ax, [p for p in shown if p["system"] == system], system)
-            limits = sorted({(p["nodes"], 100 * COMPUTE_S / p["limit_s"]) for p in shown})
-            if limits:
-                ax.plot(*zip(*limits, strict=True), color="black", linestyle=":", label="limit")
+                chosen = [p for p in shown if p["system"] == system]
+                plot(ax, system, [(p["nodes"], p["limit_s"] / p["step_s"]) for p in chosen])
             ax.set_title(f"{model}, {rate / 1e9:g} Gbit/s")
             _nodes_axis(ax)
-        row[0].set_ylabel("compute / step, %")
+        row[0].set_ylabel("limit / step, %")
     _finish(figure, grid_[0][0], name)
 
 
-def plot(ax: Axes, points: Sequence[Point], system: str) -> None:
-    points = sorted(points, key=lambda p: p["nodes"])
+def plot(ax: Axes, system: str, shares: Sequence[tuple[int, float]]) -> None:
+    """By nodes."""
     style = LOOKS[system]
     ax.plot(
-        [p["nodes"] for p in points],
-        [100 * COMPUTE_S / p["step_s"] for p in points],
+        [nodes for nodes, _ in sorted(shares)],
+        [100 * share for _, share in sorted(shares)],
         color=style.light,
         marker=style.marker,
         linestyle=style.dashes,
@@ -294,7 +297,8 @@ def draw_by_nodes(points: Sequence[tuple[str, Point]], name: str, panels: Sequen
     )
     for ax, title in zip(row[0], panels, strict=True):
         for system in ("ddp-tuned", "ring-tuned", "p3-fine"):
-            plot(ax, [p for panel, p in points if panel == title and p["system"] == system], system)
+            chosen = [p for panel, p in points if panel == title and p["system"] == system]
+            plot(ax, system, [(p["nodes"], COMPUTE_S / p["step_s"]) for p in chosen])
         ax.set_title(title, fontsize=10)
         _nodes_axis(ax)
         ax.tick_params(axis="x", labelsize=7)
