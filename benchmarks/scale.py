@@ -110,7 +110,7 @@ def all_points() -> Iterator[Point]:
         yield from disturbed(nodes)
     for nodes in (64, 1024, 4096):
         yield from latencies(nodes)
-    for nodes in (4, 64, 1024, 4096):
+    for nodes in (4, 64, 1024):
         fine = ("p3-fine",) * (nodes > 64)  # the same as p3 on fewer
         yield from grid("vgg19", nodes, ("ddp", "ddp-tuned", "ring-tuned", *fine, "p3"))
 
