@@ -191,6 +191,8 @@ def test_what_cannot_be_is_refused() -> None:
         setting("p3", 4, slow_nodes=4)
     with pytest.raises(ConfigError, match=r"representatives is 4; .* at most 3"):
         setting("p3", 4, slow_nodes=1, representatives=4)
+    with pytest.raises(ConfigError, match="representatives is 2, but every one of 4 nodes"):
+        setting("p3", 4, symmetric=None, representatives=2)
     with pytest.raises(ConfigError, match=r"step_jitter is -0\.1"):
         setting("p3", 4, step_jitter=-0.1)
     with pytest.raises(ConfigError, match="nodes is 100000; at most 65536"):

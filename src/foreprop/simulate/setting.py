@@ -59,6 +59,11 @@ class SimulatedSetting(LabSetting):
                 f"representatives is {self.representatives}; it must be at least 1 and at most"
                 f" {self.nodes - self.slow_nodes}, the nodes that are not slow"
             )
+        if self.representatives > 1 and not self.is_symmetric:
+            raise ConfigError(
+                f"representatives is {self.representatives}, but every one of {self.nodes} nodes is"
+                " simulated; ask for symmetric=True (--symmetric)"
+            )
         for name in ("slowdown", "step_jitter", "latency_s"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
