@@ -32,7 +32,7 @@ ifeq ($(PYTEST_ARGS),)
 	@# what must hold for every architecture, once more over collectives
 	FOREPROP_ARCHITECTURE=ring $(PARALLEL) tests/conformance tests/faults/test_lost_peers.py
 	$(PARALLEL) tests/unit tests/conformance
-	$(BIN)/python -m pytest -q --ignore tests/unit --ignore tests/conformance
+	$(BIN)/python -m pytest -q --durations 15 --ignore tests/unit --ignore tests/conformance
 else
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 endif

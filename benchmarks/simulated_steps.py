@@ -1,9 +1,15 @@
 """The simulator beside the lab: every record of a results.json simulated, and a scatter plot.
 
 python benchmarks/simulated_steps.py docs/results/results.json docs/results/simulated-steps
+
+With a third file, records of `foreprop lab simulate` that were written before the lab measured, the
+measured ones are compared with these.
+
+cd docs/results; python ../../benchmarks/simulated_steps.py MEASURED predicted-steps predicted.json
 """
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -23,13 +29,17 @@ ITERATIONS = 5
 MARKERS = "osv^DPX*"
 
 
-def main(results: str, name: str) -> dict[str, list[dict[str, float | str]]]:
+def main(
+    results: str, name: str, predicted: str | None = None
+) -> dict[str, list[dict[str, float | str]]]:
     """Writes NAME.svg, NAME.png and NAME.json; prints the errors by system."""
+    written = [] if predicted is None else read_records(Path(predicted))
     points: dict[str, list[dict[str, float | str]]] = {}
     for record in read_records(Path(results)):
         usual = record.slice_elems == USUAL_SLICE_ELEMS // record.scale
         if record.system in SIMULATED_SYSTEMS and usual and not record.cpu_bound:
-            points.setdefault(record.system, []).append(compare(record))
+            simulated = simulate(record) if predicted is None else find(record, written)
+            points.setdefault(record.system, []).append(compare(record, simulated))
     for system, compared in points.items():
         print(system, describe(compared))
     draw(points, name)
@@ -37,8 +47,19 @@ def main(results: str, name: str) -> dict[str, list[dict[str, float | str]]]:
     return points
 
 
-def compare(record: Record) -> dict[str, float | str]:
-    """The steps as they were measured and as they are simulated, by the device's compute."""
+def find(record: Record, written: list[Record]) -> Record:
+    (same,) = [
+        other
+        for other in written
+        if (other.model, other.system, other.nodes, other.scale)
+        == (record.model, record.system, record.nodes, record.scale)
+        and math.isclose(other.rate_bits_per_s, record.rate_bits_per_s, rel_tol=1e-9)
+        and math.isclose(other.compute_s, record.compute_s, rel_tol=1e-9)
+    ]
+    return same
+
+
+def simulate(record: Record) -> Record:
     setting = SimulatedSetting(
         profile=load_profile(record.model),
         systems=(record.system,),
@@ -50,6 +71,11 @@ def compare(record: Record) -> dict[str, float | str]:
         warm_up=1,
     )
     (simulated,) = simulate_lab(setting)
+    return simulated
+
+
+def compare(record: Record, simulated: Record) -> dict[str, float | str]:
+    """The steps as they were measured and as they are simulated, by the device's compute."""
     return {
         "model": record.model,
         "nodes": record.nodes,

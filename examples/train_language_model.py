@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/train_language_model.py            # batche
 python examples/train_language_model.py --texts 40                      # alone, the same batches
 torchrun --nproc-per-node 2 examples/train_language_model.py --architecture ring    # all dense
 torchrun --nproc-per-node 2 examples/train_language_model.py --remote      # tables on servers only
+python examples/train_language_model.py --profile mine.json    # measure it, for `foreprop plan`
 """
 
 import argparse
@@ -19,18 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import foreprop
 from foreprop.wikitext import wikitext2
 
-LENGTH, WIDTH, DRAWN, HELD_OUT = 20, 64, 1024, 4000
+LENGTH, DRAWN, HELD_OUT = 20, 1024, 4000
 
 
 class LanguageModel(nn.Module):
     """Words to an LSTM to a softmax: over all types, or in training over the drawn ones."""
 
-    def __init__(self, types: int, *, remote: bool = False) -> None:
+    def __init__(self, types: int, *, width: int = 64, remote: bool = False) -> None:
         super().__init__()
         device = "meta" if remote else "cpu"
-        self.words = nn.Embedding(types, WIDTH, sparse=True, device=device)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.classes = nn.Embedding(types, WIDTH, sparse=True, device=device)
+        self.words = nn.Embedding(types, width, sparse=True, device=device)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.classes = nn.Embedding(types, width, sparse=True, device=device)
         for table in (self.words, self.classes):
             nn.init.uniform_(table.weight, -0.1, 0.1)  # on the meta device nothing happens
 
@@ -70,17 +71,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=20, help="texts in a rank's batch")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=64, help="elements of a row, and of the LSTM")
     parser.add_argument("--architecture", default="hybrid")
     parser.add_argument("--remote", action="store_true", help="tables on the servers only")
     parser.add_argument("--out", type=Path, help="JSON file for the perplexities by step")
+    parser.add_argument("--profile", type=Path, help="JSON file for what a step costs; no training")
     options = parser.parse_args()
 
     torch.manual_seed(0)
     numbers, types = wikitext2()
     texts = numbers[: len(numbers) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     held_out, training = texts[-HELD_OUT // LENGTH :], texts[: -HELD_OUT // LENGTH]
-    model = LanguageModel(len(types), remote=options.remote)
+    model = LanguageModel(len(types), width=options.width, remote=options.remote)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3, initial_accumulator_value=1e-3)
+    if options.profile is not None:
+        batch = training[: options.texts], draw(0, len(types))
+        measured = foreprop.profile(model, optimizer, batch, lambda model, b: model.loss(*b))
+        print(measured)
+        measured.save(options.profile)
+        return
     session = foreprop.parallelize(
         model, optimizer, architecture=options.architecture, table_init="uniform(-0.1, 0.1)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, adopt_orphans, reap_ended, wait_for_leaks
@@ -15,6 +16,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
+    # how long an example takes says more of what else the machine does
+    hypothesis.settings.register_profile("foreprop", deadline=None)
+    hypothesis.settings.load_profile("foreprop")
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from foreprop.errors import ConfigError
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 
 WholeTables = Literal["all", "rank0", "none"]
+SliceElems = int | Literal["auto"]
 Collectives = Literal["auto", "gloo", "nccl"]
 LocalAggregation = Literal["auto", "on", "off"]
 
@@ -66,6 +67,9 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
 
+FIRST_SLICE_ELEMS = 50_000
+"""What ``slice_elems="auto"`` begins with."""
+
 _OTHER_VARIABLES = frozenset({"FOREPROP_PRESET", "FOREPROP_DATA"})
 
 
@@ -84,8 +88,9 @@ class Config:
     architecture: Architecture | None = _setting(
         None,
         "p2p: servers beside the workers; ps: dedicated_servers; ring: all-reduce, the workers"
-        " update; hybrid: ring, but servers for sparse gradients; auto: hybrid, by measured"
-        " sparsity; by default ps if there are dedicated_servers, else p2p",
+        " update; hybrid: ring, but servers for sparse gradients; auto: p2p, ring or hybrid, as"
+        " the first steps and the links suggest; by default ps if there are dedicated_servers, else"
+        " p2p",
     )
     granularity: Granularity = _setting(
         "slice", "what is sent as one: slices of slice_elems, or whole arrays"
@@ -96,7 +101,11 @@ class Config:
         "broadcast: as soon as updated; notify: announce, then be pulled; pull: at the next step",
     )
     placement: Placement = _setting("round_robin", "which server gets which piece")
-    slice_elems: int = _setting(50_000, "elements per slice (P3 section 5.7)", 1)
+    slice_elems: SliceElems = _setting(
+        FIRST_SLICE_ELEMS,
+        "elements per slice (P3 section 5.7); auto: as the first steps and the links suggest",
+        1,
+    )
     big_array_elems: int = _setting(
         1_000_000, "placement=kvstore: arrays above this are split over all servers", 1
     )
@@ -209,6 +218,8 @@ class Config:
             )
 
     def _check_architecture(self) -> None:
+        if self.slice_elems == "auto":
+            self._check_automatic_slices()
         if self.architecture == "ps" and not self.dedicated_servers:
             raise ConfigError("architecture is 'ps'; set dedicated_servers to their number")
         if self.architecture in ("p2p", "ring") and self.dedicated_servers:
@@ -226,6 +237,18 @@ class Config:
             raise ConfigError(
                 "link_rate_bits_per_s paces foreprop's own connections; architecture="
                 f"{self.architecture!r} uses torch.distributed's"
+            )
+
+    def _check_automatic_slices(self) -> None:
+        if self.architecture in ("ring", "hybrid") or self.granularity != "slice":
+            raise ConfigError(
+                f"slice_elems is 'auto', and with architecture={self.architecture!r}, granularity="
+                f"{self.granularity!r} there are no slices to choose for; leave it out"
+            )
+        if self.dedicated_servers:
+            raise ConfigError(
+                "slice_elems is 'auto', which is for servers beside the workers; with"
+                f" dedicated_servers={self.dedicated_servers} give a number"
             )
 
     @classmethod
@@ -271,12 +294,17 @@ class Config:
             order=self.order,
             reply=self.reply,
             servers=servers,
-            slice_elems=self.slice_elems,
+            slice_elems=self.cut_elems,
             big_array_elems=self.big_array_elems,
             placement_seed=self.placement_seed,
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
         )
+
+    @property
+    def cut_elems(self) -> int:
+        """``slice_elems`` as a number: as long as it is to be found, what is begun with."""
+        return FIRST_SLICE_ELEMS if self.slice_elems == "auto" else self.slice_elems
 
     @property
     def most_collectives(self) -> int:
@@ -297,15 +325,16 @@ class Config:
 
 def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
     choices = _choices(hint)
-    if choices:
+    kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
+    if choices and (value in choices or not set(kinds) - {type(None)}):
         if value not in choices:
             raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
         return
-    kinds = tuple(get_args(hint)) or (hint,)
     if float in kinds:
         kinds = (*kinds, int)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+        named = ["nothing" if kind is type(None) else kind.__name__ for kind in kinds]
+        wanted = " or ".join([*named, *(repr(choice) for choice in choices if choice)])
         raise ConfigError(f"{spec.name} is {value!r}; it must be {wanted}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{spec.name} is {value!r}; it must be a finite number")
@@ -320,7 +349,8 @@ def _choices(hint: Any) -> tuple[Any, ...]:
         return get_args(hint)
     parts = get_args(hint)
     inner = next((part for part in parts if typing.get_origin(part) is Literal), None)
-    return (*get_args(inner), None) if inner is not None else ()
+    nothing = (None,) if type(None) in parts else ()
+    return (*get_args(inner), *nothing) if inner is not None else ()
 
 
 def _from_environment(cls: type[Config]) -> dict[str, Any]:
@@ -343,6 +373,8 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
     if type(None) in kinds and text.lower() in {"", "none"}:
         return None
+    if text in _choices(hint):
+        return text
     for kind in (int, float):
         if kind in kinds:
             try:

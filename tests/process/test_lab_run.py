@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from foreprop.lab.profile import load_profile
 from foreprop.lab.records import read_records, write_records
 from foreprop.lab.run import LabResult, run_lab
 from foreprop.lab.setting import LabSetting
+from foreprop.simulate.slicesize import CANDIDATES
 from tests.process.harness import ROOT
 
 SYSTEMS = ("p3", "kvstore", "ddp", "ddp-tuned")
@@ -87,6 +89,24 @@ def test_measures_all_systems_in_one_cluster(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_records(path, records)
     assert read_records(path) == records
+
+
+def test_slices_by_name_and_found_automatically(capfd: pytest.CaptureFixture[str]) -> None:
+    systems = ("p3@25000", "auto", "p3-auto")
+    result = run_lab(replace(SETTING, systems=systems, sample_network=False))
+    if result.notices:
+        pytest.skip(result.notices[0])
+    named, _, automatic = result.records
+    assert named.slice_elems == 25_000 // 16
+    assert automatic.slice_elems in CANDIDATES
+    told = [line for line in capfd.readouterr().err.splitlines() if " goes on with " in line]
+    assert len(told) == 2
+    slices = re.search(r"slices of ([0-9,]+) elements", told[1])
+    assert slices is not None
+    assert int(slices[1].replace(",", "")) == automatic.slice_elems
+    rate = re.search(r"links of ([0-9.]+) Mbit/s", told[1])
+    assert rate is not None
+    assert float(rate[1]) * 1e6 == pytest.approx(SETTING.rate, rel=0.2)
 
 
 @pytest.mark.parametrize(("aggregated", "models"), [("auto", 1), ("off", 2)])

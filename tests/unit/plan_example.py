@@ -17,6 +17,15 @@ SMALL = Profile(
 """9.6 MB in 12 equal layers. On 4 nodes at 1 Gbit/s they need 120 ms with headers."""
 
 
+def sparse_profile(*, alpha: float = 0.02, rows: int = 50_000, dense: int = 12) -> Profile:
+    """SMALL between two tables of 100 elements a row, 20 MB each."""
+    tables = [
+        ProfiledArray(name=f"{name}.weight", shape=(rows, 100), forward_flops=1e5, alpha=alpha)
+        for name in ("words", "classes")
+    ]
+    return Profile(name="sparse", arrays=(tables[0], *SMALL.arrays[:dense], tables[1]))
+
+
 def setting(**changes: Any) -> PlanSetting:
     fields: dict[str, Any] = {
         "profile": SMALL,

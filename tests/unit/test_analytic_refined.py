@@ -150,6 +150,77 @@ def test_sparse_rows_go_to_servers_and_dense_arrays_round_the_ring() -> None:
     assert step_s(ring) > 5 * step_s(hybrid)
 
 
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+@pytest.mark.parametrize("alpha", [0.01, 0.3])
+def test_ddp_hands_every_rank_s_rows_to_every_other(alpha: float, nodes: int) -> None:
+    """(N - 1) alpha W pass each link each way: half of Table 3, which has both ways together."""
+    elems = 1_000_000
+    table = Table(layer=0, elems=elems, row_elems=10_000, alpha=alpha)
+    asked = deployment(
+        architecture="ddp", nodes=nodes, layers=layers(1, forward_s=0.0), tables=[table]
+    )
+    moved = parallax.traffic(4 * elems, alpha, nodes)
+    expected_s = moved.all_gather / 2 * 8 / asked.rate_bits_per_s
+    assert without_headers(predict(asked).wire_s, asked) == pytest.approx(expected_s, rel=0.01)
+    assert without_headers(step_s(asked), asked) == pytest.approx(expected_s, rel=0.01)
+    dense = replace(asked, dense_gradients=True)
+    dense_s = without_headers(step_s(dense), asked)
+    assert dense_s == pytest.approx(moved.all_reduce * 8 / asked.rate_bits_per_s, rel=0.01)
+
+
+def test_ddp_gathers_in_the_order_of_the_backward_pass() -> None:
+    """A gradient that is there last is gathered when all others have been reduced."""
+    slow = layers(*[100_000] * 4, backward_s=10.0)
+    table = Table(layer=0, elems=1_000_000, row_elems=100, alpha=0.1)
+    asked = deployment(architecture="ddp", layers=slow, tables=[table])
+    first_s = without_headers(step_s(asked) - 40.0, asked)
+    rows_s = 3 * 0.1 * 4e6 * (1 + 8 / 400) * 8 / asked.rate_bits_per_s
+    array_s = limit.wire_s(400_000, nodes=4, rate_bits_per_s=asked.rate_bits_per_s)
+    assert first_s == pytest.approx(rows_s + array_s, rel=0.02)
+    last = replace(asked, tables=[table._replace(layer=3)])
+    assert without_headers(step_s(last) - 40.0, asked) == pytest.approx(array_s, rel=0.02)
+
+
+@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
+def test_rows_that_several_of_a_node_s_workers_touch_leave_it_once(architecture: Any) -> None:
+    table = Table(layer=0, elems=5_000_000, row_elems=100, alpha=0.3)
+    asked = deployment(architecture=architecture, layers=layers(1), tables=[table])
+    aggregated = replace(asked, workers_per_node=4)
+    each = replace(aggregated, local_aggregation=False)
+    assert aggregated.pushed_share(table) == pytest.approx(1 - 0.7**4)
+    assert each.pushed_share(table) == pytest.approx(0.3)
+    one_s, union_s, four_s = (predict(d).wire_s for d in (asked, aggregated, each))
+    assert union_s == pytest.approx((1 - 0.7**4) / 0.3 * one_s, rel=0.01)
+    assert four_s == pytest.approx(4 * one_s, rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
+def test_servers_that_update_rows_slowly_limit(architecture: Any) -> None:
+    table = Table(layer=0, elems=5_000_000, row_elems=100, alpha=0.1)
+    asked = deployment(
+        architecture=architecture,
+        layers=layers(1),
+        tables=[table],
+        rate_bits_per_s=1e12,
+        hosts=replace(IDEAL, update_elem_s=1e-6),
+    )
+    predicted = predict(asked)
+    assert predicted.server_s == pytest.approx(
+        0.5, rel=1e-4
+    )  # all 4 nodes' rows, a quarter on each
+    assert predicted.step_s == pytest.approx(0.5, rel=0.1)
+    assert predicted.limited_by == "server"
+
+
+@pytest.mark.parametrize("architecture", ["p2p", "ring", "hybrid", "ddp"])
+def test_a_model_may_be_a_table_and_nothing_else(architecture: Any) -> None:
+    empty = [replace(layer, sizes_elems=()) for layer in layers(1)]
+    table = Table(layer=0, elems=1_000_000, row_elems=100, alpha=0.1)
+    asked = deployment(architecture=architecture, layers=empty, tables=[table])
+    assert predict(asked).wire_s > 0
+    assert step_s(asked) >= predict(asked).wire_s * (1 - 1e-9)
+
+
 def test_half_precision_takes_half_as_long() -> None:
     for architecture in ("p2p", "ring"):
         asked = deployment(architecture=architecture)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from plan_example import SMALL
+from plan_example import SMALL, sparse_profile
 from typer.testing import CliRunner, Result
 
 from foreprop.cli import main as cli
@@ -59,12 +60,52 @@ def test_the_table_has_every_system_and_fits_80_columns(plan: Any) -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_numbers_of_servers_that_are_no_faster_are_one_line(plan: Any) -> None:
+    output = plan("--rate", "300Mbit", "--servers", "0..6").stdout
+    rows = [line.strip(" *").split() for line in output.splitlines() if "%" in line]
+    assert [row[2] for row in rows if row[:2] == ["ps", "p3"]] == ["4", "3", "2", "1"]
+    assert "More than 4 dedicated servers are no faster.\n" in output
+    assert "* Use ps p3, 4 servers" in output
+    made = msgspec.json.decode(plan("--servers", "0,6", "--json").stdout, type=Plan)
+    assert {f.candidate.servers for f in made.forecasts} == {0, 6}
+    assert "More than" not in plan("--rate", "300Mbit", "--servers", "0,2").stdout
+
+
+def test_the_heading_has_all_that_was_asked(plan: Any) -> None:
+    output = plan("--workers-per-node", "2", "--server-rate", "5Gbit", "--servers", "0,1").stdout
+    heading = "small, 4 nodes, 2 workers on each, 1 Gbit/s, dedicated servers 5 Gbit/s, latency"
+    assert output.startswith(heading)
+
+
 def test_the_recommended_one_is_marked_and_said_with_its_reasons(plan: Any) -> None:
     output = plan().stdout
     (marked,) = [line for line in output.splitlines() if line.strip().startswith("* p2p")]
     assert "p2p p3" in marked
     assert "* Use p2p p3: foreprop.parallelize(model, optimizer)" in output
     assert "as fast as plain DDP" in output
+
+
+def test_a_model_with_tables_is_planned_with_hybrid_and_both_ways_of_ddp(
+    plan: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "sparse.json"
+    sparse_profile(alpha=0.1, rows=10_000).save(path)
+    options = ("--profile", str(path), "--rate", "800Mbit")  # the last one counts
+    output = plan(*options, "--what-if", "nodes=2,4").stdout
+    assert max(map(len, output.partition("* Use ")[0].splitlines()[:-3])) <= 80
+    table = output.partition("efficiency: ")[0]
+    systems = re.findall(r"^[ *]+(\w+(?: [a-z]\w*)?) .*%", table, flags=re.MULTILINE)
+    expected = ["ddp", "ddp dense", "hybrid", "ring", *(f"p2p {preset}" for preset in PRESETS)]
+    assert sorted(systems) == sorted(expected)
+    rule = "By rows: words.weight, classes.weight. ddp gathers the rows; ring, ddp dense reduce"
+    assert rule in output
+    assert "* Use p2p p3: foreprop.parallelize(model, optimizer)" in output
+    made = msgspec.json.decode(plan(*options, "--json").stdout, type=Plan)
+    assert made.tables == ["words.weight", "classes.weight"]
+    dense = plan(*options, "--dense-gradients").stdout
+    assert "hybrid" not in dense
+    assert "ddp dense" not in dense
+    assert "rows" not in dense
 
 
 @pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")

@@ -217,6 +217,43 @@ def test_another_compute_stretches_measured_times_alike() -> None:
     assert [layer.sizes_elems for layer in layers] == [(), (20,), (2,), (1,)]
 
 
+@pytest.mark.parametrize(
+    "profile",
+    [
+        MEASURED,
+        example(("a.weight", (4, 3), 3.0), ("a.bias", (4,), 1.0), ("b.weight", (9, 5), 8.0)),
+    ],
+)
+def test_arrays_of_which_a_share_is_counted_leave_times_as_they_are(profile: Profile) -> None:
+    """A table's rows are counted apart: its layer is computed all the same."""
+    whole = profile.layers(scale=1, compute_s=2.0)
+    *_, chosen = profile.arrays
+    for share in (0.0, 0.1, 0.5):
+        layers = profile.layers(
+            scale=1,
+            compute_s=2.0,
+            counted=lambda array, share=share: share if array is chosen else 1.0,
+        )
+        *sizes, size = whole[-1].sizes_elems
+        counted = [math.ceil(share * size)] if share else []
+        assert layers[-1].sizes_elems == (*sizes, *counted)
+        assert [replace(layer, sizes_elems=()) for layer in layers] == [
+            replace(layer, sizes_elems=()) for layer in whole
+        ]
+        assert layers[:-1] == whole[:-1]
+    by_layer = [len(layer.sizes_elems) for layer in whole]
+    assert [len(arrays) for arrays in profile.arrays_by_layer()] == by_layer
+    assert [array for arrays in profile.arrays_by_layer() for array in arrays] == [*profile.arrays]
+
+
+def test_a_row_is_in_elements_of_four_bytes() -> None:
+    array = ProfiledArray(name="a", shape=(10, 3, 4), forward_flops=1.0)
+    assert (array.rows, array.row_elems) == (10, 12)
+    half = ProfiledArray(name="a", shape=(10, 3), forward_flops=1.0, dtype="bfloat16")
+    assert (half.rows, half.row_elems) == (10, 2)
+    assert ProfiledArray(name="a", shape=(10,), forward_flops=1.0).row_elems == 1
+
+
 def test_without_time_outside_of_arrays_every_layer_has_one() -> None:
     profile = replace(MEASURED, before_first_use_s=0.0, after_last_gradient_s=0.0)
     layers = profile.layers(scale=1, compute_s=1.0)
@@ -273,6 +310,7 @@ TIMED = {"name": "b.weight", "shape": [2], "forward_s": 1.0, "backward_s": 2.0}
         ({"backward_s": "long"}, "backward_s"),
         ({"alpha": 1.5}, "alpha of b.weight is 1.5; it is a share"),
         ({"alpha": -0.5}, "alpha of b.weight is -0.5"),
+        ({"alpha": 0.5, "shape": []}, "alpha of b.weight is given, but it has no rows"),
         ({"dtype": "int8"}, r"dtype of b.weight is 'int8'; it must be one of \['bfloat16', .*'"),
         (
             {"forward_s": None, "backward_s": None},

@@ -20,6 +20,9 @@ SETTING = LabSetting(profile=load_profile("resnet110_cifar"), systems=("p3", "dd
     [
         ({"systems": ()}, "there are baseline|there are .*p3"),
         ({"systems": ("p3", "p4")}, r"systems has 'p4'; there are .*p3.*ddp-tuned.*mxnet-p3"),
+        ({"systems": ("p3@0",)}, "systems has 'p3@0'"),
+        ({"systems": ("p3@many",)}, "systems has 'p3@many'"),
+        ({"systems": ("ddp@100",)}, "systems has 'ddp@100'"),
         ({"systems": ("p3", "ddp", "p3")}, "systems names one twice: p3, ddp, p3"),
         ({"nodes": 1}, "nodes is 1; at least 2"),
         ({"nodes": 65}, "nodes is 65; at most 64"),
@@ -54,6 +57,11 @@ def test_refuses_and_says_what_is_allowed(changes: dict[str, Any], message: str)
 def test_every_system_can_be_asked_for() -> None:
     setting = replace(SETTING, systems=SYSTEMS, mxnet_python=Path("/opt/mxnet/bin/python"))
     assert setting.systems == SYSTEMS
+
+
+def test_a_system_may_have_slices_of_its_own() -> None:
+    setting = replace(SETTING, systems=("p3", "p3@200000", "kvstore@64"), slice_elems=16_000)
+    assert [setting.slice_elems_of(name) for name in setting.systems] == [1000, 12_500, 4]
 
 
 def test_rate_is_the_given_one() -> None:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
-from plan_example import GBIT, SMALL, setting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_example import GBIT, SMALL, setting, sparse_profile
 
-from foreprop.analytic.planner import Candidate, candidate_step_s, choose, forecast, forecasts
-from foreprop.analytic.refined import Deployment, predict
+from foreprop.analytic.planner import (
+    Candidate,
+    candidate_step_s,
+    choose,
+    enough_servers,
+    forecast,
+    forecasts,
+    plain_ddp,
+)
+from foreprop.analytic.refined import Deployment, Table, predict
 from foreprop.analytic.whatif import Variable, parse_what_if, value_text, what_if
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError
@@ -66,6 +77,7 @@ def test_the_code_of_a_candidate_is_what_config_takes() -> None:
         Candidate("p2p", "p3"),
         Candidate("p2p", "wfbp"),
         Candidate("ring"),
+        Candidate("hybrid"),
         Candidate("ps", "p3", 3),
         Candidate("ps", "kvstore", 1),
     ):
@@ -74,7 +86,10 @@ def test_the_code_of_a_candidate_is_what_config_takes() -> None:
         settings = code.removeprefix("foreprop.parallelize(model, optimizer").lstrip(", ")
         made: Config = eval(f"config({settings}", {"config": config})
         assert made.dedicated_servers == candidate.servers
-        assert (made.architecture == "ring") == (candidate.architecture == "ring")
+        if candidate.by_ring:
+            assert made.architecture == candidate.architecture
+        else:
+            assert made.architecture is None
         for knob, value in PRESETS[candidate.preset or "p3"].items():
             assert getattr(made, knob) == value
 
@@ -91,12 +106,131 @@ def test_the_code_of_a_candidate_is_what_config_takes() -> None:
         ({"server_rate_bits_per_s": 0.0}, "server_rate_bits_per_s is 0.0"),
         ({"servers": ()}, "servers is []"),
         ({"servers": (0, -1)}, "servers is [0, -1]"),
+        ({"servers": (0, 1000)}, "servers has 1000; at most 256 are planned for, and more than"),
     ],
 )
 def test_a_setting_that_cannot_be_is_told(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         setting(**changes)
     assert told in str(raised.value)
+
+
+def test_enough_servers_are_the_fewest_that_are_as_fast_as_any() -> None:
+    asked = setting(rate_bits_per_s=0.3 * GBIT, servers=(0, 2, 4, 9))
+    made = forecasts(asked)
+    enough = enough_servers(made)
+    assert enough == 4  # as many as nodes: then the workers' own links are what is left
+    p3 = {f.candidate.servers: f.step_s for f in made if f.candidate.preset == "p3"}
+    assert p3[9] >= p3[4] * (1 - 1e-3)
+    assert p3[2] > 1.5 * p3[4]
+    assert enough_servers(forecasts(setting())) == 0
+
+
+# Tables with sparse gradients.
+SPARSE = sparse_profile(alpha=0.1, rows=10_000)
+
+
+def test_tables_are_sent_by_rows_wherever_that_can_be() -> None:
+    asked = setting(profile=SPARSE, servers=(0, 2))
+    assert asked.tables == [Table(0, 1_000_000, 100, 0.1), Table(13, 1_000_000, 100, 0.1)]
+    assert [len(layer.sizes_elems) for layer in asked.layers] == [0, *[1] * 12, 0]
+    made = {f.candidate for f in forecasts(asked)}
+    expected = {Candidate("ddp"), Candidate("ddp", dense=True), Candidate("ring")}
+    expected |= {Candidate("hybrid")} | {Candidate("p2p", preset) for preset in PRESETS}
+    expected |= {Candidate("ps", preset, 2) for preset in PRESETS}
+    assert made == expected
+
+
+@pytest.mark.parametrize("candidate", [Candidate("ddp", dense=True), Candidate("hybrid")])
+def test_a_forecast_of_tables_is_the_refined_models(candidate: Candidate) -> None:
+    asked = setting(profile=SPARSE, workers_per_node=2)
+    deployed = Deployment(
+        layers=asked.layers,
+        architecture=candidate.architecture,
+        nodes=4,
+        workers_per_node=2,
+        rate_bits_per_s=GBIT,
+        latency_s=50e-6,
+        tables=[Table(0, 1_000_000, 100, 0.1), Table(13, 1_000_000, 100, 0.1)],
+        dense_gradients=candidate.dense,
+    )
+    assert forecast(asked, candidate).step_s == predict(deployed).step_s
+
+
+def test_an_array_of_which_a_step_touches_nearly_all_rows_is_no_table() -> None:
+    """Parallax's rule: servers move 2 alpha W, all-reduce 2 (N-1)/N W."""
+    half = sparse_profile(alpha=0.6)
+    assert setting(profile=half, nodes=2).tables == []
+    assert setting(profile=half, nodes=2).layers == half.layers(scale=1, compute_s=0.14)
+    assert len(setting(profile=half, nodes=2, workers_per_node=2).tables) == 2
+    assert len(setting(profile=half, nodes=4).tables) == 2
+    assert setting(profile=SMALL).tables == []  # nobody has counted
+
+
+def test_with_dense_gradients_an_embedding_is_an_array_like_others() -> None:
+    asked = setting(profile=SPARSE, dense_gradients=True)
+    plain = [msgspec.structs.replace(array, alpha=None) for array in SPARSE.arrays]
+    uncounted = setting(profile=replace(SPARSE, arrays=tuple(plain)))
+    assert {f.candidate: f.step_s for f in forecasts(asked)} == {
+        f.candidate: f.step_s for f in forecasts(uncounted)
+    }
+    assert Candidate("hybrid") not in {f.candidate for f in forecasts(asked)}
+    assert asked.limit_s == uncounted.limit_s
+
+
+def test_hybrid_needs_servers_beside_the_workers_and_something_to_reduce() -> None:
+    dedicated = {f.candidate for f in forecasts(setting(profile=SPARSE, servers=(2,)))}
+    assert Candidate("hybrid") not in dedicated
+    only_tables = forecasts(setting(profile=sparse_profile(dense=0)))
+    architectures = {f.candidate.architecture for f in only_tables}
+    assert architectures == {"ddp", "ring", "p2p"}
+
+
+def test_ddp_is_what_is_faster_of_gathered_rows_and_whole_tables() -> None:
+    few, many = sparse_profile(alpha=0.02), sparse_profile(alpha=0.6)
+    gathers, reduces = Candidate("ddp"), Candidate("ddp", dense=True)
+    for profile, nodes, faster in ((few, 4, gathers), (many, 8, reduces)):
+        asked = setting(profile=profile, nodes=nodes)
+        steps_s = {c: candidate_step_s(asked, c) for c in (gathers, reduces, Candidate("ring"))}
+        assert plain_ddp(steps_s) == faster
+
+
+def test_of_a_table_the_limit_counts_touched_rows_only() -> None:
+    slow = 0.01 * GBIT
+    bytes_ = 12 * 800_000 + 2 * 0.1 * 4e6
+    wire_s = 1514 / 1448 * 2 * 3 / 4 * bytes_ * 8 / slow
+    asked = setting(profile=SPARSE, rate_bits_per_s=slow)
+    assert asked.limit_s == pytest.approx(wire_s, rel=0.01)
+    assert setting(profile=SPARSE, rate_bits_per_s=1e15).limit_s == pytest.approx(0.14)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    alpha=st.floats(0, 1),
+    nodes=st.integers(2, 6),
+    rate=st.floats(0.02, 20),
+    dense=st.integers(0, 3),
+    workers_per_node=st.integers(1, 3),
+)
+def test_nothing_without_dedicated_servers_beats_the_limit(
+    alpha: float, nodes: int, rate: float, dense: int, workers_per_node: int
+) -> None:
+    asked = setting(
+        profile=sparse_profile(alpha=alpha, rows=500, dense=dense),
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        rate_bits_per_s=rate * GBIT,
+    )
+    for made in forecasts(asked):
+        assert made.step_s >= asked.limit_s * (1 - 1e-6), made.candidate.name
+
+
+def test_curves_have_the_same_systems_where_a_table_is_one_on_many_nodes_only() -> None:
+    curves = what_if(setting(profile=sparse_profile(alpha=0.6)), "nodes", [2, 4])
+    assert curves.candidates == ["ddp", "ddp dense", "ring", "hybrid", "p2p p3"]
+    on_two = dict(zip(curves.candidates, curves.points[0].steps_s, strict=True))
+    assert on_two["ddp"] == on_two["ddp dense"]
+    assert on_two["ring"] == on_two["hybrid"]
 
 
 # What if.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_example import GBIT, setting
+from plan_example import GBIT, setting, sparse_profile
 
 from foreprop.analytic.planner import (
     TOLERANCE,
@@ -15,10 +15,12 @@ from foreprop.analytic.planner import (
     Forecast,
     candidate_step_s,
     choose,
+    forecast,
     forecasts,
 )
 from foreprop.analytic.recommendation import Recommendation, obstacle_of, recommend
 from foreprop.config import PRESETS
+from foreprop.lab.profile import Profile, ProfiledArray
 
 DDP, RING, P2P = Candidate("ddp"), Candidate("ring"), Candidate("p2p", "p3")
 
@@ -83,6 +85,94 @@ def test_servers_only_if_there_are_to_be_none_beside_the_workers() -> None:
     asked = setting(servers=(2,))
     architectures = {f.candidate.architecture for f in forecasts(asked)}
     assert architectures == {"ddp", "ring", "ps"}
+
+
+# Tables with sparse gradients.
+MANY_SMALL_ARRAYS = Profile(
+    name="many",
+    arrays=(
+        ProfiledArray(name="words.weight", shape=(50_000, 128), forward_flops=0.0, alpha=0.1),
+        *(ProfiledArray(name=f"n{n}.weight", shape=(64,), forward_flops=1e4) for n in range(1000)),
+    ),
+)
+
+
+def test_hybrid_where_servers_would_be_busy_with_a_thousand_small_updates() -> None:
+    """Collectives join small arrays; a server updates each by itself."""
+    fields: dict[str, Any] = {"compute_s": 0.02, "rate_bits_per_s": 10 * GBIT, "nodes": 3}
+    asked = setting(profile=MANY_SMALL_ARRAYS, **fields)
+    candidates = [DDP, Candidate("ddp", dense=True), RING, Candidate("hybrid"), P2P]
+    made = recommend(asked, [forecast(asked, candidate) for candidate in candidates])
+    assert (made.candidate, made.verdict) == (Candidate("hybrid"), "schedule")
+    assert made.code == 'foreprop.parallelize(model, optimizer, architecture="hybrid")'
+    assert "Only touched rows of words.weight are sent" in text(made)
+
+
+def test_p2p_before_hybrid_where_both_hide_as_much() -> None:
+    made = recommended(profile=sparse_profile(), rate_bits_per_s=0.8 * GBIT)
+    assert made.candidate == P2P
+    assert "Only touched rows of words.weight, classes.weight are sent" in text(made)
+    assert "sparse=True" in text(made)
+
+
+def test_a_model_without_tables_is_told_nothing_about_rows() -> None:
+    asked = setting()
+    made = recommend(asked, forecasts(asked))
+    assert "rows" not in text(made)
+    assert not [f for f in forecasts(asked) if f.candidate.dense]
+
+
+def test_ddp_with_sparse_gradients_where_gathered_rows_are_few_and_links_fast() -> None:
+    made = recommended(profile=sparse_profile(alpha=0.001), rate_bits_per_s=40 * GBIT)
+    assert made.candidate == DDP
+    assert "need sparse=True: all ranks gather" in text(made)
+
+
+def test_plain_ddp_is_the_fastest_only_if_nothing_is_faster() -> None:
+    asked = setting(rate_bits_per_s=100 * GBIT)
+    made = recommend(asked, [forecast(asked, candidate) for candidate in (DDP, P2P, RING)])
+    alone = recommend(asked, [forecast(asked, DDP)])
+    assert "Plain DDP is as good here" in text(made)
+    assert "Plain DDP is the fastest here" in text(alone)
+
+
+def test_ddp_with_dense_gradients_where_links_are_so_fast_that_rows_gain_little() -> None:
+    made = recommended(profile=sparse_profile(alpha=0.7), nodes=8, rate_bits_per_s=400 * GBIT)
+    assert made.candidate == Candidate("ddp", dense=True)
+    assert "need sparse=False" in text(made)
+    assert made.over_ddp == 1.0
+
+
+def test_gathered_rows_are_not_said_to_be_halved_by_a_hook() -> None:
+    """DDP's hooks for half precision do not take sparse gradients."""
+    fields: dict[str, Any] = {"rate_bits_per_s": 0.02 * GBIT, "nodes": 2}
+    made = recommended(profile=sparse_profile(alpha=0.2), **fields)
+    assert (made.candidate, made.obstacle) == (DDP, "wire_too_slow")
+    assert "rate" in kinds(made)
+    assert "half_precision" not in kinds(made)
+    plain = recommended(**fields)
+    assert plain.candidate == DDP
+    assert "half_precision" in kinds(plain)
+
+
+# Several workers per node.
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"workers_per_node": 4, "rate_bits_per_s": 4 * GBIT, "compute_s": 0.02}, True),
+        ({"workers_per_node": 4, "rate_bits_per_s": 4 * GBIT, "compute_s": 0.2}, False),
+        ({"workers_per_node": 1, "rate_bits_per_s": 4 * GBIT, "compute_s": 0.02}, False),
+    ],
+)
+def test_a_node_s_relays_that_need_more_than_the_step_are_told(
+    changes: dict[str, Any], warned: bool
+) -> None:
+    """9.6 MB and four workers: 35 ms of CPU time."""
+    asked = setting(**changes)
+    made = recommend(asked, [forecast(asked, P2P), forecast(asked, DDP)])
+    assert made.candidate == P2P
+    told = "workers is one process, which needs about 34.6 ms of CPU time" in text(made)
+    assert told == warned
 
 
 # What is left.
@@ -195,11 +285,12 @@ def test_the_simplest_of_those_within_the_tolerance(steps_s: dict[Candidate, flo
             assert seconds >= steps_s[chosen]
 
 
-def test_ddp_then_the_default_then_a_ring_then_servers_by_number() -> None:
+def test_ddp_then_the_default_then_a_ring_then_hybrid_then_servers_by_number() -> None:
     wanted = [
         DDP,
         P2P,
         RING,
+        Candidate("hybrid"),
         Candidate("p2p", "slicing"),
         *(Candidate("ps", "p3", k) for k in (1, 2, 8)),
         Candidate("ps", "kvstore", 1),

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foreprop.cli.main import app
+from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Profile, ProfiledArray, load_profile
@@ -146,6 +147,111 @@ def test_every_node_sends_its_share_and_no_more(system: str) -> None:
     share_bytes = 4 * 2 * 3 / 4 * model_bytes * limit.HEADER_FACTOR
     for sent_bytes in simulated.sent_bytes:
         assert 0.99 * share_bytes < sent_bytes < 1.06 * share_bytes
+
+
+# Several workers per node.
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_node_s_workers_send_one_push_through_their_relays(preset: str) -> None:
+    """So many bytes as one worker would, and none more."""
+    alone, three = setting(preset, balance=0.5), setting(preset, balance=0.5, workers_per_node=3)
+    one, many = (simulate_system(preset, asked, Hosts(), steps=4) for asked in (alone, three))
+    assert [len(many.step_s), len(many.sent_bytes)] == [12, 4]
+    for one_bytes, many_bytes in zip(one.sent_bytes, many.sent_bytes, strict=True):
+        assert many_bytes == pytest.approx(one_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("preset", ["p3", "kvstore"])
+def test_without_local_aggregation_every_worker_sends_its_own(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three = setting(preset, balance=0.5, workers_per_node=3)
+    aggregated = simulate_system(preset, three, Hosts(), steps=4)
+    monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", "off")
+    each = simulate_system(preset, three, Hosts(), steps=4)
+    for once_bytes, all_bytes in zip(aggregated.sent_bytes, each.sent_bytes, strict=True):
+        assert all_bytes == pytest.approx(3 * once_bytes, rel=0.05)
+    (record,) = simulate_lab(three)
+    assert (record.workers_per_node, record.local_aggregation) == (3, "off")
+
+
+@pytest.mark.parametrize("system", ["ring", "ddp"])
+def test_a_ring_s_ranks_are_ordered_by_node(system: str) -> None:
+    """A node sends what one rank of 12 does, 2 (R - 1) / R of the model's bytes."""
+    asked = setting(system, balance=0.5, workers_per_node=3)
+    bucket = asked.scaled(25 * 2**20) if system == "ddp" else None
+    simulated = simulate_system(system, asked, Hosts(), steps=4, bucket_bytes=bucket)
+    share_bytes = 4 * 2 * 11 / 12 * limit.model_bytes(asked.layers) * limit.HEADER_FACTOR
+    for sent_bytes in simulated.sent_bytes:
+        assert 0.99 * share_bytes < sent_bytes < 1.1 * share_bytes
+
+
+@pytest.mark.parametrize("system", SIMULATED_SYSTEMS)
+def test_several_workers_per_node_do_not_beat_the_limit_either(system: str) -> None:
+    asked = setting(system, balance=1.0, workers_per_node=2, jitter=0.1, iterations=1)
+    (record,) = simulate_lab(asked)
+    assert 0 < record.efficiency <= 1.0
+    assert simulate_lab(asked) == [record]
+    assert (record.workers_per_node, record.nodes) == (2, 4)
+    assert record.local_aggregation == (None if system.startswith("ddp") else "auto")
+
+
+def test_slow_relays_are_felt() -> None:
+    asked = setting("p3", balance=0.1, workers_per_node=4)
+    (usual,) = simulate_lab(asked)
+    (slowed,) = simulate_lab(asked, hosts=Hosts(sum_elem_s=1e-6))
+    sums_s = 483_000 / 4 * 4 * 1e-6  # of each of a node's four relays
+    assert usual.iteration_s.median < sums_s < slowed.iteration_s.median
+
+
+# What the environment asks for.
+@pytest.mark.parametrize("system", ["p3", "kvstore", "ring"])
+def test_half_precision_sends_half_the_bytes(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = setting(system, balance=1.0)
+    whole = simulate_system(system, asked, Hosts(), steps=4)
+    monkeypatch.setenv("FOREPROP_WIRE_DTYPE", "bfloat16")
+    half = simulate_system(system, asked, Hosts(), steps=4)
+    for whole_bytes, half_bytes in zip(whole.sent_bytes, half.sent_bytes, strict=True):
+        assert half_bytes == pytest.approx(whole_bytes / 2, rel=0.05)
+    assert statistics.mean(half.step_s[0]) < 0.9 * statistics.mean(whole.step_s[0])
+
+
+@pytest.mark.parametrize("workers_per_node", [1, 2])
+@pytest.mark.parametrize("system", [*PRESETS, "ring"])
+def test_updates_that_need_the_norm_begin_after_the_last_gradient(
+    system: str, workers_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then half of a server's traffic, the replies, is left to be hidden, and of a ring's none."""
+    asked = setting(system, balance=1.0, workers_per_node=workers_per_node)
+    monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
+    (clipped,) = simulate_lab(asked)
+    backward_s, forward_s = 0.2 * 2 / 3, 0.2 / 3
+    wire_s = limit.HEADER_FACTOR * clipped.wire_s  # of a ring at least
+    before_s, after_s = (wire_s, 0.0) if system == "ring" else (wire_s / 2, wire_s / 2)
+    shortest_s = max(backward_s, before_s) + max(after_s, forward_s)
+    assert clipped.iteration_s.median > 0.99 * shortest_s
+
+
+@pytest.mark.parametrize(
+    ("system", "free_s", "clipped_s"), [("p3", 1.068, 1.293), ("ring", 1.096, 1.427)]
+)
+def test_the_norm_s_barrier_costs_what_the_lab_measured(
+    system: str, free_s: float, clipped_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/performance.md, "The barrier of clip_grad_norm"."""
+    resnet = {"profile": load_profile("resnet50"), "scale": 16, "slice_elems": 50_000}
+    asked = setting(system, **resnet, compute_s=1.0, balance=1.0, iterations=1)
+    (free,) = simulate_lab(asked)
+    monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
+    (clipped,) = simulate_lab(asked)
+    assert free.iteration_s.median == pytest.approx(free_s, rel=0.05)
+    assert clipped.iteration_s.median == pytest.approx(clipped_s, rel=0.08)
+
+
+def test_several_servers_per_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_SERVERS_PER_NODE", "2")
+    for system in ("p3", "ring"):
+        with pytest.raises(ConfigError, match="servers_per_node is 2, which only `foreprop lab"):
+            simulate_lab(setting(system))
 
 
 def test_records_say_that_they_are_simulated() -> None:

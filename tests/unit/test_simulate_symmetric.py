@@ -186,6 +186,77 @@ def test_a_servers_processor_sees_one_frame_after_the_other() -> None:
         assert many_s > 64 * 1e-2
 
 
+@pytest.mark.parametrize("system", ["p3", "slicing", "ring"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("FOREPROP_WIRE_DTYPE", "bfloat16"), ("FOREPROP_CLIP_GRAD_NORM", "1.0")]
+)
+def test_half_precision_and_the_norm_are_as_close(
+    system: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, each_asked = (setting(system, 8, symmetric=how) for how in (True, False))
+    free = simulate_system(system, asked, Hosts(), steps=4)
+    monkeypatch.setenv(name, value)
+    every = simulate_system(system, each_asked, Hosts(), steps=4)
+    one = simulate_system(system, asked, Hosts(), steps=4)
+    free_s, every_s, one_s = (statistics.fmean(each.step_s[0][1:]) for each in (free, every, one))
+    assert one_s == pytest.approx(every_s, rel=1e-9 if system == "ring" else 0.08)
+    assert statistics.fmean(one.sent_bytes) == pytest.approx(
+        statistics.fmean(every.sent_bytes), rel=0.02
+    )
+    assert one_s != pytest.approx(free_s, rel=1e-4)
+    if name == "FOREPROP_WIRE_DTYPE":
+        assert one_s < 0.8 * free_s
+
+
+def test_about_the_norm_servers_talk_to_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the barrier takes a server's processor two frames more, however many the members are."""
+    busy = Hosts(server_frame_s=1e-3)
+    asked = {"rate_bits_per_s": 10e9, "slice_elems": 200_000, "compute_s": 0.001}
+    free_s = step_s("p3", 64, busy, **asked)
+    monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
+    assert free_s < step_s("p3", 64, busy, **asked) < free_s + 0.25 * 64 * 1e-3
+
+
+@pytest.mark.parametrize("system", ["p3", "ring", "ddp"])
+def test_several_workers_per_node_are_simulated_node_by_node(system: str) -> None:
+    several = setting(
+        system, 65, workers_per_node=2, symmetric=None, slice_elems=100_000, balance=0.1
+    )
+    assert not several.is_symmetric
+    bucket_bytes = 10**7 if system == "ddp" else None
+    simulated = simulate_system(system, several, Hosts(), steps=1, bucket_bytes=bucket_bytes)
+    assert (len(simulated.step_s), len(simulated.sent_bytes)) == (130, 65)
+
+
+def test_several_workers_per_node_stand_for_nobody() -> None:
+    with pytest.raises(ConfigError, match=r"symmetric is True, but workers_per_node is 2: .* out"):
+        setting("p3", 4, workers_per_node=2)
+    with pytest.raises(ConfigError, match=r"workers_per_node is 8 on 129 nodes; at most 1024 work"):
+        setting("p3", 129, workers_per_node=8, symmetric=None)
+    with pytest.raises(ConfigError, match="representatives is 2, but several workers per node"):
+        setting("p3", 4, workers_per_node=2, symmetric=None, representatives=2)
+
+
+def test_a_node_s_relays_share_a_processor() -> None:
+    """Each of its three workers' pushes of every slice passes it, and so do the replies."""
+    asked = {"rate_bits_per_s": 1e9, "symmetric": False, "workers_per_node": 3}
+    free_s = step_s("p3", 4, **asked)
+    busy_s = step_s("p3", 4, Hosts(server_frame_s=1e-3), **asked)
+    slices = 98  # of at most 5,000 elements
+    assert busy_s > max(free_s, slices * 2 * 3 * 1e-3)
+
+
+@pytest.mark.parametrize("system", ["p3", "ring"])
+def test_slow_nodes_slow_all_their_workers(system: str) -> None:
+    slow = {"slow_nodes": 1, "slowdown": 0.5, "balance": 0.001, "symmetric": False}
+    simulated = simulate_system(
+        system, setting(system, 3, workers_per_node=2, **slow), Hosts(), steps=3
+    )
+    waited_s = [statistics.fmean(each[1:]) for each in simulated.waited_s]
+    assert min(waited_s[:4]) > 0.3 * COMPUTE_S
+    assert max(waited_s[4:]) < 0.1 * COMPUTE_S
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="slow_nodes is 4; it must be at least 0 and below nodes"):
         setting("p3", 4, slow_nodes=4)

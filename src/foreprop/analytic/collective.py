@@ -77,8 +77,8 @@ def _least_s(collective: Collective) -> float:
 
 def fill_buckets(sizes_elems: Sequence[int], bucket_bytes: int) -> list[list[int]]:
     """DDP's: the arrays' numbers, last first; a bucket is closed when it holds ``bucket_bytes``."""
-    buckets: list[list[int]] = [[]]
-    held_bytes = 0
+    buckets: list[list[int]] = []
+    held_bytes = bucket_bytes
     for number in reversed(range(len(sizes_elems))):
         if held_bytes >= bucket_bytes:
             buckets.append([])

@@ -43,8 +43,8 @@ class Deployment:
     """A model on a cluster. Raises `ConfigError` for what cannot be.
 
     ``layers`` in forward order, with the time of each on one worker. ``preset`` is for ``p2p`` and
-    ``ps``. ``tables`` go to servers with ``p2p``, ``ps`` and ``hybrid`` (there beside the workers),
-    and are reduced whole with ``ring`` and ``ddp``.
+    ``ps``. Of ``tables`` the touched rows go to servers with ``p2p``, ``ps`` and ``hybrid`` (there
+    beside the workers), and with ``ddp`` to all ranks; ``ring`` reduces them whole.
     """
 
     layers: Sequence[Layer]
@@ -65,6 +65,8 @@ class Deployment:
     bytes_per_elem: int = limit.BYTES_PER_ELEM
     """On the wire: 2 with ``wire_dtype``."""
     tables: Sequence[Table] = ()
+    dense_gradients: bool = False
+    """``ddp``: the tables' too (``sparse=False``), so that they are reduced whole."""
     slice_elems: int = SLICE_ELEMS
     big_array_elems: int = BIG_ARRAY_ELEMS
     chunk_elems: int = _DEFAULT.chunk_elems
@@ -121,6 +123,15 @@ class Deployment:
         """Of each slice, in a step."""
         return 1 if self.local_aggregation else self.workers_per_node
 
+    def pushed_share(self, table: Table) -> float:
+        """Of its rows, how many each push to the servers has.
+
+        Local aggregation pushes a row once that several of a node's workers touch: of rows drawn
+        at random, with equal chances, 1 - (1 - alpha)^L. Frequent words are shared more often.
+        """
+        workers = self.workers_per_node if self.local_aggregation else 1
+        return 1 - (1 - table.alpha) ** workers
+
     @property
     def message_s(self) -> float:
         """From the last byte sent to the receiver's having it in hand."""
@@ -129,7 +140,7 @@ class Deployment:
     def link_bytes_per_s(self, *, server: bool = False) -> float:
         """What a link carries without headers, with acknowledgements of as much the other way."""
         dedicated = self.server_rate_bits_per_s if server else None
-        return (dedicated or self.rate_bits_per_s) / 8 / (limit.HEADER_FACTOR + _ACKNOWLEDGED)
+        return (dedicated or self.rate_bits_per_s) / 8 / (limit.HEADER_FACTOR + ACKNOWLEDGED)
 
     def partition(self) -> Partition:
         """As a session with this preset would cut and place the arrays."""
@@ -181,5 +192,5 @@ def without(deployment: Deployment, resource: Resource) -> Deployment:
 
 _ENDLESS = 1e18
 """Bits per second: as good as no link at all."""
-_ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
+ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
 """Acknowledgements come in a packet of their own for every second one, on links both ways."""

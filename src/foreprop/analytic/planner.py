@@ -6,22 +6,28 @@ Which of them to use is decided in `foreprop.analytic.recommendation`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from foreprop.analytic.deployment import Deployment, ModelledArchitecture, Resource
+from foreprop.analytic.deployment import Deployment, ModelledArchitecture, Resource, Table
 from foreprop.analytic.refined import predict, step_s
 from foreprop.config import PRESETS
+from foreprop.core.parallax import prefers_servers
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
-from foreprop.lab.profile import Layer, Profile
+from foreprop.lab.profile import Layer, Profile, ProfiledArray
 
 P3 = "p3"
 
 MOST_NODES = 256
 """Their predictions take minutes."""
+
+_MOST_NAMES = 4
+
+_SAME = 0.001
+"""Share of a step that is none."""
 
 TOLERANCE = 0.05
 """A step that is longer by no more than this share is as good: the model's errors are not much
@@ -48,6 +54,8 @@ class PlanSetting:
     batch: int | None = None
     """Samples that each worker computes per step."""
     bytes_per_elem: int = limit.BYTES_PER_ELEM
+    dense_gradients: bool = False
+    """The tables', too: whatever share of its rows a step touches, all of an array is sent."""
 
     def __post_init__(self) -> None:
         if self.nodes < 2:
@@ -69,19 +77,54 @@ class PlanSetting:
                 f"servers is {list(self.servers)}; it must be numbers from 0, the servers beside"
                 " the workers"
             )
+        if max(self.servers) > MOST_NODES:
+            raise ConfigError(
+                f"servers has {max(self.servers)}; at most {MOST_NODES} are planned for, and more"
+                f" than one for each of the {self.nodes} nodes seldom help"
+            )
 
     @property
     def workers(self) -> int:
         return self.nodes * self.workers_per_node
 
+    def is_table(self, array: ProfiledArray) -> bool:
+        """Whether its gradient is to be sparse: as ``architecture="auto"`` decides it."""
+        if self.dense_gradients or array.alpha is None:
+            return False
+        return prefers_servers(array.alpha, self.workers)
+
+    @property
+    def tables(self) -> list[Table]:
+        """By rows in all architectures that can."""
+        return [
+            Table(layer, array.rows * array.row_elems, array.row_elems, array.alpha or 0.0)
+            for layer, arrays in enumerate(self.profile.arrays_by_layer())
+            for array in filter(self.is_table, arrays)
+        ]
+
+    @property
+    def table_names(self) -> str:
+        """Of the first ones, to be shown; empty if there are none."""
+        names = [array.name for array in self.profile.arrays if self.is_table(array)]
+        more = len(names) - _MOST_NAMES
+        return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
     @property
     def layers(self) -> list[Layer]:
-        return self.profile.layers(scale=1, compute_s=self.compute_s)
+        """Without the tables."""
+        return self._layers(lambda array: 0.0 if self.is_table(array) else 1.0)
 
     @property
     def limit_s(self) -> float:
-        """What no schedule can beat without dedicated servers."""
-        return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate_bits_per_s)
+        """What no schedule can beat without dedicated servers.
+
+        Of a table only the rows count that one worker touches, there and back as all other bytes.
+        """
+        touched = self._layers(lambda a: (a.alpha or 0.0) if self.is_table(a) else 1.0)
+        return limit.limit_s(touched, nodes=self.nodes, rate_bits_per_s=self.rate_bits_per_s)
+
+    def _layers(self, counted: Callable[[ProfiledArray], float]) -> list[Layer]:
+        return self.profile.layers(scale=1, compute_s=self.compute_s, counted=counted)
 
     @property
     def throughput_unit(self) -> str:
@@ -98,11 +141,14 @@ class Candidate(msgspec.Struct, frozen=True):
     architecture: ModelledArchitecture
     preset: str | None = None
     servers: int = 0
+    dense: bool = False
+    """``ddp`` of a model with tables: with dense gradients of these."""
 
     @property
     def kind(self) -> str:
         """Without the number of servers."""
-        return self.architecture if self.preset is None else f"{self.architecture} {self.preset}"
+        detail = "dense" if self.dense else self.preset
+        return self.architecture if detail is None else f"{self.architecture} {detail}"
 
     @property
     def name(self) -> str:
@@ -111,14 +157,25 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def simplicity(self) -> tuple[int, int]:
-        """Less is simpler: nothing of ours, our default, a setting, machines of their own."""
-        if self.architecture == "ddp":
-            return 0, 0
+        """Less is simpler: nothing of ours, our default, a setting, machines of their own.
+
+        Of the settings one way for all parameters before one for each kind.
+        """
         if self.architecture == "ps":
-            return (4 if self.preset == P3 else 5), self.servers
-        if self.architecture == "ring":
-            return 2, 0
-        return (1 if self.preset == P3 else 3), 0
+            return (5 if self.preset == P3 else 6), self.servers
+        if self.architecture == "p2p":
+            return (1 if self.preset == P3 else 4), 0
+        return {"ddp": 0, "ring": 2, "hybrid": 3}[self.architecture], 0
+
+    @property
+    def by_ring(self) -> bool:
+        """Whether foreprop reduces dense gradients without servers."""
+        return self.architecture in ("ring", "hybrid")
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether servers hold tables row by row, if the model has some."""
+        return self.architecture in ("p2p", "ps", "hybrid")
 
     @property
     def code(self) -> str:
@@ -127,7 +184,7 @@ class Candidate(msgspec.Struct, frozen=True):
             return "DistributedDataParallel(model)"
         settings = {
             "preset": None if self.preset == P3 else self.preset,
-            "architecture": "ring" if self.architecture == "ring" else None,
+            "architecture": self.architecture if self.by_ring else None,
             "dedicated_servers": self.servers or None,
         }
         given = "".join(f", {name}={value!r}" for name, value in settings.items() if value)
@@ -162,6 +219,8 @@ def deployment_for(setting: PlanSetting, candidate: Candidate) -> Deployment:
         server_rate_bits_per_s=setting.server_rate_bits_per_s,
         latency_s=setting.latency_s,
         bytes_per_elem=setting.bytes_per_elem,
+        tables=setting.tables,
+        dense_gradients=candidate.dense,
     )
 
 
@@ -212,11 +271,34 @@ def forecasts(
 
 
 def _without_servers(setting: PlanSetting) -> Iterator[Candidate]:
-    yield Candidate("ddp")
-    yield Candidate("ring")
+    yield from collective_candidates(setting, bool(setting.tables))
     if 0 in setting.servers:
         for preset in PRESETS:
             yield Candidate("p2p", preset)
+
+
+def collective_candidates(setting: PlanSetting, tables: bool) -> Iterator[Candidate]:
+    """All that reduce gradients; ``tables``: also those for models with tables."""
+    yield Candidate("ddp")
+    if tables:
+        yield Candidate("ddp", dense=True)
+    yield Candidate("ring")
+    # of tables alone it is p2p
+    if tables and 0 in setting.servers and not all(map(setting.is_table, setting.profile.arrays)):
+        yield Candidate("hybrid")
+
+
+def plain_ddp(steps_s: Mapping[Candidate, float]) -> Candidate:
+    """What all is compared with: DDP with sparse gradients or dense ones, whichever is faster."""
+    plain = [candidate for candidate in steps_s if candidate.architecture == "ddp"]
+    return min(plain, key=steps_s.__getitem__)
+
+
+def enough_servers(made: Sequence[Forecast]) -> int:
+    """The fewest dedicated servers that are as fast as any number of those considered; or 0."""
+    steps_s = {f.candidate.servers: f.step_s for f in made if f.candidate.kind == f"ps {P3}"}
+    enough_s = (1 + _SAME) * min(steps_s.values(), default=0.0)
+    return min((count for count, seconds in steps_s.items() if seconds <= enough_s), default=0)
 
 
 def choose(steps_s: Mapping[Candidate, float]) -> Candidate:

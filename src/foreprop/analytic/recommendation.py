@@ -17,6 +17,7 @@ from foreprop.analytic.planner import (
     PlanSetting,
     candidate_step_s,
     choose,
+    plain_ddp,
 )
 from foreprop.quantities import rate_text, short, time_text
 
@@ -31,6 +32,11 @@ _TOO_SLOW = 2.0
 """Times as long as the compute: then the devices wait half of the time whatever the schedule."""
 _WORTHWHILE = 1.1
 """Speed-up below which a change of the cluster is not worth a line."""
+
+
+_RELAY_BYTE_S, _RELAY_WORKER_BYTE_S = 1.2e-9, 0.6e-9
+"""CPU time of a node's relays, one process, for each byte that they push on, and for each that a
+worker pushes to them: measured with two and four workers (docs/plan.md)."""
 
 
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +60,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     efficiency: float
     over_ddp: float
-    """How many of its steps plain DDP's takes."""
+    """How many of its steps plain DDP's takes, the faster one of a model with tables."""
     fastest: Candidate
     fastest_step_s: float
     too_slow: float | None
@@ -69,7 +75,8 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommendation:
     """Of these, which must have plain DDP; other clusters are predicted where they may help."""
     by_candidate = {f.candidate: f for f in forecasts}
-    chosen = by_candidate[choose({f.candidate: f.step_s for f in forecasts})]
+    steps_s = {f.candidate: f.step_s for f in forecasts}
+    chosen = by_candidate[choose(steps_s)]
     fastest = min(forecasts, key=lambda f: f.step_s)
     obstacle = obstacle_of(chosen)
     remedies = [] if obstacle == "none" else list(_remedies(setting, chosen))
@@ -79,13 +86,15 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         obstacle=obstacle,
         step_s=chosen.step_s,
         efficiency=chosen.efficiency,
-        over_ddp=by_candidate[Candidate("ddp")].step_s / chosen.step_s,
+        over_ddp=steps_s[plain_ddp(steps_s)] / chosen.step_s,
         fastest=fastest.candidate,
         fastest_step_s=fastest.step_s,
         too_slow=_link_s(chosen) / chosen.compute_s if obstacle in _SLOW else None,
         remedies=remedies,
         reasons=[
             _why(chosen, forecasts),
+            *_tables(setting, chosen.candidate),
+            *_relays(setting, chosen),
             *_what_is_left(chosen, obstacle),
             *(remedy_text(remedy, chosen.candidate) for remedy in remedies),
         ],
@@ -123,10 +132,8 @@ def _link_s(forecast: Forecast) -> float:
 def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
     """What is at least `_WORTHWHILE`."""
     yield from _more_servers(setting, chosen)
-    half = replace(setting, bytes_per_elem=setting.bytes_per_elem // 2)
-    seconds = candidate_step_s(half, chosen.candidate)
-    if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
-        yield Remedy(kind="half_precision", step_s=seconds, speed_up=gain)
+    if not _gathers(setting, chosen.candidate):
+        yield from _half_the_bytes(setting, chosen)
     rate = 2 * setting.rate_bits_per_s
     server_rate = setting.server_rate_bits_per_s
     twice = replace(
@@ -137,6 +144,18 @@ def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
     seconds = candidate_step_s(twice, chosen.candidate)
     if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
         yield Remedy(kind="rate", rate_bits_per_s=rate, step_s=seconds, speed_up=gain)
+
+
+def _half_the_bytes(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
+    half = replace(setting, bytes_per_elem=setting.bytes_per_elem // 2)
+    seconds = candidate_step_s(half, chosen.candidate)
+    if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
+        yield Remedy(kind="half_precision", step_s=seconds, speed_up=gain)
+
+
+def _gathers(setting: PlanSetting, candidate: Candidate) -> bool:
+    """Sparse gradients, which DDP's hooks do not compress."""
+    return candidate.architecture == "ddp" and not candidate.dense and bool(setting.tables)
 
 
 def _more_servers(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
@@ -177,11 +196,13 @@ def _as_many_as_nodes(setting: PlanSetting, chosen: Forecast, before_s: float) -
 def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
     steps_s = {f.candidate: f.step_s for f in forecasts}
     fastest = min(forecasts, key=lambda f: f.step_s)
-    ddp_s, ours_s = steps_s[Candidate("ddp")], chosen.step_s
+    ddp_s, ours_s = steps_s[plain_ddp(steps_s)], chosen.step_s
     rest = "nothing is faster."
     if fastest is not chosen:
         saved = 1 - fastest.step_s / ours_s
         rest = f"the fastest, {fastest.candidate.name}, saves only {saved:.1%} and is less simple."
+    if chosen is fastest and chosen.candidate.architecture == "ddp":
+        return f"Plain DDP is the fastest here: {time_text(ours_s)} per step."
     if chosen.candidate.architecture == "ddp":
         return f"Plain DDP is as good here: {time_text(ours_s)} per step; {rest}"
     text = (
@@ -195,6 +216,41 @@ def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
             f" {best.candidate.name}."
         )
     return text
+
+
+def _tables(setting: PlanSetting, candidate: Candidate) -> Iterator[str]:
+    """What the recommended one asks of the embeddings."""
+    names = setting.table_names
+    if not names:
+        return
+    if candidate.holds_rows:
+        yield (
+            f"Only touched rows of {names} are sent: their embeddings need sparse=True, and the"
+            " optimizer must be SGD without momentum, Adagrad or SparseAdam."
+        )
+    elif _gathers(setting, candidate):
+        yield (
+            f"The embeddings of {names} need sparse=True: all ranks gather their gradients'"
+            " rows (gloo; NCCL cannot)."
+        )
+    elif candidate.architecture == "ddp":
+        yield f"The embeddings of {names} need sparse=False: all of their gradients is reduced."
+
+
+def _relays(setting: PlanSetting, chosen: Forecast) -> Iterator[str]:
+    """A warning where one process may be what limits: the model has processors without end."""
+    workers = setting.workers_per_node
+    if workers == 1 or not chosen.candidate.holds_rows:
+        return
+    elems = 0 if chosen.candidate.by_ring else sum(sum(x.sizes_elems) for x in setting.layers)
+    rows = sum(table.alpha * table.elems for table in setting.tables)
+    pushed_bytes = (elems + rows) * setting.bytes_per_elem
+    cpu_s = pushed_bytes * (_RELAY_BYTE_S + workers * _RELAY_WORKER_BYTE_S)
+    if cpu_s > chosen.step_s:
+        yield (
+            f"Not counted: what sums the gradients of a node's {workers} workers is one process,"
+            f" which needs about {time_text(cpu_s)} of CPU time per step. Steps may take as long."
+        )
 
 
 def _what_is_left(chosen: Forecast, obstacle: Obstacle) -> Iterator[str]:

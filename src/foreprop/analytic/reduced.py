@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from foreprop.analytic.collective import Collective, ends_s, fill_buckets
-from foreprop.analytic.deployment import Deployment
-from foreprop.analytic.served import arrays_of, priorities, rows_of
+from foreprop.analytic.deployment import Deployment, Table
+from foreprop.analytic.served import (
+    ROW_NUMBER_BYTES,
+    arrays_of,
+    priorities,
+    row_updates_s,
+    rows_of,
+)
 from foreprop.core.plan import Chunk, Observation, cut_chunks, plan_order
 
 _DDP_IN_FLIGHT = 2  # torch's default number of threads for gloo
 _HALVES = 2  # of each part, as gloo sends them: one is on its way while the other is added up
+_GATHERS = 3  # for one sparse gradient: how many rows each rank has, their numbers, their values
 
 
 def all_reduce_s(deployment: Deployment, elems: float) -> tuple[float, float]:
@@ -29,6 +36,22 @@ def all_reduce_s(deployment: Deployment, elems: float) -> tuple[float, float]:
     return rounds * _HALVES * half_s, rounds * max(_HALVES * half_s, half_s + hop_s)
 
 
+def all_gather_s(deployment: Deployment, table: Table) -> tuple[float, float]:
+    """Of a sparse gradient, as DDP has gloo do it: how long it keeps every link busy, and takes.
+
+    Each of R ranks hands what it has been given on to the next one, R - 1 times, so that all rows
+    of all others pass every link: (R - 1) alpha W each way (Parallax, Table 3, has both ways). Then
+    all rows are added up.
+    """
+    others, hosts = deployment.workers - 1, deployment.hosts
+    rows = table.alpha * table.elems / table.row_elems
+    row_bytes = table.row_elems * deployment.bytes_per_elem + ROW_NUMBER_BYTES
+    carries = deployment.link_bytes_per_s() if deployment.nodes > 1 else _copies(deployment)
+    link_s = others * rows * row_bytes / carries
+    sum_s = others * rows * table.row_elems * hosts.sum_elem_s
+    return link_s, link_s + _GATHERS * others * deployment.message_s + sum_s
+
+
 def _copies(deployment: Deployment) -> float:
     """Inside of one machine, bytes/s."""
     return 1 / max(deployment.hosts.copy_byte_s, 1e-12)
@@ -36,11 +59,18 @@ def _copies(deployment: Deployment) -> float:
 
 def link_s(deployment: Deployment) -> float:
     """How long a step keeps every link busy."""
-    elems = sum(arrays_of(deployment))
-    if deployment.architecture != "hybrid":
+    elems, rows_s = sum(arrays_of(deployment)), 0.0
+    if deployment.architecture == "hybrid":
+        rows_s = sum(_rows_s(deployment))
+    elif _gathers(deployment):
+        rows_s = sum(all_gather_s(deployment, table)[0] for table in deployment.tables)
+    else:
         elems += sum(table.elems for table in deployment.tables)
-    rows_s = sum(_rows_s(deployment)) if deployment.architecture == "hybrid" else 0.0
     return all_reduce_s(deployment, elems)[0] + rows_s
+
+
+def _gathers(deployment: Deployment) -> bool:
+    return deployment.architecture == "ddp" and not deployment.dense_gradients
 
 
 def _rows_s(deployment: Deployment) -> list[float]:
@@ -100,9 +130,10 @@ def _reduction(deployment: Deployment, elems: int, ready_s: Sequence[float]) -> 
 def _rows(deployment: Deployment, ready_s: Sequence[float]) -> Iterator[_Work]:
     """The tables' rows, on their way there and back beside the collectives."""
     first = len(ready_s) - len(deployment.tables)
-    twice_s = 2 * deployment.message_s
-    for number, rows_s in enumerate(_rows_s(deployment), start=first):
-        yield Collective(ready_s[number], rows_s, rows_s + twice_s, 0), (number,)
+    times = zip(_rows_s(deployment), row_updates_s(deployment), strict=True)
+    for number, (rows_s, update_s) in enumerate(times, start=first):
+        least_s = rows_s + 2 * deployment.message_s + update_s
+        yield Collective(ready_s[number], rows_s, least_s, 0), (number,)
 
 
 def _place(work: Sequence[_Work], ready_s: float) -> int:
@@ -126,13 +157,23 @@ def _planned(
 
 
 def ddp_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> float:
-    """When all buckets are reduced: the backward pass ends no earlier."""
-    sizes = arrays_of(deployment) + [table.elems for table in deployment.tables]
-    in_order = sorted(range(len(sizes)), key=priorities(deployment).__getitem__)
-    buckets = fill_buckets([sizes[number] for number in in_order], deployment.bucket_bytes)
-    collectives = []
-    for places in buckets:
+    """When all buckets are reduced: the backward pass ends no earlier.
+
+    A sparse gradient is a bucket by itself. Buckets go in the order of their first arrays.
+    """
+    ranks, work = priorities(deployment), []
+    sizes = arrays_of(deployment)
+    if _gathers(deployment):
+        for number, table in enumerate(deployment.tables, start=len(sizes)):
+            gathering = Collective(ready_s[number], *all_gather_s(deployment, table), 0)
+            work.append((ranks[number], gathering))
+    else:
+        sizes += [table.elems for table in deployment.tables]
+    in_order = sorted(range(len(sizes)), key=ranks.__getitem__)
+    for places in fill_buckets([sizes[number] for number in in_order], deployment.bucket_bytes):
         members = [in_order[place] for place in places]
         elems = sum(sizes[number] for number in members)
-        collectives.append(_reduction(deployment, elems, [ready_s[n] for n in members]))
-    return max(ends_s(collectives, in_flight=_DDP_IN_FLIGHT))
+        reduction = _reduction(deployment, elems, [ready_s[n] for n in members])
+        work.append((max(ranks[number] for number in members), reduction))
+    last_first = sorted(work, key=lambda item: item[0], reverse=True)
+    return max(ends_s([collective for _, collective in last_first], in_flight=_DDP_IN_FLIGHT))

@@ -107,6 +107,7 @@ def _forward_s(deployment: Deployment, starts_s: float, complete_s: list[float])
 
 def _busy_s(deployment: Deployment) -> tuple[float, float]:
     if deployment.architecture not in ("p2p", "ps"):
-        return reduced.link_s(deployment), 0.0
+        by_rows = deployment.architecture == "hybrid"
+        return reduced.link_s(deployment), sum(served.row_updates_s(deployment)) if by_rows else 0.0
     wire_s, server_link_s = served.link_s(deployment)
     return wire_s, max(server_link_s, served.updates_s(deployment))

@@ -19,7 +19,8 @@ from foreprop.config import PRESETS
 from foreprop.core.slicing import plan_slices
 from foreprop.core.wire import HEADER_BYTES
 
-_ROW_NUMBER_BYTES = 8
+ROW_NUMBER_BYTES = 8
+"""With each row that is pushed, pulled or gathered."""
 
 
 class Piece(NamedTuple):
@@ -50,9 +51,9 @@ def rows_of(deployment: Deployment, *, first: int, servers: int) -> list[Piece]:
     """The tables' touched rows; row r is on server r mod S, so each has an equal share."""
     pieces = []
     for number, table in enumerate(deployment.tables, start=first):
-        rows = table.alpha * table.elems / table.row_elems / servers
+        rows = deployment.pushed_share(table) * table.elems / table.row_elems / servers
         elems = rows * table.row_elems
-        size_bytes = elems * deployment.bytes_per_elem + rows * _ROW_NUMBER_BYTES
+        size_bytes = elems * deployment.bytes_per_elem + rows * ROW_NUMBER_BYTES
         pieces += [Piece(number, server, elems, size_bytes, True) for server in range(servers)]
     return pieces
 
@@ -118,6 +119,13 @@ def updates_s(deployment: Deployment) -> float:
     for piece in pieces_of(deployment):
         busy_s[piece.server] += _updating_s(deployment, piece)
     return max(busy_s)
+
+
+def row_updates_s(deployment: Deployment) -> list[float]:
+    """By table: how long each server sums and updates its touched rows."""
+    servers = deployment.servers
+    shares = rows_of(deployment, first=0, servers=servers)[::servers]
+    return [_updating_s(deployment, piece) for piece in shares]
 
 
 def _updating_s(deployment: Deployment, piece: Piece) -> float:

@@ -9,7 +9,14 @@ from typing import Literal, get_args
 
 import msgspec
 
-from foreprop.analytic.planner import P3, Candidate, PlanSetting, candidate_step_s, choose
+from foreprop.analytic.planner import (
+    P3,
+    Candidate,
+    PlanSetting,
+    candidate_step_s,
+    choose,
+    collective_candidates,
+)
 from foreprop.errors import ConfigError
 from foreprop.quantities import (
     Parse,
@@ -114,12 +121,17 @@ def what_if(
 ) -> WhatIf:
     """Curves of DDP, ring, p2p with p3, and ps with p3 and the most servers considered.
 
+    Of a model with tables also of hybrid, and of DDP with dense gradients.
+
     Of ``servers`` each value has ps with so many. Raises `ConfigError` before any work.
     """
     made: list[tuple[PlanSetting, dict[Candidate, float]]] = []
-    for number, changed in enumerate([_changed(setting, variable, v) for v in values], start=1):
+    settings = [_changed(setting, variable, value) for value in values]
+    tables = any(changed.tables for changed in settings)  # which depends on the number of nodes
+    for number, changed in enumerate(settings, start=1):
         progress(f"{variable}: {number} of {len(values)}")
-        made.append((changed, {c: candidate_step_s(changed, c) for c in _curves(changed)}))
+        steps_s = {c: candidate_step_s(changed, c) for c in _curves(changed, tables)}
+        made.append((changed, steps_s))
     names = [candidate.name for candidate in made[0][1]]
     if variable == "servers":
         names[-1] = "ps p3"  # of each point with so many servers
@@ -169,9 +181,8 @@ def _asked(setting: PlanSetting, variable: Variable) -> float | None:
     return asked.get(variable)
 
 
-def _curves(setting: PlanSetting) -> Iterator[Candidate]:
-    yield Candidate("ddp")
-    yield Candidate("ring")
+def _curves(setting: PlanSetting, tables: bool) -> Iterator[Candidate]:
+    yield from collective_candidates(setting, tables)
     if 0 in setting.servers:
         yield Candidate("p2p", P3)
     if max(setting.servers) > 0:

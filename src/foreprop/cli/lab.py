@@ -56,6 +56,7 @@ _ProfileFile = Annotated[
     ),
 ]
 _Nodes = Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")]
+_WorkersPerNode = Annotated[int, typer.Option(help="Workers on each node.")]
 _Balance = Annotated[
     float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
 ]
@@ -88,13 +89,16 @@ def run(
     model: _Model = None,
     profile: _ProfileFile = None,
     nodes: _Nodes = 4,
-    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
+    workers_per_node: _WorkersPerNode = 1,
     balance: _Balance = None,
     rate_mbit: _Rate = None,
     scale: _Scale = 16,
     compute_s: _Compute = None,
     systems: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(SYSTEMS)}.")
+        str,
+        typer.Option(
+            help=f"Separated by commas: {', '.join(SYSTEMS)}; p3@200000: with slices of that size."
+        ),
     ] = "p3,slicing,kvstore,ddp",
     iterations: _Iterations = 20,
     slice_elems: _SliceElems = SLICE_ELEMS,
@@ -147,6 +151,7 @@ def simulate(
     model: _Model = None,
     profile: _ProfileFile = None,
     nodes: _Nodes = 4,
+    workers_per_node: _WorkersPerNode = 1,
     balance: _Balance = None,
     rate_mbit: _Rate = None,
     scale: _Scale = 16,
@@ -160,7 +165,7 @@ def simulate(
     step_jitter: Annotated[
         float,
         typer.Option(
-            help="Each node's compute takes exp(this x a normal draw) as long, anew in each step."
+            help="Each worker's compute takes exp(this x a normal draw) as long, anew in each step."
         ),
     ] = 0.0,
     slow_nodes: Annotated[int, typer.Option(help="Nodes that compute more slowly.")] = 0,
@@ -174,7 +179,7 @@ def simulate(
         bool | None,
         typer.Option(
             "--symmetric/--every-node",
-            help="Let one worker stand for all that do the same; by default above 64 nodes.",
+            help="Let one stand for all that do the same; by default above 64 nodes of one worker.",
         ),
     ] = None,
     representatives: Annotated[
@@ -190,12 +195,15 @@ def simulate(
     nodes are simulated by symmetry, which is exact for ring and ddp, and close for the presets.
     """
     chosen = _profile(model, profile)
+    if compute_s is None:
+        compute_s = usual_compute_s(chosen, nodes * workers_per_node)
     setting = SimulatedSetting(
         profile=chosen,
         systems=_names(systems),
         nodes=nodes,
+        workers_per_node=workers_per_node,
         scale=scale,
-        compute_s=usual_compute_s(chosen, nodes) if compute_s is None else compute_s,
+        compute_s=compute_s,
         rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
         balance=balance,
         iterations=iterations,
@@ -221,7 +229,7 @@ def simulate(
 @lab.command("language")
 def language(
     nodes: Annotated[int, typer.Option(help="Nodes, each with its workers.")] = 8,
-    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
+    workers_per_node: _WorkersPerNode = 1,
     rate_mbit: Annotated[float, typer.Option(help="The links' rate in Mbit/s.")] = 30.0,
     compute_s: Annotated[
         float, typer.Option(help="Seconds that the device computes per step.")

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.analytic.planner import Forecast, PlanSetting, forecasts
+from foreprop.analytic.planner import Forecast, PlanSetting, enough_servers, forecasts
 from foreprop.analytic.recommendation import Recommendation, recommend
 from foreprop.analytic.whatif import WhatIf, parse_what_if, value_text, what_if
 from foreprop.errors import ConfigError
@@ -43,6 +43,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float
     batch: int | None
     throughput_unit: str
+    tables: list[str]
+    """Arrays that are held, or gathered, row by row."""
     limit_s: float
     """What no schedule can beat without dedicated servers."""
     forecasts: list[Forecast]
@@ -78,6 +80,13 @@ def plan(
     server_rate: Annotated[
         str | None, typer.Option(help="Each dedicated server's link, if it is another one.")
     ] = None,
+    dense_gradients: Annotated[
+        bool,
+        typer.Option(
+            "--dense-gradients",
+            help="Embeddings have sparse=False: all of their rows are sent in every step.",
+        ),
+    ] = False,
     batch: Annotated[
         int | None, typer.Option(help="Samples per worker and step, for throughput in samples/s.")
     ] = None,
@@ -112,6 +121,7 @@ def plan(
             None if server_rate is None else parse_rate("server_rate", server_rate)
         ),
         batch=batch,
+        dense_gradients=dense_gradients,
     )
     varied = None if what_if_range is None else parse_what_if(what_if_range)
     draw = None if out is None else _drawing(out, what_if_range)
@@ -183,6 +193,7 @@ def _json(
         compute_s=setting.compute_s,
         batch=setting.batch,
         throughput_unit=setting.throughput_unit,
+        tables=[array.name for array in filter(setting.is_table, setting.profile.arrays)],
         limit_s=setting.limit_s,
         forecasts=made,
         recommendation=recommendation,
@@ -193,12 +204,13 @@ def _json(
 
 def title(setting: PlanSetting, *, but: str = "") -> str:
     """What is asked about; without the variable ``but``."""
-    many = setting.workers_per_node
+    many, server_rate = setting.workers_per_node, setting.server_rate_bits_per_s
     parts = {
         "model": setting.profile.name,
         "nodes": f"{setting.nodes} nodes",
         "workers": f"{many} workers on each" if many > 1 else "",
         "rate": rate_text(setting.rate_bits_per_s),
+        "server_rate": f"dedicated servers {rate_text(server_rate)}" if server_rate else "",
         "latency": f"latency {time_text(setting.latency_s)}",
         "compute": f"compute {time_text(setting.compute_s)}",
     }
@@ -216,9 +228,15 @@ def _print(
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
     say(title(setting), "bold")
-    console.print(_forecasts_table(setting, made, recommendation))
+    enough = enough_servers(made)
+    shown = [f for f in made if f.candidate.servers <= enough]
+    console.print(_forecasts_table(setting, shown, recommendation))
     say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
+    if len(shown) < len(made):
+        say(f"More than {enough} dedicated servers are no faster.")
     say(f"Without dedicated servers no schedule beats {time_text(setting.limit_s)} per step.")
+    if names := setting.table_names:
+        say(f"By rows: {names}. ddp gathers the rows; ring, ddp dense reduce all of the table.")
     say("")
     say(f"* Use {recommendation.candidate.name}: {recommendation.code}", "bold")
     for reason in recommendation.reasons:

@@ -541,7 +541,11 @@ class WorkerEngine:
         elif kind == Kind.VALUE:
             payload = self._values(slice_)
         header = encode_header(kind, flags, self._rank, step, slice_, priority, len(payload))
-        started_ns = time.perf_counter_ns() if self._trace is not None else 0
+        queued_ns = started_ns = 0
+        if self._trace is not None and kind == Kind.PUSH:
+            # read now: when this is sent, the next step's gradient may come at any time
+            queued_ns = self._queued_ns[self.slices[slice_].parameter]
+            started_ns = time.perf_counter_ns()
         with self._sending[server]:
             self._streams[server].send(header, payload)
         if kind == Kind.PUSH:
@@ -550,7 +554,6 @@ class WorkerEngine:
                 self.counters.pushed_bytes += len(payload)
             if self._trace is not None:
                 size = len(payload)
-                queued_ns = self._queued_ns[self.slices[slice_].parameter]
                 self._span(
                     Stage.PUSH_QUEUED, queued_ns, step, slice_, priority, size, stop_ns=started_ns
                 )

@@ -19,11 +19,13 @@ _LABELS = {
 }
 _STYLES = {
     "ddp": STYLES["ddp"],
+    "ddp dense": STYLES["ddp-tuned"],
     "ring": STYLES["slicing"],
+    "hybrid": STYLES["mxnet-kvstore"],
     "p2p": STYLES["p3"],
     "ps": STYLES["kvstore"],
 }
-"""By architecture; the lab's for what it has, too."""
+"""By name or architecture; the lab's for what it has, too."""
 
 
 def what_if_chart(title: str, curves: WhatIf) -> Chart:
@@ -33,7 +35,7 @@ def what_if_chart(title: str, curves: WhatIf) -> Chart:
         ax = figure.subplots()
         values = [point.value for point in curves.points]
         for number, name in enumerate(curves.candidates):
-            style = _STYLES[name.partition(" ")[0]]
+            style = _STYLES.get(name) or _STYLES[name.partition(" ")[0]]
             ax.plot(
                 values,
                 [point.throughputs[number] for point in curves.points],

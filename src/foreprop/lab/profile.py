@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -20,6 +20,10 @@ _FORWARD_SHARE = 1 / 3  # forward : backward = 1 : 2
 _CONSTANT_SHARE = 0.1  # of the compute, spread evenly: what a layer costs however small it is
 _ELEM_BYTES = 4  # what the lab trains is in float32
 _TEXT_WIDTH = 110
+
+
+def _whole(array: ProfiledArray) -> float:
+    return 1.0
 
 
 class ProfiledArray(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +42,15 @@ class ProfiledArray(msgspec.Struct, frozen=True, omit_defaults=True):
     alpha: float | None = None
     """The share of its rows that a step touches (Parallax, section 3.2); None: not counted."""
     dtype: str = "float32"
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def row_elems(self) -> int:
+        """In elements of 4 bytes, as a layer's sizes are."""
+        return -(-math.prod(self.shape[1:]) * ITEMSIZE_BYTES[self.dtype] // _ELEM_BYTES)
 
 
 class ProfileFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,8 +108,16 @@ class Profile:
         """The measured backward pass; 0 if only FLOPs are known."""
         return self.after_last_gradient_s + sum(array.backward_s or 0.0 for array in self.arrays)
 
-    def layers(self, *, scale: int, compute_s: float) -> list[Layer]:
+    def layers(
+        self,
+        *,
+        scale: int,
+        compute_s: float,
+        counted: Callable[[ProfiledArray], float] = _whole,
+    ) -> list[Layer]:
         """Layers in forward order; every array divided by ``scale``, rounded up.
+
+        ``counted``: which share of an array's elements; with 0 the layer has its times only.
 
         Measured times are stretched so that a step's compute is ``compute_s``, and each array is a
         layer by itself, after one without arrays for what is computed before the first. Otherwise
@@ -104,10 +125,23 @@ class Profile:
         1 : 2 between forward and backward pass.
         """
         if self.measured_s is None:
-            return list(self._layers_by_flops(scale, compute_s))
-        return list(self._measured_layers(scale, compute_s / self.measured_s))
+            layers = self._layers_by_flops(compute_s)
+        else:
+            layers = self._measured_layers(compute_s / self.measured_s)
+        sizes = (
+            tuple(_scaled_elems(a, scale, counted(a)) for a in arrays if counted(a))
+            for arrays in self.arrays_by_layer()
+        )
+        return [replace(layer, sizes_elems=own) for layer, own in zip(layers, sizes, strict=True)]
 
-    def _measured_layers(self, scale: int, factor: float) -> Iterator[Layer]:
+    def arrays_by_layer(self) -> list[tuple[ProfiledArray, ...]]:
+        """Of each of `layers`."""
+        if self.measured_s is None:
+            return list(self._modules().values())
+        outside = self.before_first_use_s or self.after_last_gradient_s
+        return [()] * bool(outside) + [(array,) for array in self.arrays]
+
+    def _measured_layers(self, factor: float) -> Iterator[Layer]:
         before_s, after_s = self.before_first_use_s, self.after_last_gradient_s
         if before_s or after_s:
             yield Layer(
@@ -119,15 +153,19 @@ class Profile:
         for array in self.arrays:
             yield Layer(
                 name=array.name.replace(".", "_"),
-                sizes_elems=(_scaled_elems(array, scale),),
+                sizes_elems=(),
                 forward_s=(array.forward_s or 0.0) * factor,
                 backward_s=(array.backward_s or 0.0) * factor,
             )
 
-    def _layers_by_flops(self, scale: int, compute_s: float) -> Iterator[Layer]:
-        members: dict[str, list[ProfiledArray]] = {}
+    def _modules(self) -> dict[str, tuple[ProfiledArray, ...]]:
+        members: dict[str, tuple[ProfiledArray, ...]] = {}
         for array in self.arrays:
-            members.setdefault(_module(array.name), []).append(array)
+            members[_module(array.name)] = (*members.get(_module(array.name), ()), array)
+        return members
+
+    def _layers_by_flops(self, compute_s: float) -> Iterator[Layer]:
+        members = self._modules()
         flops = {
             name: sum(a.forward_flops or 0.0 for a in arrays) for name, arrays in members.items()
         }
@@ -137,10 +175,10 @@ class Profile:
             for name in members
         }
         seconds = compute_s / sum(weights.values())
-        for name, arrays in members.items():
+        for name in members:
             yield Layer(
                 name=name.replace(".", "_"),
-                sizes_elems=tuple(_scaled_elems(array, scale) for array in arrays),
+                sizes_elems=(),
                 forward_s=weights[name] * seconds * _FORWARD_SHARE,
                 backward_s=weights[name] * seconds * (1 - _FORWARD_SHARE),
             )
@@ -231,8 +269,10 @@ def _size_bytes(array: ProfiledArray) -> int:
     return math.prod(array.shape) * ITEMSIZE_BYTES[array.dtype]
 
 
-def _scaled_elems(array: ProfiledArray, scale: int) -> int:
-    return -(-_size_bytes(array) // (_ELEM_BYTES * scale))
+def _scaled_elems(array: ProfiledArray, scale: int, share: float) -> int:
+    """Of ``share`` of it, rounded up."""
+    whole_bytes = _size_bytes(array) if share == 1 else math.ceil(share * _size_bytes(array))
+    return -(-whole_bytes // (_ELEM_BYTES * scale))
 
 
 def _module(array: str) -> str:
@@ -317,6 +357,8 @@ def _check(array: ProfiledArray) -> None:
         raise msgspec.ValidationError(
             f"alpha of {array.name} is {array.alpha}; it is a share, from 0 to 1"
         )
+    if array.alpha is not None and not array.shape:
+        raise msgspec.ValidationError(f"alpha of {array.name} is given, but it has no rows")
 
 
 def _check_amount(value: float, what: str) -> None:

@@ -26,11 +26,13 @@ from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
 from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
 from foreprop.lab.setting import (
+    AUTO,
     BUCKET_BYTES,
     CANDIDATE_BUCKETS_BYTES,
     DDP,
     DDP_TUNED,
     MXNET,
+    SIZE_MARK,
     LabSetting,
 )
 from foreprop.lab.systems import (
@@ -50,6 +52,8 @@ Sample = tuple[float, int, int]
 _BLOCK_STEPS = 5
 _DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
 _TUNING_STEPS = 2
+_PLANNING_STEPS = 4 + 5
+"""What `training.planning` measures, and what the new connections need to settle."""
 _SAMPLE_S = 0.01
 _MXNET_PORT = 29600
 _OTHERS = (DDP, DDP_TUNED, DDP_SPARSE, DDP_DENSE, *MXNET)
@@ -111,8 +115,8 @@ def _network(setting: LabSetting) -> Network:
 
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
-    ours = tuple(name for name in setting.systems if name in PRESETS)
-    others = [name for name in setting.systems if name not in PRESETS]
+    ours = tuple(n for n in setting.systems if n.partition(SIZE_MARK)[0] in PRESETS)
+    others = [name for name in setting.systems if name not in ours]
     if not ours:
         raise ConfigError(f"{notices[0]}, which {', '.join(others)} cannot")
     if others:
@@ -131,6 +135,8 @@ class _Tally:
     busy_s: float = 0.0
     steps: int = 0
     bucket_bytes: int | None = None
+    slice_elems: int | None = None
+    """If it was found automatically."""
     version: str = ""
 
 
@@ -178,7 +184,9 @@ class _Run:
         setting = self._setting
         for name in setting.systems:
             self._progress(f"{name}: warming up")
-            self._block(name, max(1, setting.warm_up - _DISCARDED_STEPS), sample=False)
+            planning = _PLANNING_STEPS if name in AUTO else 0
+            steps = max(1, setting.warm_up - _DISCARDED_STEPS) + planning
+            self._block(name, steps, sample=False)
         blocks = -(-setting.iterations // _BLOCK_STEPS)
         sampled = setting.sample_network and not self._paced  # without links, nothing counts
         for block in range(blocks):
@@ -212,7 +220,9 @@ class _Run:
         return means[0], means[1]
 
     def end(self) -> None:
-        for name in self._setting.systems:
+        for name, tally in self._tallies.items():
+            if name in AUTO:
+                tally.slice_elems = self._cluster.ask_all(("slice_elems", name))[0]
             self._cluster.ask_all(("drop", name))
 
     def records(self) -> list[Record]:
@@ -247,7 +257,7 @@ class _Run:
             cpu_share=cpu_share,
             cpu_bound=cpu_share > CPU_BOUND_SHARE,
             iterations=len(tally.step_s),
-            slice_elems=setting.scaled(setting.slice_elems),
+            slice_elems=tally.slice_elems or setting.slice_elems_of(name),
             bucket_bytes=tally.bucket_bytes,
             network="pacing" if self._paced else "namespaces",
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
@@ -283,6 +293,8 @@ def serve_worker(rank: int, connection: Connection, argument: tuple[LabSetting, 
             answer = getattr(systems[name], "version", "")
         elif kind == "steps":
             answer = _steps(systems[name], details[0], sample=details[1] and rank == 0)
+        elif kind == "slice_elems":
+            answer = getattr(systems[name], kind)
         elif kind == "drop":
             systems.pop(name).close()
         connection.send(answer)

@@ -16,7 +16,12 @@ DDP = "ddp"
 DDP_TUNED = "ddp-tuned"
 MXNET = ("mxnet-kvstore", "mxnet-p3")
 RING = "ring"
-SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED, *MXNET)
+AUTO = {"auto": "auto", "p3-auto": "p2p"}
+"""What plans for itself, slices and all: by name the ``architecture`` that is asked for."""
+SYSTEMS = (*PRESETS, RING, *AUTO, DDP, DDP_TUNED, *MXNET)
+
+SIZE_MARK = "@"
+"""``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
 
 SLICE_ELEMS = 50_000
 BIG_ARRAY_ELEMS = 1_000_000
@@ -74,7 +79,7 @@ class LabSetting:
     most_nodes: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.systems if name not in self.known_systems]
+        unknown = [name for name in self.systems if not self._knows(name)]
         if unknown or not self.systems:
             what = unknown[0] if unknown else ""
             raise ConfigError(f"systems has {what!r}; there are {', '.join(self.known_systems)}")
@@ -108,6 +113,16 @@ class LabSetting:
             raise ConfigError(f"jitter is {self.jitter}; mxnet-* can only be measured without")
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    def _knows(self, system: str) -> bool:
+        name, mark, size = system.partition(SIZE_MARK)
+        sized = not mark or (name in PRESETS and size.isdecimal() and int(size) > 0)
+        return sized and name in self.known_systems
+
+    def slice_elems_of(self, system: str) -> int:
+        """Scaled: what the system's name says, or else ``slice_elems``."""
+        _, mark, size = system.partition(SIZE_MARK)
+        return self.scaled(int(size) if mark else self.slice_elems)
 
     @property
     def workers(self) -> int:

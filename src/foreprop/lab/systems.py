@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.config import Config, LocalAggregation
+from foreprop.config import PRESETS, Config, LocalAggregation
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.lab.setting import BIG_ARRAY_ELEMS, RING, LabSetting
+from foreprop.lab.setting import AUTO, BIG_ARRAY_ELEMS, RING, SIZE_MARK, LabSetting
 from foreprop.training.parallelize import parallelize
 
 _DEFAULT = Config()
@@ -39,8 +40,13 @@ def _train(
     forward: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     count: int,
+    *,
+    waits_in_step: Callable[[], bool] = lambda: False,
 ) -> Steps:
-    """Steps from the end of a forward pass to the end of the next one."""
+    """Steps from the end of a forward pass to the end of the next one.
+
+    ``waits_in_step``: whether the optimizer's step waits for something, and so the device, too.
+    """
     clock = model.clock
     x = torch.ones(1, requires_grad=True)
     clock.restart()
@@ -51,7 +57,10 @@ def _train(
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         model.end_backward()
+        waits, stepped_at = waits_in_step(), time.monotonic()
         optimizer.step()
+        if waits:
+            clock.waited(stepped_at)
         loss = forward(x).sum()
         steps.step_s.append(clock.free_at - started)
         steps.waited_s.append(clock.idle_s - idle_before)
@@ -73,21 +82,22 @@ def local_aggregation() -> LocalAggregation:
 
 
 def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
-    """Of a preset or of ``ring``: everything that counts elements or bytes divided by the scale.
+    """Of a preset, ``ring`` or ``auto``: what counts elements or bytes divided by the scale.
 
     ``changes`` are fields of `Config`.
     """
-    ring = name == RING
     fields: dict[str, Any] = {
-        "architecture": RING if ring else "p2p",
+        "architecture": AUTO.get(name, RING if name == RING else "p2p"),
         "workers_per_node": setting.workers_per_node,
         "chunk_elems": setting.scaled(_DEFAULT.chunk_elems),
-        "slice_elems": setting.scaled(setting.slice_elems),
+        "slice_elems": "auto" if name in AUTO else setting.slice_elems_of(name),
         "big_array_elems": setting.scaled(BIG_ARRAY_ELEMS),
         "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
         "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
     }
-    return Config.resolve(None if ring else name, **(fields | changes))
+    system = name.partition(SIZE_MARK)[0]
+    preset = system if system in PRESETS else None
+    return Config.resolve(preset, **(fields | changes))
 
 
 class ForepropSystem:
@@ -101,9 +111,20 @@ class ForepropSystem:
         self._optimizer = _sgd(self._model)
         self._session = parallelize(self._model, self._optimizer, config=config)
 
+    @property
+    def slice_elems(self) -> int:
+        """As it is now, if it is found automatically."""
+        return self._session.config.cut_elems
+
     def steps(self, count: int) -> Steps:
         self._session.flush()
-        return _train(self._model, self._model, self._optimizer, count)
+        return _train(
+            self._model,
+            self._model,
+            self._optimizer,
+            count,
+            waits_in_step=lambda: self._session.planning,
+        )
 
     def close(self) -> None:
         self._session.close()

@@ -10,7 +10,7 @@ from foreprop.lab.network import Network
 from foreprop.lab.profile import Layer
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Deliver, Kernel, Loopback, Path, Sent
-from foreprop.simulate.crowd import Crowd, CrowdDevice, plan_crowds
+from foreprop.simulate.crowd import Crowd, CrowdDevice
 from foreprop.simulate.device import Device, Synchronisation
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import LinkDirection, LinkSetting, OpenPort
@@ -19,7 +19,7 @@ from foreprop.simulate.setting import SimulatedSetting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSteps:
-    """What the devices have seen, by crowd and step, in seconds; a crowd is a node or several."""
+    """What the devices have seen, by rank and step, in seconds (see `Cluster.ranks`)."""
 
     step_s: list[list[float]]
     waited_s: list[list[float]]
@@ -30,27 +30,32 @@ class SimulatedSteps:
 class Cluster:
     """Crowds of nodes with a link each, one clock for all.
 
-    What is simulated of a crowd is one of its nodes, numbered as the crowds are.
+    What is simulated of a crowd is one of its nodes, numbered as the crowds are, with all its
+    workers. Nodes of several workers do not stand for others.
     """
 
     def __init__(
-        self, link: LinkSetting, hosts: Hosts, *, crowds: Sequence[Crowd], open_ports: bool
+        self,
+        link: LinkSetting,
+        hosts: Hosts,
+        *,
+        crowds: Sequence[Crowd],
+        workers_per_node: int = 1,
+        open_ports: bool,
     ) -> None:
         self.clock = Clock()
         self.link = link
         self.open_ports = open_ports
         self.crowds = crowds
-        self.simulated = range(len(crowds))
         self.nodes = sum(crowd.members for crowd in crowds)
+        self.workers_per_node = workers_per_node
+        self.workers = self.nodes * workers_per_node
+        self.ranks = range(len(crowds) * workers_per_node)
+        """Of the workers that are simulated, numbered by node."""
         self.hosts = hosts
         port = OpenPort if open_ports else LinkDirection
         self._egress = [LinkDirection(link) for _ in crowds]
         self._ports = [port(link) for _ in crowds]
-
-    @classmethod
-    def of_nodes(cls, link: LinkSetting, hosts: Hosts, nodes: int) -> Cluster:
-        """Each simulated by itself."""
-        return cls(link, hosts, crowds=plan_crowds(nodes, groups=None), open_ports=False)
 
     @property
     def is_symmetric(self) -> bool:
@@ -60,6 +65,9 @@ class Cluster:
     @property
     def sent_bytes(self) -> list[int]:
         return [link.carried_bytes for link in self._egress]
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.workers_per_node
 
     def connect(
         self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
@@ -98,7 +106,7 @@ class Cluster:
         *,
         steps: int,
     ) -> SimulatedSteps:
-        """Run a device for each crowd until all of them have made their steps."""
+        """Run a device for each rank until all of them have made their steps."""
         training = len(synchronisations)
 
         def finished() -> None:
@@ -106,8 +114,8 @@ class Cluster:
             training -= 1
 
         devices = [
-            _device(setting, crowd, self.clock, synchronisation, steps=steps, finished=finished)
-            for crowd, synchronisation in zip(self.crowds, synchronisations, strict=True)
+            self._device(setting, rank, synchronisation, steps=steps, finished=finished)
+            for rank, synchronisation in zip(self.ranks, synchronisations, strict=True)
         ]
         for device in devices:
             device.start()
@@ -118,29 +126,30 @@ class Cluster:
             sent_bytes=self.sent_bytes,
         )
 
-
-def _device(
-    setting: SimulatedSetting,
-    crowd: Crowd,
-    clock: Clock,
-    synchronisation: Synchronisation,
-    *,
-    steps: int,
-    finished: Callable[[], None],
-) -> Device:
-    """Of a crowd whose members differ in nothing, that of one of them."""
-    drawn = setting.jitter or setting.step_jitter
-    made = partial(CrowdDevice, members=crowd.members) if crowd.members > 1 and drawn else Device
-    return made(
-        clock,
-        [_slowed(layer, 1 + crowd.slowdown) for layer in setting.layers],
-        synchronisation,
-        steps=steps,
-        finished=finished,
-        jitter=setting.jitter,
-        step_jitter=setting.step_jitter,
-        seed=crowd.first,
-    )
+    def _device(
+        self,
+        setting: SimulatedSetting,
+        rank: int,
+        synchronisation: Synchronisation,
+        *,
+        steps: int,
+        finished: Callable[[], None],
+    ) -> Device:
+        """Of a crowd whose members differ in nothing, that of one of them."""
+        node, number = divmod(rank, self.workers_per_node)
+        crowd = self.crowds[node]
+        drawn = crowd.members > 1 and (setting.jitter or setting.step_jitter)
+        made = partial(CrowdDevice, members=crowd.members) if drawn else Device
+        return made(
+            self.clock,
+            [_slowed(layer, 1 + crowd.slowdown) for layer in setting.layers],
+            synchronisation,
+            steps=steps,
+            finished=finished,
+            jitter=setting.jitter,
+            step_jitter=setting.step_jitter,
+            seed=crowd.first * self.workers_per_node + number,
+        )
 
 
 def _slowed(layer: Layer, factor: float) -> Layer:

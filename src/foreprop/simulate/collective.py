@@ -7,8 +7,9 @@ Bandwidth optimal all-reduce algorithms). A rank takes part from when it has iss
 If nodes stand for others, the ring has one rank for each crowd, which makes all the 2 (N - 1)
 passes of N. Where all ranks do the same at the same time that changes nothing: what a rank gets
 from the one before it is what it sends itself. A rank that comes late holds up a small ring
-sooner than a large one, in which others can make some passes first. Of very large rings several
-passes in a row are simulated as one message, that has their bytes and takes as long as they all.
+sooner than a large one, in which others can make some passes first. Of very large rings, if every
+node has one worker, several passes in a row are simulated as one message, that has their bytes and
+takes as long as they all.
 """
 
 from __future__ import annotations
@@ -45,20 +46,30 @@ class _Collective:
 class Ring:
     """The collectives of a cluster; equal keys on all ranks are one collective."""
 
-    def __init__(self, cluster: Cluster, hosts: Hosts, *, buffer_bytes: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        hosts: Hosts,
+        *,
+        buffer_bytes: int,
+        bytes_per_elem: int = BYTES_PER_ELEM,
+    ) -> None:
         self._clock = cluster.clock
         self._hosts = hosts
-        self._size = cluster.nodes
-        self._simulated = len(cluster.simulated)
+        self._bytes_per_elem = bytes_per_elem
+        self._size = cluster.workers
+        self._simulated = len(cluster.ranks)
         passes = 2 * (self._size - 1)
-        self._messages = min(passes, _MOST_MESSAGES)
+        self._messages = passes
+        if cluster.workers_per_node == 1:  # or passes over links and within nodes would differ
+            self._messages = min(passes, _MOST_MESSAGES)
         self._lumped = passes / self._messages
         self._hop_s = 2 * cluster.link.latency_s
         self._under_way: dict[Hashable, _Collective] = {}
         kernel = hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
         )
-        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.simulated]
+        self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.ranks]
 
     def issue(self, rank: int, key: Hashable, elems: int, done: Callable[[], None]) -> None:
         """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
@@ -72,7 +83,7 @@ class Ring:
                 self._send(key, collective, rank, half, number)
 
     def _collective(self, elems: int) -> _Collective:
-        part_bytes = -(-elems * BYTES_PER_ELEM // (self._size * len(_HALVES)))
+        part_bytes = -(-elems * self._bytes_per_elem // (self._size * len(_HALVES)))
         message_bytes = _MESSAGE_BYTES + part_bytes
         if self._lumped > 1:  # each pass has headers of its own
             share = PACKET_BYTES / (PACKET_BYTES + HEADERS_BYTES)
@@ -89,7 +100,7 @@ class Ring:
     def _arrived(self, message: Any) -> None:
         """Add it to one's own part, which takes time, and pass it on."""
         collective = self._under_way[message[0]]
-        added_s = collective.part_bytes / BYTES_PER_ELEM * self._hosts.sum_elem_s
+        added_s = collective.part_bytes / self._bytes_per_elem * self._hosts.sum_elem_s
         at_s = self._clock.now_s + self._hosts.receive_s + added_s
         pass_s = self._hop_s + self._hosts.receive_s + added_s
         at_s += (self._lumped - 1) * pass_s
@@ -116,11 +127,17 @@ class _Pipe:
     def __init__(
         self, cluster: Cluster, kernel: Kernel, rank: int, arrived: Callable[[Any], None]
     ) -> None:
-        following = (rank + 1) % len(cluster.simulated)
+        following = (rank + 1) % len(cluster.ranks)
+        connect = cluster.connect if following != rank else cluster.link_to  # another one like it
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
-        self._connection = cluster.link_to(
-            rank, following, kernel, peer=following, sent=self._taken, deliver=arrived
+        self._connection = connect(
+            cluster.node_of(rank),
+            cluster.node_of(following),
+            kernel,
+            peer=following,
+            sent=self._taken,
+            deliver=arrived,
         )
 
     def send(self, message: Any, size_bytes: int) -> None:

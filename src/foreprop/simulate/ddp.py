@@ -27,7 +27,7 @@ def simulate_ddp(
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     buckets = fill_buckets(sizes_elems, bucket_bytes)
     ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
-    ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.simulated]
+    ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.ranks]
     return cluster.train(setting, ranks, steps=steps)
 
 

@@ -28,13 +28,15 @@ class Hosts:
     worker_frame_s: float = 0.0
     """Of the processor for each frame of a worker, its bytes left out; 0: it has time to spare."""
     server_frame_s: float = 0.0
-    """The same for a server."""
+    """The same for a server, or for a node's relays, which are one process."""
     update_s: float = 60e-6
     """To begin an update, whatever its size."""
     sum_elem_s: float = 0.4e-9
     """To add one element of one worker's gradient."""
     update_elem_s: float = 0.7e-9
     """To apply the optimizer (SGD with momentum) to one element."""
+    norm_elem_s: float = 2e-9
+    """To add the square of one element to a norm (`core.norm`)."""
     copy_byte_s: float = 0.4e-9
     """Loopback, for each byte."""
     buffer_share: float = 0.9
@@ -44,8 +46,16 @@ class Hosts:
     burst_s: float = 0.0005
     """What the simulation moves as one takes a link this long, but has at least two packets."""
 
+    def summing_s(self, elems: int, workers: int) -> float:
+        """For a relay to sum so many elements of each of its node's workers."""
+        return self.update_s + elems * workers * self.sum_elem_s
+
+    def measuring_s(self, elems: int, workers: int) -> float:
+        """To sum so many elements of each worker, and their squares, if updates need the norm."""
+        return self.summing_s(elems, workers) + elems * self.norm_elem_s
+
     def updating_s(self, elems: int, workers: int) -> float:
-        """For a server to sum and update so many elements."""
+        """For a server to sum and update so many elements; ``workers`` 0: they are summed."""
         return self.update_s + elems * (self.update_elem_s + workers * self.sum_elem_s)
 
     def kernel(

@@ -1,24 +1,28 @@
-"""foreprop's presets on a simulated cluster: a worker and a server on each node.
+"""foreprop's presets on a simulated cluster: workers and a server on each node.
 
 Servers that have no slices are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
+from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.slicing import Partition, plan_slices
-from foreprop.lab.limit import BYTES_PER_ELEM
+from foreprop.errors import ConfigError
 from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
-from foreprop.simulate.connection import Connection, Kernel
+from foreprop.simulate.connection import Kernel
+from foreprop.simulate.ends import End, Kernels, connect_nodes, join
 from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.relayed import Relay
 from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server
 from foreprop.simulate.setting import SimulatedSetting
-from foreprop.simulate.symmetric import join_crowds
+from foreprop.simulate.symmetric import Links, connect_crowd
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""
@@ -35,24 +39,30 @@ def simulate_preset(
     **changes: Any,
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
-    config = foreprop_config(name, setting, **changes)
+    config = simulated_config(name, setting, **changes)
     agreement = agree(config, setting)
     clock = cluster.clock
     workers = [
         ServedWorker(clock, agreement, hosts, rank, _processor(cluster, hosts.worker_frame_s))
-        for rank in cluster.simulated
+        for rank in cluster.ranks
     ]
     servers = {
         index: Server(clock, agreement, hosts, index, _processor(cluster, hosts.server_frame_s))
         for index in agreement.busy_servers
     }
-    kernels = _kernels(config, setting, cluster, hosts)
+    ends = _ends(cluster, workers, servers)
+    if _is_relayed(config, setting):
+        ends = _ends_at_relays(cluster, agreement, hosts, workers, servers)
+    kernels = _kernels(config, setting, cluster, hosts, pushers=agreement.workers)
     if not cluster.is_symmetric:
-        join(cluster, workers, servers, *kernels)
+        for here, there in ends:
+            join(here, there, connect_nodes(cluster, here, there, kernels))
         return cluster.train(setting, workers, steps=steps)
-    links = join_crowds(cluster, workers, servers, *kernels)
+    links = Links(cluster.link, cluster.nodes), Links(cluster.link, cluster.nodes)
+    for here, there in ends:
+        join(here, there, connect_crowd(cluster, links, here, there, kernels))
     trained = cluster.train(setting, workers, steps=steps)
-    return replace(trained, sent_bytes=links.sent_bytes(cluster.crowds))
+    return replace(trained, sent_bytes=links[0].sent_bytes(cluster.crowds))
 
 
 def _processor(cluster: Cluster, frame_s: float) -> Processor | None:
@@ -61,36 +71,58 @@ def _processor(cluster: Cluster, frame_s: float) -> Processor | None:
     return Processor(cluster.clock, frame_s, 8 / cluster.link.rate_bits_per_s)
 
 
+def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Config:
+    """As the lab's; raises `ConfigError` for what the environment asks for and is not simulated."""
+    config = foreprop_config(name, setting, **changes)
+    if config.servers_per_node != 1:
+        raise ConfigError(
+            f"servers_per_node is {config.servers_per_node}, which only `foreprop lab run` can do:"
+            f" unset FOREPROP_SERVERS_PER_NODE to simulate {name} with 1"
+        )
+    return config
+
+
+def bytes_per_elem(config: Config) -> int:
+    """Of gradients and new values on the wire."""
+    return ITEMSIZE_BYTES[wire_dtype_of("float32", config.wire_dtype)]
+
+
+def _is_relayed(config: Config, setting: SimulatedSetting) -> bool:
+    return setting.workers_per_node > 1 and config.local_aggregation != "off"
+
+
 def agree(config: Config, setting: SimulatedSetting) -> Agreement:
     """What the manifest of such a session would say."""
+    pushers_per_node = 1 if _is_relayed(config, setting) else setting.workers_per_node
     sizes = [size for layer in setting.layers for size in layer.sizes_elems]
     partition = Partition(
         granularity=config.granularity,
         placement=config.placement,
         servers=setting.nodes,
-        slice_elems=config.slice_elems,
+        slice_elems=config.cut_elems,
         big_array_elems=config.big_array_elems,
         seed=config.placement_seed,
     )
     return Agreement(
-        slices=plan_slices(sizes, [BYTES_PER_ELEM] * len(sizes), partition),
+        slices=plan_slices(sizes, [bytes_per_elem(config)] * len(sizes), partition),
         parameters=len(sizes),
         order=config.order,
         reply=config.reply,
-        workers=setting.nodes,
-        members=[crowd.members for crowd in setting.crowds],
+        members=[crowd.members for crowd in setting.crowds for _ in range(pushers_per_node)],
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
+        bytes_per_elem=bytes_per_elem(config),
+        needs_norm=config.aggregation.needs_norm,
     )
 
 
 def _kernels(
-    config: Config, setting: SimulatedSetting, cluster: Cluster, hosts: Hosts
-) -> tuple[Kernel, Kernel]:
+    config: Config, setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, pushers: int
+) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies."""
     pushed_bytes = max(_LEAST_WINDOW_BYTES, config.push_window_bytes // setting.nodes)
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
-    others = max(1, setting.nodes - 1)
+    others = max(1, setting.nodes - 1) * pushers // setting.nodes
 
     def kernel(buffer_bytes: int) -> Kernel:
         return hosts.kernel(
@@ -103,24 +135,42 @@ def _kernels(
     return kernel(pushed_bytes), kernel(replied_bytes)
 
 
-def join(
+def _ends(
     cluster: Cluster,
-    workers: list[ServedWorker],
+    workers: Sequence[ServedWorker],
     servers: Mapping[int, Server],
-    pushes: Kernel,
-    replies: Kernel,
-) -> None:
-    """Connect every worker with every server."""
+) -> Iterator[tuple[End, End]]:
+    """Of every worker with every server."""
     for rank, worker in enumerate(workers):
         for index, server in servers.items():
-            outlet, back = worker.outlet, server.outlet
-            forth_way = cluster.connect(
-                rank, index, pushes, peer=index, sent=outlet.taken, deliver=server.receive
+            here = End(cluster.node_of(rank), index, worker.outlet, worker.receive)
+            yield here, End(index, rank, server.outlet, server.receive)
+
+
+def _ends_at_relays(
+    cluster: Cluster,
+    agreement: Agreement,
+    hosts: Hosts,
+    workers: Sequence[ServedWorker],
+    servers: Mapping[int, Server],
+) -> Iterator[tuple[End, End]]:
+    """Of every worker with its node's relays, and of these with their servers."""
+    for node in range(cluster.nodes):
+        own = workers_of_node(node, len(workers), cluster.workers_per_node)
+        processor = _processor(cluster, hosts.server_frame_s)
+        for index, server in servers.items():
+            relay = Relay(
+                cluster.clock,
+                agreement,
+                hosts,
+                node=node,
+                server=index,
+                workers=own,
+                processor=processor,
             )
-            back_way = cluster.connect(
-                index, rank, replies, peer=rank, sent=back.taken, deliver=worker.receive
-            )
-            if isinstance(forth_way, Connection) and isinstance(back_way, Connection):
-                forth_way.reverse, back_way.reverse = back_way, forth_way
-            outlet.connections[index] = forth_way
-            back.connections[rank] = back_way
+            here = End(node, SERVER, relay.outlet, relay.receive_answer)
+            yield here, End(index, node, server.outlet, server.receive)
+            for number in range(own.count):
+                worker = workers[own.first_rank(number)]
+                here = End(node, index, worker.outlet, worker.receive)
+                yield here, End(node, number, relay.outlet, relay.receive)

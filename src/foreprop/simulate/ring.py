@@ -6,26 +6,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from foreprop.config import Config
+from foreprop.core.norm import ZERO
 from foreprop.core.plan import Observer, better_order, cut_chunks, plans_after
 from foreprop.core.ring import (
     ChunkReduced,
+    MeasureParameter,
     OrderLearned,
     ParameterComplete,
+    ParameterMeasured,
     ParameterReady,
     ParameterUpdated,
     ReduceChunk,
     RingMachine,
     UpdateParameter,
+    UseNorm,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.lab.setting import RING
-from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.presets import SEND_BUFFER_BYTES
+from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 from foreprop.simulate.setting import SimulatedSetting
 
 _GRADIENTS = "float32"
@@ -40,11 +42,16 @@ def simulate_ring(
 
     ``changes`` are fields of `Config`.
     """
-    config = foreprop_config(RING, setting, **changes)
+    config = simulated_config(RING, setting, **changes)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
-    ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
+    ring = Ring(
+        cluster,
+        hosts,
+        buffer_bytes=setting.scaled(SEND_BUFFER_BYTES),
+        bytes_per_elem=bytes_per_elem(config),
+    )
     ranks: list[RingWorker] = []
-    for rank in cluster.simulated:
+    for rank in cluster.ranks:
         worker = RingWorker(
             cluster.clock,
             ring,
@@ -91,8 +98,9 @@ class RingWorker:
             parameters=len(sizes_elems),
             in_flight=config.most_collectives,
             in_flight_elems=config.chunks_in_flight * config.chunk_elems,
+            needs_norm=config.aggregation.needs_norm,
         )
-        sizes_bytes = [BYTES_PER_ELEM * chunk.elems for chunk in self._chunks]
+        sizes_bytes = [bytes_per_elem(config) * chunk.elems for chunk in self._chunks]
         self.observer = Observer(len(sizes_elems), sizes_bytes)
 
     # For the device.
@@ -154,8 +162,14 @@ class RingWorker:
                 takes_s = self._hosts.updating_s(elems, 1)
                 at_s = self._clock.now_s + takes_s
                 self._clock.at(at_s, self._updated, instruction.parameter)
+            elif type(instruction) is MeasureParameter:
+                elems = self._sizes_elems[instruction.parameter]
+                at_s = self._clock.now_s + self._hosts.measuring_s(elems, 0)
+                self._clock.at(at_s, self._measured, instruction.parameter)
             elif type(instruction) is ParameterComplete:
                 completed = True
+            elif type(instruction) is UseNorm:
+                pass  # clipping is part of an update
             else:
                 raise InternalError(f"a simulated rank cannot do {instruction!r}")
         if completed:
@@ -170,6 +184,9 @@ class RingWorker:
         self._under_way -= 1
         self.observer.reduced(number, self._clock.now_s, more=self._under_way > 0)
         self._do(self._machine.handle(ChunkReduced(number)))
+
+    def _measured(self, parameter: int) -> None:
+        self._do(self._machine.handle(ParameterMeasured(parameter, ZERO)))
 
     def _updated(self, parameter: int) -> None:
         self._do(self._machine.handle(ParameterUpdated(parameter)))

@@ -17,6 +17,7 @@ from foreprop.lab.setting import (
     DDP_TUNED,
     RING,
 )
+from foreprop.lab.systems import local_aggregation
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
 from foreprop.simulate.ddp import simulate_ddp
 from foreprop.simulate.hosts import Hosts
@@ -78,6 +79,7 @@ def simulate_system(
         lab_link(network, latency_s=setting.latency_s),
         hosts,
         crowds=setting.crowds,
+        workers_per_node=setting.workers_per_node,
         open_ports=not setting.shape_ingress,
     )
     if bucket_bytes is not None:
@@ -112,7 +114,7 @@ def _record(
         limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
     )
     crowds = setting.crowds
-    members = [crowd.members for crowd in crowds]
+    members = [crowd.members for crowd in crowds for _ in range(setting.workers_per_node)]
     step_s, waited_s = (
         [statistics.fmean(each, weights=members) for each in zip(*lists, strict=True)][uncounted:]
         for lists in (simulated.step_s, simulated.waited_s)
@@ -123,6 +125,8 @@ def _record(
         model=setting.profile.name,
         scale=setting.scale,
         nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        local_aggregation=None if name in (DDP, DDP_TUNED) else local_aggregation(),
         rate_bits_per_s=setting.rate,
         balance=wire_s / compute_s,
         compute_s=compute_s,
@@ -135,7 +139,7 @@ def _record(
         cpu_share=0.0,
         cpu_bound=False,
         iterations=len(step_s),
-        slice_elems=setting.scaled(setting.slice_elems),
+        slice_elems=setting.slice_elems_of(name),
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
         representatives=len(crowds) if len(crowds) < setting.nodes else None,

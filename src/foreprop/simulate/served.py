@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
+from foreprop.core.norm import ZERO
 from foreprop.core.sendqueue import Order
 from foreprop.core.server import (
+    AnswerReady,
+    NormArrived,
     PullArrived,
     PushArrived,
     ServerMachine,
+    SliceSummed,
+    SumSlice,
     UpdateFinished,
     UpdateSlice,
 )
@@ -23,9 +29,12 @@ from foreprop.core.slicing import Slice
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
     CompleteParameter,
     FrameSent,
     GradientReady,
+    MessageReady,
     NotifyArrived,
     PullsDue,
     ReplyArrived,
@@ -33,7 +42,6 @@ from foreprop.core.worker import (
     WorkerMachine,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
 from foreprop.simulate.hosts import Hosts
@@ -51,12 +59,21 @@ class Agreement:
     parameters: int
     order: Order
     reply: Reply
-    workers: int
     members: Sequence[int]
-    """Of each crowd of workers, which have one push together; it is in when all theirs are."""
+    """Of each crowd of who push to a server: workers, or with local aggregation nodes. A crowd's
+    one push is in when all its members' are."""
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
+    bytes_per_elem: int
+    """On the wire."""
+    needs_norm: bool
+    """Updates wait for the norm of all gradients (`core.barrier`)."""
+
+    @property
+    def workers(self) -> int:
+        """Who push to a server, all together."""
+        return sum(self.members)
 
     @property
     def busy_servers(self) -> list[int]:
@@ -65,9 +82,9 @@ class Agreement:
 
     def window(self) -> PushWindow | None:
         """A worker's, as `engine.worker` makes it."""
-        if not may_hold_back(self.order, self.reply):
+        if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
-        sizes_bytes = [piece.elems * BYTES_PER_ELEM for piece in self.slices]
+        sizes_bytes = [piece.elems * self.bytes_per_elem for piece in self.slices]
         return PushWindow(sizes_bytes, self.push_window_bytes, servers=self.servers)
 
     def frame_bytes(self, frame: SendFrame) -> int:
@@ -75,7 +92,11 @@ class Agreement:
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
             return HEADER_BYTES
-        return HEADER_BYTES + self.slices[frame.slice].elems * BYTES_PER_ELEM
+        return HEADER_BYTES + self.slices[frame.slice].elems * self.bytes_per_elem
+
+    def copies(self, crowd: int, frame: SendFrame) -> int:
+        """From or to how many of a crowd it goes; about the norm servers talk to rank 0 only."""
+        return 1 if frame.kind in (Kind.NORM, Kind.NORM_PART) else self.members[crowd]
 
 
 class Processor:
@@ -106,10 +127,10 @@ class Processor:
         return (copies - 1) * wire_bytes(size_bytes) * self._link_byte_s
 
 
-class _Outlet:
+class Outlet:
     """Sends a process's frames; ``sent`` is called with the peer when the next one may follow.
 
-    ``copies``: by peer, how many are sent of each frame.
+    ``to_crowds``: a peer is one of a crowd, to each of which a frame is sent.
     """
 
     def __init__(
@@ -119,7 +140,8 @@ class _Outlet:
         send_s: float,
         sent: Callable[[int], None],
         processor: Processor | None,
-        copies: Sequence[int] | None = None,
+        *,
+        to_crowds: bool = False,
     ) -> None:
         self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
@@ -128,13 +150,13 @@ class _Outlet:
         self._send_s = send_s
         self._sent = sent
         self._processor = processor
-        self._copies = copies
+        self._to_crowds = to_crowds
 
     def send(self, sender: int, frame: SendFrame) -> None:
         if self._processor is None:
             self._hand_over((sender, frame))
             return
-        copies = 1 if self._copies is None else self._copies[frame.peer]
+        copies = self._agreement.copies(frame.peer, frame) if self._to_crowds else 1
         leaves_s = self._processor.leaves_s(copies, self._agreement.frame_bytes(frame))
         self._clock.at(leaves_s, self._hand_over, (sender, frame))
 
@@ -160,7 +182,7 @@ class ServedWorker:
     ) -> None:
         self.look: Callable[[], None] = _no_device
         self.proceed: Callable[[], None] = _no_device
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
         self._clock = clock
         self._agreement = agreement
         self._hosts = hosts
@@ -174,6 +196,8 @@ class ServedWorker:
             reply=agreement.reply,
             window=agreement.window(),
         )
+        self._owners = {piece.server for piece in agreement.slices}
+        self._norms = NormCombiner(self._owners)
 
     # For the device.
     def is_complete(self, parameter: int) -> bool:
@@ -207,10 +231,20 @@ class ServedWorker:
 
     def _on_frame(self, message: Message) -> None:
         server, frame = message
+        if frame.kind == Kind.NORM_PART:
+            self._on_norm_part(server, frame.step)
+            return
         event: Any = ReplyArrived(frame.slice, frame.step, server)
         if frame.kind == Kind.NOTIFY:
             event = NotifyArrived(frame.slice, frame.step, server, frame.flags)
         self._do(self._machine.handle(event))
+
+    def _on_norm_part(self, server: int, step: int) -> None:
+        """Rank 0: the last part makes the norm, which all servers are told."""
+        if self._norms.add(server, step, ZERO) is not None:
+            for owner in sorted(self._owners):
+                told = MessageReady(owner, Kind.NORM, step, CONTROL_PRIORITY, 0, NO_TOKEN)
+                self._do(self._machine.handle(told))
 
     def _after_sent(self, server: int) -> None:
         self._do(self._machine.handle(FrameSent(server)))
@@ -237,13 +271,15 @@ class Server:
         index: int,
         processor: Processor | None = None,
     ) -> None:
-        copies = agreement.members
-        self.outlet = _Outlet(clock, agreement, hosts.send_s, self._after_sent, processor, copies)
+        send_s = hosts.send_s
+        self.outlet = Outlet(clock, agreement, send_s, self._after_sent, processor, to_crowds=True)
         self._clock = clock
         self._processor = processor
         self._agreement = agreement
         self._hosts = hosts
         self._index = index
+        self._workers = agreement.workers
+        owned = sum(piece.server == index for piece in agreement.slices)
         self._machine = ServerMachine(
             agreement.slices,
             index=index,
@@ -251,6 +287,7 @@ class Server:
             order=agreement.order,
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
+            barrier=StepBarrier(owned) if agreement.needs_norm else None,
         )
 
     # For the connections.
@@ -259,7 +296,7 @@ class Server:
         if self._processor is not None:
             rank, frame = message
             size_bytes = self._agreement.frame_bytes(frame)
-            copies = self._agreement.members[rank]
+            copies = self._agreement.copies(rank, frame)
             at_s = max(at_s, self._processor.received_s(copies, size_bytes))
         self._clock.at(at_s, self._on_frame, message)
 
@@ -268,10 +305,15 @@ class Server:
         event: Any = PullArrived(rank, slice_, step, priority)
         if kind == Kind.PUSH:
             event = PushArrived(rank, slice_, step, priority, flags)
+        elif kind == Kind.NORM:
+            event = NormArrived(rank, step)
         self._do(self._machine.handle(event))
 
     def _after_sent(self, rank: int) -> None:
         self._do(self._machine.handle(FrameSent(rank)))
+
+    def _summed(self, _: None) -> None:
+        self._do(self._machine.handle(SliceSummed(ZERO)))
 
     def _updated(self, _: None) -> None:
         self._do(self._machine.handle(UpdateFinished()))
@@ -281,11 +323,21 @@ class Server:
             if type(instruction) is SendFrame:
                 self.outlet.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
-                elems = self._agreement.slices[instruction.slice].elems
-                takes_s = self._hosts.updating_s(elems, self._agreement.workers)
+                pushes = 0 if self._agreement.needs_norm else self._workers
+                takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
                 self._clock.at(self._clock.now_s + takes_s, self._updated)
+            elif type(instruction) is SumSlice:
+                elems = self._elems(instruction.slice)
+                takes_s = self._hosts.measuring_s(elems, self._workers)
+                self._clock.at(self._clock.now_s + takes_s, self._summed)
+            elif type(instruction) is TellNormPart:
+                told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)
+                self._do(self._machine.handle(AnswerReady(0, *told)))
             else:
                 raise InternalError(f"a simulated server cannot do {instruction!r}")
+
+    def _elems(self, slice_: int) -> int:
+        return self._agreement.slices[slice_].elems
 
 
 def _no_device() -> None:

@@ -16,17 +16,16 @@ each everything is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Deliver, Kernel, Loopback, Path, Sent
+from foreprop.simulate.connection import Connection, Path
 from foreprop.simulate.crowd import Crowd
+from foreprop.simulate.ends import End, Kernels, Way, Ways, ways_between
 from foreprop.simulate.link import LinkSetting, OpenPort, Queue, wire_bytes
-from foreprop.simulate.served import ServedWorker, Server
 
 
 class Links:
@@ -102,15 +101,6 @@ class EachLink:
         return float(until_s.sum()) / self._members
 
 
-class Way(NamedTuple):
-    """One direction: who is at its end, and what is told to whom."""
-
-    peer: int
-    sent: Sent
-    deliver: Deliver
-    kernel: Kernel
-
-
 class Bundle(Connection):
     """The connections of ``copies`` members of a crowd with one server, in one direction.
 
@@ -154,34 +144,18 @@ class Bundle(Connection):
         self._receive(size)
 
 
-def join_crowds(
-    cluster: Cluster,
-    workers: Sequence[ServedWorker],
-    servers: Mapping[int, Server],
-    pushes: Kernel,
-    replies: Kernel,
-) -> Links:
-    """Connect every crowd's worker with every server; returns what the nodes send over."""
-    links = Links(cluster.link, cluster.nodes), Links(cluster.link, cluster.nodes)
-    for rank, (crowd, worker) in enumerate(zip(cluster.crowds, workers, strict=True)):
-        for index, server in servers.items():
-            there = Way(index, worker.outlet.taken, server.receive, pushes)
-            back = Way(rank, server.outlet.taken, worker.receive, replies)
-            forth_way, back_way = _connect(cluster, links, crowd, index, there, back)
-            worker.outlet.connections[index] = forth_way
-            server.outlet.connections[rank] = back_way
-    return links[0]
-
-
-def _connect(
-    cluster: Cluster, links: tuple[Links, Links], crowd: Crowd, index: int, forth: Way, back: Way
-) -> tuple[Connection | Loopback, Connection | Loopback]:
+def connect_crowd(
+    cluster: Cluster, links: tuple[Links, Links], here: End, there: End, kernels: Kernels
+) -> Ways:
+    """A crowd's worker and a server; ``links``: what the nodes send over, and what they receive."""
+    crowd, index = cluster.crowds[here.node], there.node
+    forth, back = ways_between(here, there, kernels)
     copies = crowd.members - (index in crowd.nodes)
     if not copies:
-        ways = [
-            cluster.loop_back(peer=w.peer, sent=w.sent, deliver=w.deliver) for w in (forth, back)
-        ]
-        return ways[0], ways[1]
+        return (
+            cluster.loop_back(peer=forth.peer, sent=forth.sent, deliver=forth.deliver),
+            cluster.loop_back(peer=back.peer, sent=back.sent, deliver=back.deliver),
+        )
     egress, ports = links
     workers, server = EachLink(egress, crowd, index), OneLink(egress, index, copies)
     workers_port: Queue = OpenPort(cluster.link)
@@ -190,10 +164,10 @@ def _connect(
         workers_port, server_port = EachLink(ports, crowd, index), OneLink(ports, index, copies)
     forth_path = Path(egress=workers, port=server_port, back_egress=server, back_port=workers_port)
     back_path = Path(egress=server, port=workers_port, back_egress=workers, back_port=server_port)
-    forth_way = _bundle(cluster, forth_path, forth, copies=copies, fans_out=False)
-    back_way = _bundle(cluster, back_path, back, copies=copies, fans_out=True)
-    forth_way.reverse, back_way.reverse = back_way, forth_way
-    return forth_way, back_way
+    return (
+        _bundle(cluster, forth_path, forth, copies=copies, fans_out=False),
+        _bundle(cluster, back_path, back, copies=copies, fans_out=True),
+    )
 
 
 def _bundle(cluster: Cluster, path: Path, way: Way, *, copies: int, fans_out: bool) -> Connection:

@@ -1,4 +1,4 @@
-"""``architecture="auto"``: after some steps each embedding goes the way that moves fewer bytes.
+"""``architecture="auto"`` and embeddings: each goes the way that moves fewer bytes.
 
 In the first steps every rank counts the rows that each embedding's gradient touches. Then all ranks
 average their counts, and Parallax's rule (`core.parallax`) decides, alike on every rank.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
-from foreprop.engine.world import World
+from foreprop.training.board import Board
 from foreprop.training.parameter import SynchronisedParameter
 
-MEASURED_STEPS = 3
 _HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
 
 
@@ -45,27 +43,17 @@ class SparsityCount:
             rows = max(1, len(parameter.parameter))
             self._shares[parameter.name].append(parameter.touched_rows / rows)
 
-    def shares(self) -> dict[str, float]:
-        """Of each parameter's rows, the mean share that a step touched."""
+    def end(self) -> dict[str, float]:
+        """Stop counting; of each parameter's rows, the mean share that a step touched."""
+        for parameter in self._parameters:
+            parameter.counts_rows = False
         return {name: statistics.fmean(shares) for name, shares in self._shares.items()}
 
 
-def agree_on_shares(
-    mine: Mapping[str, float], world: World, config: Config, key: str, look: Callable[[], None]
-) -> dict[str, float]:
+def agree_on_shares(mine: Mapping[str, float], board: Board) -> dict[str, float]:
     """The mean over all ranks, the same on each."""
-    world.publish(f"{key}/{world.rank}", json.dumps(mine))
-    found = []
-    for rank in range(world.size):
-        text = world.lookup(
-            f"{key}/{rank}",
-            timeout_s=config.step_timeout_s,
-            setting="step_timeout_s",
-            what=f"rank {rank}'s shares of touched rows",
-            look=look,
-            report_s=config.stall_report_s,
-        )
-        found.append(json.loads(text))
+    told = board.exchange("shares", json.dumps(mine), "shares of touched rows")
+    found = [json.loads(text) for text in told]
     return {name: statistics.fmean(shares[name] for shares in found) for name in mine}
 
 

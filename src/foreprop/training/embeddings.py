@@ -63,11 +63,11 @@ class Embeddings:
                 continue
             if name not in self.row_wise:
                 raise ConfigError(_meta_text(f"parameter {name}"))
-            if config.architecture == "auto":
+            if "auto" in (config.architecture, config.slice_elems):
                 raise ConfigError(
                     f"parameter {name} is on the meta device, and architecture='auto' may begin"
-                    " anew after some steps, when only the servers have its rows: use 'hybrid',"
-                    " and sparse_parameters"
+                    " anew after some steps, when only the servers have its rows, as may"
+                    " slice_elems='auto': use 'hybrid' and sparse_parameters, and a number"
                 )
             found[name] = row_init_of(
                 name,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.engine.keptrows import KeptRows
 from foreprop.engine.launch import Connections
@@ -29,9 +30,20 @@ from foreprop.training.served import ServedBackend
 def connect(setup: Setup) -> Backend:
     """The backend for the architecture that is asked for and the parameters that there are."""
     rows = [info.rows for info in setup.infos]
-    if setup.config.architecture not in ("ring", "hybrid", "auto") or all(rows):
+    if _is_served(setup.config) or all(rows):
         return ServedBackend(setup)
     return HybridBackend(setup) if any(rows) else RingBackend(setup)
+
+
+def needs_another_backend(before: Config, after: Config) -> bool:
+    """Whether a session must connect anew for these settings, its parameters being as they are."""
+    if _is_served(after) != _is_served(before):
+        return True
+    return _is_served(after) and after.cut_elems != before.cut_elems
+
+
+def _is_served(config: Config) -> bool:
+    return config.architecture not in ("ring", "hybrid", "auto")
 
 
 class HybridBackend:

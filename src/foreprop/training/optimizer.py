@@ -40,6 +40,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     check_groups(optimizer)
 
 
+def can_be_served(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether servers can apply it to dense parameters."""
+    try:
+        check_elementwise(optimizer)
+        hyperparameters(optimizer)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]) -> None:
     """Refuse what would move rows without a gradient, or what torch refuses itself.
 

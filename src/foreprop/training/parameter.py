@@ -58,6 +58,9 @@ class SessionState(Protocol):
     def begin_pushing(self) -> None:
         """Called before a step's pushes."""
 
+    def first_use_begins(self, parameter: SynchronisedParameter) -> None:
+        """An operation with a watched parameter begins; `is_first_use` follows, with its result."""
+
     def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
         """Whether an operation's result makes this the parameter's first use; notes the order."""
 
@@ -353,6 +356,8 @@ class SynchronisedParameter:
         """Called by the waiting parameter: wait, and give the class back."""
         self.check_stepped()
         if self._watched:
+            self._session.first_use_begins(self)
+            self._exposed |= func == GET_DATA
             with torch._C.DisableTorchFunctionSubclass():
                 stop_waiting(self.parameter)
             return True

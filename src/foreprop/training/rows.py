@@ -89,6 +89,8 @@ class RowParameter(SynchronisedParameter):
         in_place: bool,
     ) -> bool:
         self.check_stepped()
+        if self._watched:
+            self._session.first_use_begins(self)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOK_UPS:
                 self._look_up(args[0] if args else kwargs["input"], kwargs)

@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -26,27 +26,24 @@ from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
-from foreprop.training.auto import (
-    MEASURED_STEPS,
-    SparsityCount,
-    agree_on_shares,
-    choose,
-    describe,
-)
 from foreprop.training.backend import Engine, Setup
 from foreprop.training.compute_trace import ComputeTrace
 from foreprop.training.embeddings import Embeddings, check_kind, check_rest
-from foreprop.training.hybrid import connect
+from foreprop.training.hybrid import connect, needs_another_backend
 from foreprop.training.lookahead import lookahead
 from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
 from foreprop.training.memory import Memory
 from foreprop.training.moving_average import averaged_state_dict, averages_from
-from foreprop.training.optimizer import check_row_wise, named_parameters
+from foreprop.training.optimizer import can_be_served, check_row_wise, named_parameters
 from foreprop.training.parameter import SynchronisedParameter
 from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
 from foreprop.training.tables import RemoteTables
 from foreprop.training.waiting import is_differentiable
+
+if TYPE_CHECKING:  # what only architecture="auto" and slice_elems="auto" need
+    from foreprop.training.planning import Outlook, Planning
+    from foreprop.training.stepprobe import StepProbe
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _managed: dict[int, str] = {}
@@ -86,7 +83,8 @@ class Session:
         self._trace: TraceRecorder | None = None
         self._completed_before = 0
         self._norm_before: float | None = None  # of the last of those steps
-        self._count: SparsityCount | None = None
+        self._planning: Planning | None = None
+        self._outlook: Outlook | None = None
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
         self.leaves_rows = False
@@ -98,7 +96,7 @@ class Session:
         except BaseException as error:
             self._release(failure=error)
             raise
-        self._count = self._count_sparsity()
+        self._planning = self._begin_planning()
 
     # The start.
     def _connect(self, row_wise: Collection[str]) -> None:
@@ -269,6 +267,11 @@ class Session:
     @property
     def world_size(self) -> int:
         return self._world.size
+
+    @property
+    def planning(self) -> bool:
+        """Whether ``architecture="auto"`` or ``slice_elems="auto"`` is still to be decided."""
+        return self._planning is not None
 
     def flush(self) -> None:
         """Wait until every parameter shows the result of the last `optimizer.step()`."""
@@ -483,9 +486,15 @@ class Session:
             for parameter in self._parameters:
                 parameter.watch()
 
+    def first_use_begins(self, parameter: SynchronisedParameter) -> None:
+        if self._probe is not None:
+            self._probe.asked(parameter)
+
     def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
         if not self._in_first_forward and not is_differentiable(result):
             return False
+        if self._probe is not None:
+            self._probe.used(parameter)
         self._use_order.append(parameter.index)
         return True
 
@@ -495,6 +504,8 @@ class Session:
     def gradient_ready(self, parameter: SynchronisedParameter) -> None:
         if self._compute_trace is not None:
             self._compute_trace.gradient_ready(parameter.name)
+        if self._probe is not None:
+            self._probe.ready(parameter)
 
     def check_layout(self, parameter: int, layout: torch.layout) -> None:
         info = self.engine.parameters[parameter]
@@ -509,6 +520,8 @@ class Session:
         if self._loss_scale is not None:
             self._loss_scale.check_stepping()
         self._check_optimizer_unchanged()
+        if self._probe is not None:
+            self._probe.end()
         if self.completed == 0:
             self._learn_priorities()
         step = self.completed + 1
@@ -522,29 +535,59 @@ class Session:
         if self.rank == 0 and self.world_size > 1:
             self._publish_buffers(step)
         self.engine.end_step(step)
-        if self._count is not None:
-            self._count.end_step()
-            if step == MEASURED_STEPS:
-                self._choose(self._count)
+        self._plan()
 
-    # architecture="auto".
-    def _count_sparsity(self) -> SparsityCount | None:
-        candidates = [p for p in self._parameters if p.name in self._embeddings.candidates]
-        return SparsityCount(candidates) if candidates and self.world_size > 1 else None
+    # architecture="auto", slice_elems="auto".
+    def _begin_planning(self) -> Planning | None:
+        config = self.config
+        if self.world_size == 1 or "auto" not in (config.architecture, config.slice_elems):
+            return None
+        from foreprop.training.planning import Planning
 
-    def _choose(self, count: SparsityCount) -> None:
+        return Planning(
+            config,
+            self._world,
+            self._parameters,
+            self.engine.parameters,
+            self._embeddings.candidates,
+            type(self._model).__name__,
+            servable=can_be_served(self._optimizer),
+        )
+
+    @property
+    def _probe(self) -> StepProbe | None:
+        return None if self._planning is None else self._planning.probe
+
+    def _plan(self) -> None:
+        """After a step: measure the next one, or make and adopt the plan, or see how it did."""
+        if self._outlook is not None:
+            self._tell(self._outlook.end_step())
+            if self._outlook.is_over:
+                self._outlook = None
+        if self._planning is None:
+            return
+        enough = self._planning.end_step()
+        if self._probe is not None:
+            self._settle_all()  # what is measured is to be the device's time, or the links'
+        if enough:
+            self._adopt_plan(self._planning)
+        elif self._probe is not None:
+            self._probe.begin()
+
+    def _adopt_plan(self, planning: Planning) -> None:
         """All ranks alike, after the same step: connect anew if something is to change."""
-        self._count = None
-        key = f"sparsity/{self._backend.session_id}"
-        look = self.engine.raise_if_failed
-        shares = agree_on_shares(count.shares(), self._world, self.config, key, look)
-        choices = choose(self.engine.parameters, shares, self.world_size)
-        if self.rank == 0:
-            print(f"foreprop: {describe(choices, self.world_size)}", file=sys.stderr, flush=True)
+        self._planning = None
+        plan = planning.decide(self._backend.session_id, self.engine.raise_if_failed)
+        self._tell(plan.text)
+        before, self.config = self.config, plan.applied_to(self.config)
         row_wise = {info.name for info in self.engine.parameters if info.rows}
-        wanted = row_wise - shares.keys() | {c.info.name for c in choices if c.row_wise}
-        if wanted != row_wise:
-            self._reconnect(wanted)
+        if needs_another_backend(before, self.config) or plan.row_wise != row_wise:
+            self._reconnect(plan.row_wise)
+        self._outlook = plan.outlook()
+
+    def _tell(self, text: str | None) -> None:
+        if text and self.rank == 0:
+            print(f"foreprop: {text}", file=sys.stderr, flush=True)
 
     def _reconnect(self, row_wise: Collection[str]) -> None:
         """End the present backend and go on with another one where it was."""
@@ -618,6 +661,8 @@ class Session:
 
     def compiled_code_entered(self) -> None:
         """Compiled code must see ordinary parameters, and evaluation rank 0's buffers."""
+        if self._probe is not None:
+            self._probe.compiled_code_entered()
         for parameter in self._parameters:
             parameter.unwatch()
             parameter.settle_if_stepped()

@@ -1,0 +1,119 @@
+"""Local aggregation: between a node's workers and each server a relay, the core's machine.
+
+What `engine.relaysession` does with threads and tensors is here a time, as in `simulate.served`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foreprop.core.peers import SERVER, Peers
+from foreprop.core.relay import AnswerArrived, NoticeArrived, RelayMachine
+from foreprop.core.server import (
+    AnswerReady,
+    PullArrived,
+    PushArrived,
+    UpdateFinished,
+    UpdateSlice,
+)
+from foreprop.core.wire import Kind
+from foreprop.core.worker import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
+    FrameSent,
+    MessageReady,
+    SendFrame,
+)
+from foreprop.errors import InternalError
+from foreprop.simulate.clock import Clock
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.served import Agreement, Message, Outlet, Processor
+
+
+class Relay:
+    """Of one node and one server; ``workers`` are the node's. Its sums take turns.
+
+    ``processor``: of the process that all relays of a node are in.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        hosts: Hosts,
+        *,
+        node: int,
+        server: int,
+        workers: Peers,
+        processor: Processor | None,
+    ) -> None:
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
+        self._clock = clock
+        self._processor = processor
+        self._agreement = agreement
+        self._hosts = hosts
+        self._node = node
+        self._server = server
+        self._workers = workers
+        self._machine = RelayMachine(
+            agreement.slices,
+            server=server,
+            peers=workers,
+            order=agreement.order,
+            reply=agreement.reply,
+            names=[f"parameter {number}" for number in range(agreement.parameters)],
+        )
+
+    # For the connections.
+    def receive(self, message: Message) -> None:
+        """From a worker."""
+        self._clock.at(self._received_s(message), self._on_frame, message)
+
+    def receive_answer(self, message: Message) -> None:
+        """From the server."""
+        self._clock.at(self._received_s(message), self._on_answer, message)
+
+    def _received_s(self, message: Message) -> float:
+        at_s = self._clock.now_s + self._hosts.receive_s
+        if self._processor is None:
+            return at_s
+        size_bytes = self._agreement.frame_bytes(message[1])
+        return max(at_s, self._processor.received_s(1, size_bytes))
+
+    def _on_frame(self, message: Message) -> None:
+        rank, (_, kind, step, slice_, priority, flags, _) = message
+        worker = self._workers.number_of(rank)
+        event: Any = PullArrived(worker, slice_, step, priority)
+        if kind == Kind.PUSH:
+            event = PushArrived(worker, slice_, step, priority, flags)
+        elif kind == Kind.NORM:
+            event = MessageReady(SERVER, Kind.NORM, step, CONTROL_PRIORITY, 0, NO_TOKEN)
+        self._do(self._machine.handle(event))
+
+    def _on_answer(self, message: Message) -> None:
+        _, (_, kind, step, slice_, priority, flags, _) = message
+        event: Any = AnswerArrived(slice_, step, priority, flags)
+        if kind == Kind.NOTIFY:
+            event = NoticeArrived(slice_, step, flags)
+        elif kind == Kind.NORM_PART:
+            event = AnswerReady(0, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, NO_TOKEN)
+        self._do(self._machine.handle(event))
+
+    def _after_sent(self, peer: int) -> None:
+        self._do(self._machine.handle(FrameSent(peer)))
+
+    def _summed(self, _: None) -> None:
+        self._do(self._machine.handle(UpdateFinished()))
+
+    def _do(self, instructions: Sequence[Any]) -> None:
+        for instruction in instructions:
+            if type(instruction) is SendFrame:
+                sender = self._node if instruction.peer == SERVER else self._server
+                self.outlet.send(sender, instruction)
+            elif type(instruction) is UpdateSlice:
+                elems = self._agreement.slices[instruction.slice].elems
+                takes_s = self._hosts.summing_s(elems, self._workers.count)
+                self._clock.at(self._clock.now_s + takes_s, self._summed)
+            else:
+                raise InternalError(f"a simulated relay cannot do {instruction!r}")

@@ -1,0 +1,120 @@
+"""Which slice size suits a model and its links: p3's steps simulated with several sizes.
+
+Large slices hold up others and fill the window of pushes with few, small ones cost hosts more. That
+is between the state machines, the window and the network, so it is these that are asked
+(docs/simulator.md).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from foreprop.config import FIRST_SLICE_ELEMS, Config
+from foreprop.lab import limit
+from foreprop.lab.profile import Layer, Profile
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
+
+CANDIDATES = tuple(FIRST_SLICE_ELEMS * 2**power // 16 for power in range(9))
+"""Elements: 3,125 to 800,000."""
+_MOST_SLICES = 4096
+"""Of a model: more cost hosts too much, whatever a simulation says."""
+_MOST_NODES = 4
+"""That are simulated: more take long, and find the same sizes best."""
+_TOLERANCE = 0.005
+"""Steps that differ by less are as good."""
+_SLICE_CPU_S = 60e-6
+"""What a slice costs a node's worker and server beyond its bytes (`foreprop bench overhead`)."""
+_CPU_PRICE = 0.2
+"""Seconds of a step that a second of its hosts' CPU is worth, which load data, too."""
+_PATIENCE = 2
+"""Sizes in one direction that may be no better before it is given up."""
+_STEPS, _UNCOUNTED_STEPS = 3, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SliceChoice:
+    """The size, and the simulated step of each one that was tried, seconds."""
+
+    slice_elems: int
+    step_s: Mapping[int, float]
+
+
+def choose_slice_elems(
+    profile: Profile,
+    *,
+    compute_s: float,
+    nodes: int,
+    rate_bits_per_s: float,
+    latency_s: float,
+    config: Config,
+) -> SliceChoice:
+    """The best of `CANDIDATES` for a session with this ``config``; deterministic.
+
+    Sizes are tried from 50,000 on, smaller ones first, for as long as steps get shorter. More than
+    4 nodes are simulated as 4, on links on which a step's bytes take as long.
+    """
+    few = min(nodes, _MOST_NODES)
+    rate = rate_bits_per_s * limit.wire_s(1, nodes=few, rate_bits_per_s=1.0)
+    rate /= limit.wire_s(1, nodes=nodes, rate_bits_per_s=1.0)
+    setting = SimulatedSetting(
+        profile=profile,
+        systems=("p3",),
+        nodes=few,
+        scale=1,
+        compute_s=compute_s,
+        rate_bits_per_s=rate,
+        latency_s=2 * latency_s,
+    )
+    layers = setting.layers
+    sizes = [size for size in CANDIDATES if slices_of(layers, size) <= _MOST_SLICES]
+    tried = search(sizes or CANDIDATES[-1:], lambda size: _step_s(setting, config, size))
+    cpu_s = {size: slices_of(layers, size) * _SLICE_CPU_S for size in tried}
+    chosen = pick({size: step_s + _CPU_PRICE * cpu_s[size] for size, step_s in tried.items()})
+    return SliceChoice(chosen, tried)
+
+
+def search(sizes: Sequence[int], step_s: Callable[[int], float]) -> dict[int, float]:
+    """The steps of those that are worth trying; ``sizes`` ascend."""
+    start = min(range(len(sizes)), key=lambda place: abs(sizes[place] - FIRST_SLICE_ELEMS))
+    tried = {sizes[start]: step_s(sizes[start])}
+    for way in (reversed(sizes[:start]), sizes[start + 1 :]):
+        worse = 0
+        for size in way:
+            best_s = min(tried.values())
+            tried[size] = step_s(size)
+            worse = 0 if tried[size] < best_s else worse + 1
+            if worse == _PATIENCE:
+                break
+    return tried
+
+
+def slices_of(layers: Sequence[Layer], slice_elems: int) -> int:
+    return sum(math.ceil(size / slice_elems) for layer in layers for size in layer.sizes_elems)
+
+
+def pick(cost_s: Mapping[int, float]) -> int:
+    """The middle one of those that are as good as the best: the farthest from what is worse."""
+    enough_s = (1 + _TOLERANCE) * min(cost_s.values())
+    good = sorted(size for size, seconds in cost_s.items() if seconds <= enough_s)
+    return good[(len(good) - 1) // 2]
+
+
+def _step_s(setting: SimulatedSetting, config: Config, size: int) -> float:
+    steps = simulate_system(
+        "p3",
+        setting,
+        Hosts(),
+        steps=_STEPS,
+        slice_elems=size,
+        order=config.order,
+        reply=config.reply,
+        placement=config.placement,
+        unsent_bytes=config.unsent_bytes,
+        push_window_bytes=config.push_window_bytes,
+    )
+    return statistics.median(step for node in steps.step_s for step in node[_UNCOUNTED_STEPS:])

@@ -1,0 +1,41 @@
+"""Words that all ranks of a session leave for each other while it trains."""
+
+from __future__ import annotations
+
+from foreprop.config import Config
+from foreprop.engine.world import Look, World
+
+_PATIENCE_S = 60.0
+"""Rank 0 may simulate for so long before anybody reports a stall."""
+
+
+class Board:
+    """Words that all ranks leave for each other in the store, under one key."""
+
+    def __init__(self, world: World, config: Config, key: str, look: Look) -> None:
+        self._world = world
+        self._config = config
+        self._key = key
+        self._look = look
+
+    def tell(self, key: str, value: str) -> None:
+        self._world.publish(f"{self._key}/{key}", value)
+
+    def hear(self, key: str, what: str) -> str:
+        """Raises `StepTimeout`, and what has gone wrong meanwhile."""
+        found = self._world.lookup(
+            f"{self._key}/{key}",
+            timeout_s=self._config.step_timeout_s,
+            setting="step_timeout_s",
+            what=what,
+            look=self._look,
+            report_s=max(_PATIENCE_S, self._config.stall_report_s),
+        )
+        return found.decode()
+
+    def exchange(self, name: str, mine: str, what: str) -> list[str]:
+        """What every rank has to say, by rank."""
+        self.tell(f"{name}/{self._world.rank}", mine)
+        return [
+            self.hear(f"{name}/{rank}", f"rank {rank}'s {what}") for rank in range(self._world.size)
+        ]

@@ -1,0 +1,189 @@
+"""``architecture="auto"``, ``slice_elems="auto"``: steps are watched, and nothing else changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from foreprop.analytic.planner import PlanSetting
+from foreprop.config import Config
+from foreprop.training import planning
+from foreprop.training.planning import MEASURED_STEPS, Outlook, Plan, plan_session
+from tests.conformance.parity import (
+    Batch,
+    batches_of,
+    check_world_of_one,
+    check_world_of_two,
+    run_foreprop,
+    small_model,
+    train_classifier,
+    with_sgd,
+)
+
+AUTOMATIC: list[dict[str, Any]] = [
+    {"architecture": "auto"},
+    {"architecture": "p2p", "slice_elems": "auto"},
+    {"architecture": "auto", "slice_elems": "auto"},
+]
+
+
+def use_plan(monkeypatch: pytest.MonkeyPatch, **decided: Any) -> list[PlanSetting]:
+    """Have this decided, whatever would be; returns what it was to be decided for."""
+    asked: list[PlanSetting] = []
+
+    def decide(setting: PlanSetting, config: Config, rows: Any, table: str, **options: Any) -> Plan:
+        asked.append(setting)
+        plan = plan_session(setting, config, rows, table, **options)
+        changes = {"row_wise": plan.row_wise, "step_s": plan.step_s, "text": plan.text}
+        return Plan(**(changes | decided))
+
+    monkeypatch.setattr(planning, "plan_session", decide)
+    return asked
+
+
+@pytest.mark.parametrize("settings", AUTOMATIC)
+def test_the_plan_is_told_and_what_it_predicted_beside_what_came(
+    settings: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    steps = MEASURED_STEPS + Outlook.STEPS + 3
+    check_world_of_two(with_sgd(), train_classifier, batches_of(2, count=steps), **settings)
+    told = capfd.readouterr().err
+    assert told.count("foreprop: a step computes for ") == 1
+    assert told.count(" goes on with ") == 1
+    assert told.count("foreprop: 50 steps took ") == 1
+
+
+@pytest.mark.parametrize(
+    "decided",
+    [
+        {"architecture": "p2p", "slice_elems": 7},
+        {"architecture": "ring"},
+        {"architecture": "hybrid"},
+    ],
+)
+def test_whatever_is_decided_training_goes_on_where_it_was(
+    decided: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_plan(monkeypatch, **decided)
+    settings = {"architecture": "auto", "slice_elems": "auto"}
+    trained = check_world_of_two(with_sgd(), train_classifier, batches_of(2, count=9), **settings)
+    assert trained[0].stats["steps"] == 9
+
+
+def test_an_optimizer_that_servers_cannot_apply_stays_with_the_workers(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small_model()
+        return model, torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+    settings = {"architecture": "auto", "slice_elems": "auto"}
+    check_world_of_two(build, train_classifier, batches_of(2, count=7), **settings)
+    assert "goes on with ring, predicted" in capfd.readouterr().err
+
+
+def test_other_slices_are_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_plan(monkeypatch, slice_elems=7)
+    counts = []
+    for steps in (MEASURED_STEPS, MEASURED_STEPS + 1):
+        batches = batches_of(2, count=steps)
+        settings = {"architecture": "p2p", "slice_elems": "auto"}
+        trained = run_foreprop(with_sgd(), train_classifier, batches, **settings)
+        counts.append(trained[0].stats["pushes"])
+    sizes = [parameter.numel() for parameter in small_model().parameters()]
+    assert counts[1] - counts[0] == sum(-(-size // 7) for size in sizes)
+
+
+def test_on_one_machine_nothing_is_planned_and_that_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    batches = batches_of(2, count=6)
+    settings = {"architecture": "auto", "slice_elems": "auto"}
+    run_foreprop(with_sgd(), train_classifier, batches, local_size=2, **settings)
+    told = capfd.readouterr().err
+    assert told.count("foreprop: all workers are on one machine, so there is nothing to plan") == 1
+    assert "goes on with" not in told
+
+
+def test_a_world_of_one_has_nothing_to_plan() -> None:
+    for settings in AUTOMATIC:
+        check_world_of_one(with_sgd(), train_classifier, batches_of(1, count=6)[0], **settings)
+
+
+class Slow(nn.Module):
+    """Uses its layers in another order than they were made in, and takes its time with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+        self.first = nn.Linear(5, 4)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        time.sleep(0.03)
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+def load_slowly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]
+) -> None:
+    for x, y in batches:
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def test_what_is_measured_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = use_plan(monkeypatch)
+    batches = batches_of(2, count=MEASURED_STEPS)
+    run_foreprop(with_sgd(Slow), load_slowly, batches, architecture="auto")
+    (setting,) = asked
+    assert (setting.nodes, setting.workers_per_node) == (2, 1)
+    profile = setting.profile
+    names = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert [array.name for array in profile.arrays] == names
+    assert profile.before_first_use_s >= 0.02
+    in_forward = {array.name: array.forward_s or 0.0 for array in profile.arrays}
+    assert in_forward["first.weight"] + in_forward["first.bias"] >= 0.03
+    assert 0.05 <= setting.compute_s < 0.5
+    assert setting.rate_bits_per_s > 1e6
+    assert 0 < setting.latency_s < 0.1
+
+
+def test_passes_that_belong_to_one_step_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = use_plan(monkeypatch)
+
+    def accumulate(
+        model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]
+    ) -> None:
+        for first in range(0, len(batches), 2):
+            optimizer.zero_grad()
+            for x, y in batches[first : first + 2]:
+                time.sleep(0.02)
+                (F.cross_entropy(model(x), y) / 2).backward()
+            optimizer.step()
+
+    batches = batches_of(2, count=2 * MEASURED_STEPS + 4)
+    check_world_of_two(with_sgd(), accumulate, batches, architecture="auto")
+    assert asked[0].compute_s >= 0.04
+
+
+def test_values_changed_by_hand_while_steps_are_watched() -> None:
+    def clamp(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch]) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+
+    check_world_of_two(with_sgd(), clamp, batches_of(2, count=7), architecture="auto")

@@ -1,0 +1,28 @@
+"""benchmarks/modelled_rows.py, of a text of this test's own."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "modelled_rows.py"
+
+
+def test_bytes_by_rows_are_far_fewer_than_of_whole_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "text"
+    path.write_text(" ".join(f"w{n % 40_000}" for n in range(200_000)))
+    module: dict[str, Any] = runpy.run_path(str(SCRIPT))
+    records = [record for record in module["MEASURED"] if record.hidden == 1024]
+    made = module["main"](records, 2, path)
+    systems, steps_s, sent_mb = zip(*made, strict=True)
+    assert systems == ("hybrid", "p2p", "ddp-sparse", "ring", "ddp-dense")
+    by_rows, whole = sent_mb[:3], sent_mb[3:]
+    # 40,000 rows of 32 elements in each of 2 tables; of the softmax's a fifth is touched
+    assert min(whole) > 8 > max(by_rows) > 1
+    assert max(steps_s[:3]) < min(steps_s[3:])
+    assert "hybrid     40 Mbit/s: 1.402 s measured" in capsys.readouterr().out

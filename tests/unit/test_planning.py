@@ -1,0 +1,233 @@
+"""What a session that plans for itself goes on with: decided by predictions, alike on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import pytest
+from plan_example import SMALL, setting
+
+from foreprop.analytic.deployment import ACKNOWLEDGED
+from foreprop.config import PRESETS, Config
+from foreprop.errors import ConfigError, TransportError
+from foreprop.lab.limit import HEADER_FACTOR
+from foreprop.lab.profile import Profile, ProfiledArray
+from foreprop.simulate.slicesize import (
+    CANDIDATES,
+    choose_slice_elems,
+    pick,
+    search,
+    slices_of,
+)
+from foreprop.training import planning
+from foreprop.training.linkprobe import Report, conclude, measure_links
+from foreprop.training.planning import Outlook, Plan, plan_session, preset_of
+
+AUTO = Config(architecture="auto")
+
+
+# Which architecture.
+def test_p3_is_gone_on_with_where_it_is_as_fast_as_any() -> None:
+    plan = plan_session(setting(), AUTO, ())
+    assert plan.architecture == "p2p"
+    assert plan.slice_elems is None
+    assert plan.applied_to(AUTO) == AUTO.replace(architecture="p2p")
+    assert "goes on with p2p p3, predicted" in plan.text
+    assert "DDP would be as good" not in plan.text
+
+
+def test_the_ring_is_gone_on_with_where_the_preset_is_slower() -> None:
+    kvstore = Config.resolve("kvstore", architecture="auto")
+    plan = plan_session(setting(rate_bits_per_s=0.5e9), kvstore, ())
+    assert plan.architecture == "ring"
+    assert plan.applied_to(kvstore).architecture == "ring"
+    assert "p2p kvstore" in plan.text.partition("predicted")[2]
+
+
+def test_with_rows_on_servers_the_other_way_is_hybrid() -> None:
+    kvstore = Config.resolve("kvstore", architecture="auto")
+    plan = plan_session(setting(rate_bits_per_s=0.5e9), kvstore, {"words"}, "a table")
+    assert plan.architecture == "hybrid"
+    assert plan.row_wise == {"words"}
+    assert plan.text.startswith("a table\n")
+
+
+def test_that_plain_ddp_would_be_as_good_is_told() -> None:
+    plan = plan_session(setting(rate_bits_per_s=100e9), AUTO, ())
+    assert plan.architecture == "p2p"
+    assert plan.text.endswith("plain DDP would be as good")
+
+
+def test_without_automatic_architecture_only_slices_are_chosen() -> None:
+    config = Config(slice_elems="auto")
+    plan = plan_session(setting(), config, ())
+    assert plan.architecture is None
+    assert plan.slice_elems in CANDIDATES
+    assert f"slices of {plan.slice_elems:,} elements" in plan.text
+    assert plan.applied_to(config).cut_elems == plan.slice_elems
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_preset_is_known_by_its_knobs(name: str) -> None:
+    assert preset_of(Config.resolve(name)) == name
+    assert preset_of(Config.resolve(name, reply="notify", order="priority")) in ("p3", name)
+
+
+def test_of_a_table_only_the_rows_count_that_a_step_touches() -> None:
+    words = ProfiledArray(
+        name="words", shape=(10_000_000, 64), forward_s=0.0, backward_s=0.0, alpha=1e-5
+    )
+    timed = [
+        msgspec.structs.replace(array, forward_flops=None, forward_s=0.004, backward_s=0.007)
+        for array in SMALL.arrays
+    ]
+    without = Profile(name="dense", arrays=tuple(timed))
+    with_words = Profile(name="words", arrays=(words, *timed))
+    both = Config(architecture="auto", slice_elems="auto")
+    dense, sparse = (
+        plan_session(setting(profile=profile), both, rows)
+        for profile, rows in ((without, ()), (with_words, {"words"}))
+    )
+    assert sparse.slice_elems == dense.slice_elems
+    assert sparse.step_s == pytest.approx(dense.step_s, rel=0.05)
+    assert "hybrid" in sparse.text
+
+
+# Which slices.
+def test_the_middle_one_of_equally_good_sizes_is_picked() -> None:
+    assert pick({1: 2.0, 2: 1.0, 4: 1.001, 8: 1.002, 16: 2.0}) == 4
+    assert pick({1: 2.0, 2: 1.0, 4: 1.001, 8: 2.0}) == 2
+    assert pick({1: 2.0, 2: 1.1, 4: 1.0}) == 4
+
+
+def test_sizes_are_tried_from_the_usual_one_on_until_two_are_no_better() -> None:
+    asked: list[int] = []
+
+    def step_s(size: int) -> float:
+        asked.append(size)
+        return {12_500: 0.5, 25_000: 0.9}.get(size, 1.0)
+
+    tried = search(CANDIDATES, step_s)
+    assert asked == [50_000, 25_000, 12_500, 6_250, 3_125, 100_000, 200_000]
+    assert min(tried, key=lambda size: tried[size]) == 12_500
+    assert list(search([800_000], lambda _: 1.0)) == [800_000]
+
+
+def chosen(**changes: Any) -> Any:
+    fields: dict[str, Any] = {
+        "compute_s": 0.14,
+        "nodes": 4,
+        "rate_bits_per_s": 1e9,
+        "latency_s": 50e-6,
+        "config": Config(slice_elems="auto"),
+    }
+    return choose_slice_elems(SMALL, **(fields | changes))
+
+
+def test_the_chosen_size_is_among_the_best_of_those_that_were_tried() -> None:
+    choice = chosen()
+    assert choice.step_s[choice.slice_elems] <= 1.02 * min(choice.step_s.values())
+    assert choice.step_s[max(choice.step_s)] > 1.02 * min(choice.step_s.values())
+    assert chosen() == choice
+
+
+def test_a_window_that_holds_less_asks_for_smaller_slices() -> None:
+    narrow = Config(slice_elems="auto", push_window_bytes=1_572_864 // 16, unsent_bytes=8192)
+    assert chosen(config=narrow).slice_elems < chosen().slice_elems
+
+
+def test_more_nodes_are_simulated_as_four_on_links_that_take_as_long() -> None:
+    four, hundred = chosen(), chosen(nodes=100, rate_bits_per_s=1e9 * (99 / 100) / (3 / 4))
+    assert hundred.slice_elems == four.slice_elems
+    assert hundred.step_s == pytest.approx(four.step_s)
+
+
+def test_a_large_model_is_not_cut_into_more_slices_than_hosts_can_do() -> None:
+    layers = setting().layers
+    assert slices_of(layers, 50_000) == 12 * 4
+    assert slices_of(layers, 200_000) == 12
+
+
+# Links.
+def reports(*rates: float, error: str | None = None) -> list[Any]:
+    return [Report(rate, 1e-4, error) for rate in rates]
+
+
+def test_the_slowest_link_counts_with_headers() -> None:
+    links = conclude(reports(9e9, 5e9, 8e9))
+    assert links.rate_bits_per_s == pytest.approx(5e9 * (HEADER_FACTOR + ACKNOWLEDGED))
+    assert links.latency_s == pytest.approx(5e-5)
+
+
+def test_who_could_not_measure_is_told() -> None:
+    with pytest.raises(TransportError, match="node 0 could not measure its links: no route"):
+        conclude(reports(1e9, error="no route"))
+
+
+class DictBoard:
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+        self._news = threading.Condition()
+
+    def tell(self, key: str, value: str) -> None:
+        with self._news:
+            self._said[key] = value
+            self._news.notify_all()
+
+    def hear(self, key: str, what: str) -> str:
+        with self._news:
+            assert self._news.wait_for(lambda: key in self._said, 20), what
+            return self._said[key]
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_all_nodes_measure_and_agree(nodes: int) -> None:
+    board = DictBoard()
+
+    def measure(node: int) -> Any:
+        return measure_links(board, node=node, nodes=nodes, address="127.0.0.1", session="abc")
+
+    with ThreadPoolExecutor(nodes) as pool:
+        found = list(pool.map(measure, range(nodes)))
+    assert found.count(found[0]) == nodes
+    assert found[0].rate_bits_per_s > 1e7
+    assert 0 < found[0].latency_s < 0.1
+
+
+# How it went.
+def test_predicted_and_measured_are_told_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter(range(1000))
+    monkeypatch.setattr(planning.time, "perf_counter", lambda: 0.2 * next(moments))
+    outlook = Plan(frozenset(), step_s=0.19).outlook()
+    assert outlook is not None
+    told = [outlook.end_step() for _ in range(Outlook.STEPS + 1)]
+    assert told[:-1] == [None] * Outlook.STEPS
+    assert told[-1] == "50 steps took 200 ms each in the median, predicted were 190 ms (-5.0%)"
+    assert outlook.is_over
+    assert Plan(frozenset()).outlook() is None
+
+
+def test_a_plan_crosses_the_store() -> None:
+    plan = Plan(frozenset({"a"}), "p2p", 6250, 0.2, "text")
+    heard = asdict(plan) | {"row_wise": ["a"]}
+    assert Plan(**(heard | {"row_wise": frozenset(heard["row_wise"])})) == plan
+
+
+# What cannot be.
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"architecture": "ring"}, "architecture='ring', granularity='slice' there are no slices"),
+        ({"granularity": "array"}, "granularity='array' there are no slices"),
+        ({"dedicated_servers": 2}, "with dedicated_servers=2 give a number"),
+    ],
+)
+def test_automatic_slices_where_there_are_none(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(slice_elems="auto", **settings)
+    assert told in str(caught.value)
+    assert "slice_elems is 'auto'" in str(caught.value)
