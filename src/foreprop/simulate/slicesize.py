@@ -68,7 +68,7 @@ def choose_slice_elems(
         scale=1,
         compute_s=compute_s,
         rate_bits_per_s=rate,
-        latency_s=2 * latency_s,
+        latency_s=latency_s,
     )
     layers = setting.layers
     sizes = [size for size in CANDIDATES if slices_of(layers, size) <= _MOST_SLICES]
