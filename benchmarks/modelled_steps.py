@@ -13,7 +13,8 @@ from foreprop.analytic.refined import step_s
 from foreprop.lab.profile import load_profile
 from foreprop.lab.records import read_records
 from foreprop.lab.setting import SLICE_ELEMS
-from foreprop.simulate.run import SimulatedSetting, simulate_lab
+from foreprop.simulate.run import simulate_lab
+from foreprop.simulate.setting import SimulatedSetting
 
 SYSTEMS = ("p3", "slicing", "kvstore", "wfbp", "tensorflow", "ring", "ddp")
 MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")

@@ -21,7 +21,8 @@ from matplotlib import pyplot
 
 from foreprop.lab.profile import load_profile
 from foreprop.lab.records import Record, read_records
-from foreprop.simulate.run import SIMULATED_SYSTEMS, SimulatedSetting, simulate_lab
+from foreprop.simulate.run import simulate_lab
+from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 
 USUAL_SLICE_ELEMS = 50_000
 ITERATIONS = 5

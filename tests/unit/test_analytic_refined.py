@@ -22,7 +22,8 @@ from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer, load_profile
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.run import SimulatedSetting, simulate_lab
+from foreprop.simulate.run import simulate_lab
+from foreprop.simulate.setting import SimulatedSetting
 
 MBIT = 1e6
 IDEAL = Hosts(send_s=0, receive_s=0, update_s=0, sum_elem_s=0, update_elem_s=0, copy_byte_s=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,6 +17,9 @@ from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, TransportError
 from foreprop.lab.limit import HEADER_FACTOR
 from foreprop.lab.profile import Profile, ProfiledArray
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.slicesize import (
     CANDIDATES,
     choose_slice_elems,
@@ -157,6 +161,22 @@ def test_more_nodes_are_simulated_as_four_on_links_that_take_as_long() -> None:
     four, hundred = chosen(), chosen(nodes=100, rate_bits_per_s=1e9 * (99 / 100) / (3 / 4))
     assert hundred.slice_elems == four.slice_elems
     assert hundred.step_s == pytest.approx(four.step_s)
+
+
+def test_latency_is_from_host_to_host() -> None:
+    """As `linkprobe` tells it, half of a round trip; then `lab simulate` takes as long."""
+    far = chosen(latency_s=0.01, rate_bits_per_s=1e8)
+    asked = SimulatedSetting(
+        profile=SMALL,
+        systems=("p3",),
+        scale=1,
+        compute_s=0.14,
+        rate_bits_per_s=1e8,
+        latency_s=0.01,
+    )
+    simulated = simulate_system("p3", asked, Hosts(), steps=3, slice_elems=50_000)
+    steps_s = [step_s for node in simulated.step_s for step_s in node[1:]]
+    assert far.step_s[50_000] == pytest.approx(statistics.median(steps_s), rel=1e-9)
 
 
 def test_a_large_model_is_not_cut_into_more_slices_than_hosts_can_do() -> None:

@@ -8,6 +8,7 @@ from foreprop.analytic.collective import fill_buckets
 from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.collective import Ring
+from foreprop.simulate.crowd import plan_crowds
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import LinkSetting, wire_bytes
 
@@ -17,17 +18,17 @@ LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_b
 
 def reduce(nodes: int, elems: int, *, late_s: float = 0.0) -> list[float]:
     """When each rank has the sum; the last one issues its part ``late_s`` after the others."""
-    cluster = Cluster(LINK, Hosts(), nodes=nodes, open_ports=False)
+    cluster = Cluster(LINK, Hosts(), crowds=plan_crowds(nodes, groups=None), open_ports=False)
     ring = Ring(cluster, Hosts(), buffer_bytes=200_000)
     done_s: dict[int, float] = {}
 
     def issue(rank: int) -> None:
         ring.issue(rank, "sum", elems, lambda: done_s.update({rank: cluster.clock.now_s}))
 
-    for rank in cluster.nodes:
+    for rank in cluster.ranks:
         cluster.clock.at(late_s if rank == nodes - 1 else 0.0, issue, rank)
     cluster.clock.run(lambda: len(done_s) == nodes)
-    return [done_s[rank] for rank in cluster.nodes]
+    return [done_s[rank] for rank in cluster.ranks]
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])

@@ -11,6 +11,7 @@ from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.connection import Connection, Loopback
+from foreprop.simulate.crowd import plan_crowds
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import LinkDirection, LinkSetting, wire_bytes
 
@@ -57,7 +58,7 @@ class Sender:
 
 
 def make_cluster(nodes: int = 3, link: LinkSetting = LINK) -> Cluster:
-    return Cluster(link, Hosts(), nodes=nodes, open_ports=False)
+    return Cluster(link, Hosts(), crowds=plan_crowds(nodes, groups=None), open_ports=False)
 
 
 def run(cluster: Cluster, *senders: Sender, messages: int) -> None:

@@ -17,7 +17,8 @@ from foreprop.lab import limit
 from foreprop.lab.profile import Profile, ProfiledArray, load_profile
 from foreprop.lab.records import Record, read_records, write_records
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.run import SIMULATED_SYSTEMS, SimulatedSetting, simulate_lab, simulate_system
+from foreprop.simulate.run import simulate_lab, simulate_system
+from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 
 RECORDS = Path(__file__).parents[2] / "docs" / "results" / "results.json"
 KEPT = [
@@ -265,7 +266,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ConfigError, match="systems has 'mxnet-p3'"):
         setting("mxnet-p3")
     with pytest.raises(ConfigError, match="nodes is 5000; at most 1024"):
-        setting("p3", nodes=5000)
+        setting("p3", nodes=5000, symmetric=False)
 
 
 def test_the_command_writes_records(tmp_path: Path) -> None:

@@ -27,12 +27,9 @@ from foreprop.lab.profile import Profile, load_profile, profile_names, read_prof
 from foreprop.lab.records import Record, write_records
 from foreprop.lab.run import run_lab, sampled_steps
 from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
-from foreprop.simulate.run import (
-    SIMULATED,
-    SIMULATED_SYSTEMS,
-    SimulatedSetting,
-    simulate_lab,
-)
+from foreprop.quantities import parse_time
+from foreprop.simulate.run import SIMULATED, simulate_lab
+from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 
 if TYPE_CHECKING:
     from foreprop.lab.figures import Figures
@@ -165,13 +162,37 @@ def simulate(
     iterations: _Iterations = 20,
     slice_elems: _SliceElems = SLICE_ELEMS,
     jitter: _Jitter = 0.0,
+    step_jitter: Annotated[
+        float,
+        typer.Option(
+            help="Each worker's compute takes exp(this x a normal draw) as long, anew in each step."
+        ),
+    ] = 0.0,
+    slow_nodes: Annotated[int, typer.Option(help="Nodes that compute more slowly.")] = 0,
+    slowdown: Annotated[
+        float, typer.Option(help="By what share they take longer, as 0.5 for half as long again.")
+    ] = 0.5,
+    latency: Annotated[
+        str, typer.Option(help="From host to host, without queues: half of what ping shows.")
+    ] = "100us",
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--every-node",
+            help="Let one stand for all that do the same; by default above 64 nodes of one worker.",
+        ),
+    ] = None,
+    representatives: Annotated[
+        int, typer.Option(help="How many stand for all, if it is symmetric; 4 are more exact.")
+    ] = 1,
     egress_only: _EgressOnly = False,
     out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/simulated"),
 ) -> None:
     """Predict what `run` would measure, without a cluster; write results.json.
 
     The presets and ring are foreprop's own state machines, on a simulated clock with simulated
-    links; ddp is a model of DistributedDataParallel. The same options give the same records.
+    links; ddp is a model of DistributedDataParallel. The same options give the same records. Many
+    nodes are simulated by symmetry, which is exact for ring and ddp, and close for the presets.
     """
     chosen = _profile(model, profile)
     if compute_s is None:
@@ -188,6 +209,12 @@ def simulate(
         iterations=iterations,
         slice_elems=slice_elems,
         jitter=jitter,
+        step_jitter=step_jitter,
+        slow_nodes=slow_nodes,
+        slowdown=slowdown,
+        latency_s=parse_time("latency", latency),
+        symmetric=symmetric,
+        representatives=representatives,
         shape_ingress=not egress_only,
     )
     results = writable(out) / "results.json"
@@ -370,6 +397,8 @@ def table(setting: LabSetting, records: list[Record]) -> Table:
     first = records[0]
     simulated = first.network == SIMULATED
     kind = "simulated: " if simulated else ""
+    if first.representatives is not None:
+        kind = "simulated by symmetry: "
     places = 3 if first.limit_s >= _SHORT_S else 4
     shown = Table(
         title=f"{kind}{first.model} / {first.scale}, {_nodes(setting)},"

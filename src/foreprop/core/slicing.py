@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -119,10 +120,10 @@ def _balanced_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
 
 
 def _least_loaded(pieces: Sequence[_Piece], order: Sequence[int], servers: int) -> list[int]:
-    load_bytes = [0] * servers
     chosen = [0] * len(pieces)
+    loads = [(0, server) for server in range(servers)]  # bytes and server: a heap
     for i in order:
-        server = min(range(servers), key=lambda s: (load_bytes[s], s))
+        load_bytes, server = loads[0]
         chosen[i] = server
-        load_bytes[server] += pieces[i].size_bytes
+        heapq.heapreplace(loads, (load_bytes + pieces[i].size_bytes, server))
     return chosen

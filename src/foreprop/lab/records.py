@@ -65,6 +65,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     network: str
     """``namespaces`` (the kernel's links and shapers), ``pacing`` (the transport's own) or
     ``simulated`` (`foreprop.simulate`): nothing was measured."""
+    representatives: int | None = None
+    """How many workers were simulated and stood for all nodes; None: each for itself."""
     versions: dict[str, str]
 
 

@@ -2,49 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from foreprop.lab.network import Network
 from foreprop.lab.profile import Layer
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Deliver, Kernel, Loopback, Path, Sent
+from foreprop.simulate.crowd import Crowd, CrowdDevice
 from foreprop.simulate.device import Device, Synchronisation
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import LinkDirection, LinkSetting, OpenPort
+from foreprop.simulate.setting import SimulatedSetting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSteps:
-    """What the devices have seen, by rank and step, in seconds."""
+    """What the devices have seen, by rank and step, in seconds (see `Cluster.ranks`)."""
 
     step_s: list[list[float]]
     waited_s: list[list[float]]
     sent_bytes: list[int]
-    """By node, of all steps, with headers."""
+    """By crowd, what one of its nodes has sent in all steps, with headers."""
 
 
 class Cluster:
-    """Nodes with a link each, one clock for all. Ranks are numbered by node."""
+    """Crowds of nodes with a link each, one clock for all.
+
+    What is simulated of a crowd is one of its nodes, numbered as the crowds are, with all its
+    workers. Nodes of several workers do not stand for others.
+    """
 
     def __init__(
         self,
         link: LinkSetting,
         hosts: Hosts,
         *,
-        nodes: int,
+        crowds: Sequence[Crowd],
         workers_per_node: int = 1,
         open_ports: bool,
     ) -> None:
         self.clock = Clock()
         self.link = link
-        self.nodes = range(nodes)
-        self.ranks = range(nodes * workers_per_node)
+        self.open_ports = open_ports
+        self.crowds = crowds
+        self.nodes = sum(crowd.members for crowd in crowds)
         self.workers_per_node = workers_per_node
-        self._hosts = hosts
+        self.workers = self.nodes * workers_per_node
+        self.ranks = range(len(crowds) * workers_per_node)
+        """Of the workers that are simulated, numbered by node."""
+        self.hosts = hosts
         port = OpenPort if open_ports else LinkDirection
-        self._egress = [LinkDirection(link) for _ in self.nodes]
-        self._ports = [port(link) for _ in self.nodes]
+        self._egress = [LinkDirection(link) for _ in crowds]
+        self._ports = [port(link) for _ in crowds]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether any node stands for others."""
+        return self.nodes > len(self.crowds)
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        return [link.carried_bytes for link in self._egress]
 
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
@@ -53,15 +73,14 @@ class Cluster:
         self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
     ) -> Connection | Loopback:
         """One direction, from a process on node ``here`` to one on ``there``."""
-        if here == there:
-            return Loopback(
-                self.clock,
-                byte_s=self._hosts.copy_byte_s,
-                latency_s=self.link.latency_s,
-                peer=peer,
-                sent=sent,
-                deliver=deliver,
-            )
+        if here != there:
+            return self.link_to(here, there, kernel, peer=peer, sent=sent, deliver=deliver)
+        return self.loop_back(peer=peer, sent=sent, deliver=deliver)
+
+    def link_to(
+        self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
+    ) -> Connection:
+        """Over links, even from a node to itself: that is then another one of its crowd."""
         path = Path(
             egress=self._egress[here],
             port=self._ports[there],
@@ -70,13 +89,22 @@ class Cluster:
         )
         return Connection(self.clock, path, kernel, peer=peer, sent=sent, deliver=deliver)
 
+    def loop_back(self, *, peer: int, sent: Sent, deliver: Deliver) -> Loopback:
+        return Loopback(
+            self.clock,
+            byte_s=self.hosts.copy_byte_s,
+            latency_s=self.link.latency_s,
+            peer=peer,
+            sent=sent,
+            deliver=deliver,
+        )
+
     def train(
         self,
-        layers: Sequence[Layer],
+        setting: SimulatedSetting,
         synchronisations: Sequence[Synchronisation],
         *,
         steps: int,
-        jitter: float,
     ) -> SimulatedSteps:
         """Run a device for each rank until all of them have made their steps."""
         training = len(synchronisations)
@@ -86,16 +114,8 @@ class Cluster:
             training -= 1
 
         devices = [
-            Device(
-                self.clock,
-                layers,
-                synchronisation,
-                steps=steps,
-                finished=finished,
-                jitter=jitter,
-                seed=rank,
-            )
-            for rank, synchronisation in enumerate(synchronisations)
+            self._device(setting, rank, synchronisation, steps=steps, finished=finished)
+            for rank, synchronisation in zip(self.ranks, synchronisations, strict=True)
         ]
         for device in devices:
             device.start()
@@ -103,21 +123,46 @@ class Cluster:
         return SimulatedSteps(
             step_s=[device.step_s for device in devices],
             waited_s=[device.waited_s for device in devices],
-            sent_bytes=[link.carried_bytes for link in self._egress],
+            sent_bytes=self.sent_bytes,
+        )
+
+    def _device(
+        self,
+        setting: SimulatedSetting,
+        rank: int,
+        synchronisation: Synchronisation,
+        *,
+        steps: int,
+        finished: Callable[[], None],
+    ) -> Device:
+        """Of a crowd whose members differ in nothing, that of one of them."""
+        node, number = divmod(rank, self.workers_per_node)
+        crowd = self.crowds[node]
+        drawn = crowd.members > 1 and (setting.jitter or setting.step_jitter)
+        made = partial(CrowdDevice, members=crowd.members) if drawn else Device
+        return made(
+            self.clock,
+            [_slowed(layer, 1 + crowd.slowdown) for layer in setting.layers],
+            synchronisation,
+            steps=steps,
+            finished=finished,
+            jitter=setting.jitter,
+            step_jitter=setting.step_jitter,
+            seed=crowd.first * self.workers_per_node + number,
         )
 
 
-_LATENCY_S = 50e-6
-"""Of a veth pair and a bridge, with the processes' wake-up."""
+def _slowed(layer: Layer, factor: float) -> Layer:
+    return replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
 
 
-def lab_link(network: Network) -> LinkSetting:
-    """A link as `lab.network` shapes it."""
+def lab_link(network: Network, *, latency_s: float) -> LinkSetting:
+    """A link as `lab.network` shapes it; two of them are on the way from host to host."""
     rate = network.rate_bits_per_s
     burst_bytes, queue_bytes = network.bucket()
     return LinkSetting(
         rate_bits_per_s=rate,
-        latency_s=_LATENCY_S,
+        latency_s=latency_s / 2,
         burst_bytes=burst_bytes,
         queue_bytes=queue_bytes,
     )

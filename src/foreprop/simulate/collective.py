@@ -3,6 +3,13 @@
 A collective's elements are cut into N parts, and each part into two halves, whose passes follow
 each other independently: one is on its way while the other one is added up (Patarasuk and Yuan:
 Bandwidth optimal all-reduce algorithms). A rank takes part from when it has issued the collective.
+
+If nodes stand for others, the ring has one rank for each crowd, which makes all the 2 (N - 1)
+passes of N. Where all ranks do the same at the same time that changes nothing: what a rank gets
+from the one before it is what it sends itself. A rank that comes late holds up a small ring
+sooner than a large one, in which others can make some passes first. Of very large rings, if every
+node has one worker, several passes in a row are simulated as one message, that has their bytes and
+takes as long as they all.
 """
 
 from __future__ import annotations
@@ -14,17 +21,22 @@ from typing import Any
 
 from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Kernel, Loopback
+from foreprop.simulate.connection import Kernel
 from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.link import HEADERS_BYTES, PACKET_BYTES, wire_bytes
 
 _HALVES = (0, 1)
 _MESSAGE_BYTES = 32  # gloo's own header
+_MOST_MESSAGES = 512
+"""Of a collective's half and rank: more passes are simulated several at once."""
 
 
 @dataclass(slots=True)
 class _Collective:
     part_bytes: int
     """Of each pass of a half."""
+    message_bytes: int
+    """Of what is simulated as one."""
     done: dict[int, Callable[[], None]]
     """By rank, of those that have issued it."""
     received: dict[tuple[int, int], int]
@@ -45,8 +57,14 @@ class Ring:
         self._clock = cluster.clock
         self._hosts = hosts
         self._bytes_per_elem = bytes_per_elem
-        self._size = len(cluster.ranks)
-        self._passes = 2 * (self._size - 1)
+        self._size = cluster.workers
+        self._simulated = len(cluster.ranks)
+        passes = 2 * (self._size - 1)
+        self._messages = passes
+        if cluster.workers_per_node == 1:  # or passes over links and within nodes would differ
+            self._messages = min(passes, _MOST_MESSAGES)
+        self._lumped = passes / self._messages
+        self._hop_s = 2 * cluster.link.latency_s
         self._under_way: dict[Hashable, _Collective] = {}
         kernel = hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
@@ -57,26 +75,35 @@ class Ring:
         """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
         collective = self._under_way.get(key)
         if collective is None:
-            part_bytes = -(-elems * self._bytes_per_elem // (self._size * len(_HALVES)))
-            collective = self._under_way[key] = _Collective(part_bytes, {}, {})
+            collective = self._under_way[key] = self._collective(elems)
         collective.done[rank] = done
         for half in _HALVES:
             received = collective.received.setdefault((rank, half), 0)
             for number in range(received + 1):  # those that came before it was issued, too
                 self._send(key, collective, rank, half, number)
 
+    def _collective(self, elems: int) -> _Collective:
+        part_bytes = -(-elems * self._bytes_per_elem // (self._size * len(_HALVES)))
+        message_bytes = _MESSAGE_BYTES + part_bytes
+        if self._lumped > 1:  # each pass has headers of its own
+            share = PACKET_BYTES / (PACKET_BYTES + HEADERS_BYTES)
+            message_bytes = round(self._lumped * wire_bytes(message_bytes) * share)
+        return _Collective(part_bytes, message_bytes, {}, {})
+
     def _send(
         self, key: Hashable, collective: _Collective, rank: int, half: int, step: int
     ) -> None:
-        if step < self._passes:
-            message = (key, (rank + 1) % self._size, half)
-            self._pipes[rank].send(message, _MESSAGE_BYTES + collective.part_bytes)
+        if step < self._messages:
+            message = (key, (rank + 1) % self._simulated, half)
+            self._pipes[rank].send(message, collective.message_bytes)
 
     def _arrived(self, message: Any) -> None:
         """Add it to one's own part, which takes time, and pass it on."""
         collective = self._under_way[message[0]]
         added_s = collective.part_bytes / self._bytes_per_elem * self._hosts.sum_elem_s
         at_s = self._clock.now_s + self._hosts.receive_s + added_s
+        pass_s = self._hop_s + self._hosts.receive_s + added_s
+        at_s += (self._lumped - 1) * pass_s
         self._clock.at(at_s, self._received, message)
 
     def _received(self, message: tuple[Hashable, int, int]) -> None:
@@ -87,9 +114,9 @@ class Ring:
         if rank not in collective.done:
             return
         self._send(key, collective, rank, half, passes)
-        if all(collective.received[rank, each] == self._passes for each in _HALVES):
+        if all(collective.received[rank, each] == self._messages for each in _HALVES):
             done = collective.done[rank]
-            if all(count == self._passes for count in collective.received.values()):
+            if all(count == self._messages for count in collective.received.values()):
                 del self._under_way[key]
             done()
 
@@ -101,9 +128,10 @@ class _Pipe:
         self, cluster: Cluster, kernel: Kernel, rank: int, arrived: Callable[[Any], None]
     ) -> None:
         following = (rank + 1) % len(cluster.ranks)
+        connect = cluster.connect if following != rank else cluster.link_to  # another one like it
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
-        self._connection: Connection | Loopback = cluster.connect(
+        self._connection = connect(
             cluster.node_of(rank),
             cluster.node_of(following),
             kernel,

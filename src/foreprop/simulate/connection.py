@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.link import HEADERS_BYTES, LinkDirection, wire_bytes
+from foreprop.simulate.link import HEADERS_BYTES, Queue, wire_bytes
 
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]
@@ -47,10 +47,10 @@ class Kernel:
 class Path:
     """The queues that the bytes pass, and those that their acknowledgements pass."""
 
-    egress: LinkDirection
-    port: LinkDirection
-    back_egress: LinkDirection
-    back_port: LinkDirection
+    egress: Queue
+    port: Queue
+    back_egress: Queue
+    back_port: Queue
 
 
 class Connection:
@@ -138,26 +138,31 @@ class Connection:
 
     def _transmit(self) -> None:
         """Hand to the link what the window allows."""
-        now_s = self._clock.now_s
         while self._unsent_bytes:
             size = min(self._burst_bytes, self._unsent_bytes)
             if self._in_flight_bytes and self._in_flight_bytes + size > self._window_bytes:
                 break
             self._unsent_bytes -= size
             self._in_flight_bytes += size
-            left_s = self._egress.accept(now_s, wire_bytes(size))
-            self._clock.at(left_s + self._latency_s, self._reach_port, size)
+            self._leave(size)
             if self._untaken_bytes and not self._unsent_bytes:
                 self._take(self._kernel.buffer_bytes)
         self._await_acknowledgement()
+
+    def _leave(self, size: int) -> None:
+        left_s = self._egress.accept(self._clock.now_s, wire_bytes(size))
+        self._clock.at(left_s + self._latency_s, self._reach_port, size)
 
     def _reach_port(self, size: int) -> None:
         left_s = self._port.accept(self._clock.now_s, wire_bytes(size))
         self._clock.at(left_s + self._latency_s, self._arrive, size)
 
     def _arrive(self, size: int) -> None:
-        self._received_bytes += size
         self._acknowledge(size)
+        self._receive(size)
+
+    def _receive(self, size: int) -> None:
+        self._received_bytes += size
         messages = self._messages
         while messages and messages[0][0] <= self._received_bytes:
             self._deliver(messages.popleft()[1])

@@ -11,24 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from foreprop.analytic.collective import fill_buckets
-from foreprop.lab.setting import LabSetting
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
+from foreprop.simulate.setting import SimulatedSetting
 
 _IN_FLIGHT = 2
 
 
 def simulate_ddp(
-    setting: LabSetting, cluster: Cluster, hosts: Hosts, *, steps: int, bucket_bytes: int
+    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int, bucket_bytes: int
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass with buckets of ``bucket_bytes``."""
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     buckets = fill_buckets(sizes_elems, bucket_bytes)
     ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
     ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.ranks]
-    return cluster.train(setting.layers, ranks, steps=steps, jitter=setting.jitter)
+    return cluster.train(setting, ranks, steps=steps)
 
 
 class DdpWorker:

@@ -6,6 +6,7 @@ its gradients are ready when its backward pass ends (`lab.accelerator`).
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -44,7 +45,8 @@ class Device:
     """Steps run from the end of a forward pass to the end of the next one, as in the lab.
 
     ``finished`` is called when ``steps`` of them are done. ``jitter``: the largest share by which
-    each layer's time is off.
+    each layer's time is off. ``step_jitter``: all of a step's times are exp(this times a normal
+    draw) times as long.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Device:
         steps: int,
         finished: Callable[[], None],
         jitter: float = 0.0,
+        step_jitter: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.step_s: list[float] = []
@@ -68,6 +71,8 @@ class Device:
         self._steps = steps
         self._finished = finished
         self._jitter = jitter
+        self._step_jitter = step_jitter
+        self._factor = 1.0  # of this step
         self._random = random.Random(seed)
         self._step = 0  # whose gradients the pass that follows uses
         self._layer = 0
@@ -103,8 +108,10 @@ class Device:
             self._unblock()
             self._array += 1
         self._array = 0
-        layer = self._layers[self._layer]
-        self._clock.at(self._clock.now_s + self._drawn(layer.forward_s), self._forward_done)
+        self._start_layer()
+
+    def _start_layer(self) -> None:
+        self._clock.at(self._compute(self._layers[self._layer].forward_s), self._forward_done)
 
     def _block(self) -> None:
         if not self._blocked:
@@ -127,10 +134,11 @@ class Device:
             self._finished()
             return
         self._step += 1
+        self._draw_step()
         self._backward()
 
     def _note_step(self) -> None:
-        now_s = self._clock.now_s
+        now_s = self._now_s()
         if self._step:
             self.step_s.append(now_s - self._ended_s)
             self.waited_s.append(self._idle_s)
@@ -138,12 +146,11 @@ class Device:
 
     def _backward(self) -> None:
         self._layer -= 1
-        layer = self._layers[self._layer]
-        self._clock.at(self._clock.now_s + self._drawn(layer.backward_s), self._backward_done)
+        self._clock.at(self._compute(self._layers[self._layer].backward_s), self._backward_done)
 
     def _backward_done(self, _: None) -> None:
         for parameter in self._parameters[self._layer]:
-            self._synchronisation.gradient_ready(parameter, self._step)
+            self._push(parameter)
         if self._layer:
             self._backward()
         elif self._synchronisation.end_step(self._step):
@@ -151,14 +158,26 @@ class Device:
         else:
             self._blocked_s = self._clock.now_s
 
+    def _push(self, parameter: int) -> None:
+        self._synchronisation.gradient_ready(parameter, self._step)
+
     def _begin_forward(self) -> None:
         self._synchronisation.start_step()
         self._forward()
 
-    def _drawn(self, seconds: float) -> float:
+    def _compute(self, seconds: float) -> float:
+        """When what takes so long is done."""
         if self._jitter:
             seconds *= 1 + self._jitter * self._random.uniform(-1, 1)
-        return seconds
+        return self._clock.now_s + seconds * self._factor
+
+    def _draw_step(self) -> None:
+        if self._step_jitter:
+            self._factor = math.exp(self._step_jitter * self._random.gauss(0.0, 1.0))
+
+    def _now_s(self) -> float:
+        """When the forward pass has ended."""
+        return self._clock.now_s
 
 
 def number_arrays(layers: Sequence[Layer]) -> list[tuple[int, ...]]:

@@ -25,6 +25,10 @@ class Hosts:
     """From the last byte taken to the next frame: a thread wakes, the machine decides."""
     receive_s: float = 150e-6
     """From the last byte of a frame to the machine's event."""
+    worker_frame_s: float = 0.0
+    """Of the processor for each frame of a worker, its bytes left out; 0: it has time to spare."""
+    server_frame_s: float = 0.0
+    """The same for a server, or for a node's relays, which are one process."""
     update_s: float = 60e-6
     """To begin an update, whatever its size."""
     sum_elem_s: float = 0.4e-9
@@ -59,12 +63,12 @@ class Hosts:
     ) -> Kernel:
         """``connections``: that share each link; ``buffer_bytes``: what `SO_SNDBUF` tells."""
         burst_bytes = int(link.rate_bits_per_s / 8 * self.burst_s)
-        window_bytes = int(link.queue_bytes / connections)
+        window_bytes = max(int(link.queue_bytes / connections), _LEAST_WINDOW_BYTES)
         return Kernel(
             unsent_bytes=unsent_bytes,
             buffer_bytes=int(buffer_bytes * self.buffer_share),
             segment_bytes=self.segment_bytes,
-            window_bytes=max(window_bytes, _LEAST_WINDOW_BYTES),
-            burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes),
+            window_bytes=window_bytes,
+            burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes, window_bytes),
             latency_s=link.latency_s,
         )

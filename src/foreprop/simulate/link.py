@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 PACKET_BYTES = 1448
 """What TCP carries in a packet of an MTU of 1500 bytes, with timestamps."""
@@ -21,6 +22,14 @@ class LinkSetting:
     """What may pass at once after the link has been idle (`tc tbf`); a real link has none."""
     queue_bytes: float
     """What waits in front of the link before packets are dropped: TCP fills it."""
+
+
+class Queue(Protocol):
+    """What bytes pass; see `LinkDirection`."""
+
+    def delay_s(self, now_s: float) -> float: ...
+
+    def accept(self, now_s: float, wire_bytes: int) -> float: ...
 
 
 class LinkDirection:

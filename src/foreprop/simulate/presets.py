@@ -1,22 +1,28 @@
-"""foreprop's presets on a simulated cluster: workers and a server on each node."""
+"""foreprop's presets on a simulated cluster: workers and a server on each node.
+
+Servers that have no slices are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
-from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
-from foreprop.simulate.connection import Connection, Deliver, Kernel
+from foreprop.simulate.connection import Kernel
+from foreprop.simulate.ends import End, Kernels, connect_nodes, join
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.relayed import Relay
-from foreprop.simulate.served import Agreement, Outlet, ServedWorker, Server
+from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.simulate.symmetric import Links, connect_crowd
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""
@@ -25,7 +31,7 @@ _LEAST_WINDOW_BYTES = 8192  # engine.launch's
 
 def simulate_preset(
     name: str,
-    setting: LabSetting,
+    setting: SimulatedSetting,
     cluster: Cluster,
     hosts: Hosts,
     *,
@@ -34,19 +40,38 @@ def simulate_preset(
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
     config = simulated_config(name, setting, **changes)
-    relayed = setting.workers_per_node > 1 and config.local_aggregation != "off"
-    agreement = agree(config, setting, peers=setting.nodes if relayed else setting.workers)
-    workers = [ServedWorker(cluster.clock, agreement, hosts, rank) for rank in cluster.ranks]
-    servers = [Server(cluster.clock, agreement, hosts, index) for index in cluster.nodes]
+    agreement = agree(config, setting)
+    clock = cluster.clock
+    workers = [
+        ServedWorker(clock, agreement, hosts, rank, _processor(cluster, hosts.worker_frame_s))
+        for rank in cluster.ranks
+    ]
+    servers = {
+        index: Server(clock, agreement, hosts, index, _processor(cluster, hosts.server_frame_s))
+        for index in agreement.busy_servers
+    }
+    ends = _ends(cluster, workers, servers)
+    if _is_relayed(config, setting):
+        ends = _ends_at_relays(cluster, agreement, hosts, workers, servers)
     kernels = _kernels(config, setting, cluster, hosts, pushers=agreement.workers)
-    if relayed:
-        _join_by_relays(cluster, agreement, hosts, workers, servers, *kernels)
-    else:
-        _join(cluster, workers, servers, *kernels)
-    return cluster.train(setting.layers, workers, steps=steps, jitter=setting.jitter)
+    if not cluster.is_symmetric:
+        for here, there in ends:
+            join(here, there, connect_nodes(cluster, here, there, kernels))
+        return cluster.train(setting, workers, steps=steps)
+    links = Links(cluster.link, cluster.nodes), Links(cluster.link, cluster.nodes)
+    for here, there in ends:
+        join(here, there, connect_crowd(cluster, links, here, there, kernels))
+    trained = cluster.train(setting, workers, steps=steps)
+    return replace(trained, sent_bytes=links[0].sent_bytes(cluster.crowds))
 
 
-def simulated_config(name: str, setting: LabSetting, **changes: Any) -> Config:
+def _processor(cluster: Cluster, frame_s: float) -> Processor | None:
+    if not frame_s:
+        return None
+    return Processor(cluster.clock, frame_s, 8 / cluster.link.rate_bits_per_s)
+
+
+def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Config:
     """As the lab's; raises `ConfigError` for what the environment asks for and is not simulated."""
     config = foreprop_config(name, setting, **changes)
     if config.servers_per_node != 1:
@@ -62,8 +87,13 @@ def bytes_per_elem(config: Config) -> int:
     return ITEMSIZE_BYTES[wire_dtype_of("float32", config.wire_dtype)]
 
 
-def agree(config: Config, setting: LabSetting, *, peers: int) -> Agreement:
-    """What the manifest of such a session would say; ``peers`` push to each server."""
+def _is_relayed(config: Config, setting: SimulatedSetting) -> bool:
+    return setting.workers_per_node > 1 and config.local_aggregation != "off"
+
+
+def agree(config: Config, setting: SimulatedSetting) -> Agreement:
+    """What the manifest of such a session would say."""
+    pushers_per_node = 1 if _is_relayed(config, setting) else setting.workers_per_node
     sizes = [size for layer in setting.layers for size in layer.sizes_elems]
     partition = Partition(
         granularity=config.granularity,
@@ -78,7 +108,7 @@ def agree(config: Config, setting: LabSetting, *, peers: int) -> Agreement:
         parameters=len(sizes),
         order=config.order,
         reply=config.reply,
-        workers=peers,
+        members=[crowd.members for crowd in setting.crowds for _ in range(pushers_per_node)],
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
@@ -87,8 +117,8 @@ def agree(config: Config, setting: LabSetting, *, peers: int) -> Agreement:
 
 
 def _kernels(
-    config: Config, setting: LabSetting, cluster: Cluster, hosts: Hosts, *, pushers: int
-) -> tuple[Kernel, Kernel]:
+    config: Config, setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, pushers: int
+) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies."""
     pushed_bytes = max(_LEAST_WINDOW_BYTES, config.push_window_bytes // setting.nodes)
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
@@ -105,69 +135,42 @@ def _kernels(
     return kernel(pushed_bytes), kernel(replied_bytes)
 
 
-class _End(NamedTuple):
-    """Of two connections, one in each direction."""
-
-    node: int
-    peer: int
-    """What who is at the other end is called here."""
-    outlet: Outlet
-    receive: Deliver
-
-
-def _join(
+def _ends(
     cluster: Cluster,
     workers: Sequence[ServedWorker],
-    servers: Sequence[Server],
-    pushes: Kernel,
-    replies: Kernel,
-) -> None:
-    """Connect every worker with every server."""
+    servers: Mapping[int, Server],
+) -> Iterator[tuple[End, End]]:
+    """Of every worker with every server."""
     for rank, worker in enumerate(workers):
-        for index, server in enumerate(servers):
-            here = _End(cluster.node_of(rank), index, worker.outlet, worker.receive)
-            there = _End(index, rank, server.outlet, server.receive)
-            _connect(cluster, here, there, pushes, replies)
+        for index, server in servers.items():
+            here = End(cluster.node_of(rank), index, worker.outlet, worker.receive)
+            yield here, End(index, rank, server.outlet, server.receive)
 
 
-def _join_by_relays(
+def _ends_at_relays(
     cluster: Cluster,
     agreement: Agreement,
     hosts: Hosts,
     workers: Sequence[ServedWorker],
-    servers: Sequence[Server],
-    pushes: Kernel,
-    replies: Kernel,
-) -> None:
-    """Connect every worker with its node's relays, and these with their servers."""
-    for node in cluster.nodes:
+    servers: Mapping[int, Server],
+) -> Iterator[tuple[End, End]]:
+    """Of every worker with its node's relays, and of these with their servers."""
+    for node in range(cluster.nodes):
         own = workers_of_node(node, len(workers), cluster.workers_per_node)
-        for index, server in enumerate(servers):
-            relay = Relay(cluster.clock, agreement, hosts, node=node, server=index, workers=own)
-            here = _End(node, SERVER, relay.outlet, relay.receive_answer)
-            there = _End(index, node, server.outlet, server.receive)
-            _connect(cluster, here, there, pushes, replies)
+        processor = _processor(cluster, hosts.server_frame_s)
+        for index, server in servers.items():
+            relay = Relay(
+                cluster.clock,
+                agreement,
+                hosts,
+                node=node,
+                server=index,
+                workers=own,
+                processor=processor,
+            )
+            here = End(node, SERVER, relay.outlet, relay.receive_answer)
+            yield here, End(index, node, server.outlet, server.receive)
             for number in range(own.count):
                 worker = workers[own.first_rank(number)]
-                here = _End(node, index, worker.outlet, worker.receive)
-                there = _End(node, number, relay.outlet, relay.receive)
-                _connect(cluster, here, there, pushes, replies)
-
-
-def _connect(cluster: Cluster, here: _End, there: _End, forth: Kernel, back: Kernel) -> None:
-    ways = [
-        cluster.connect(
-            one.node,
-            other.node,
-            kernel,
-            peer=one.peer,
-            sent=one.outlet.taken,
-            deliver=other.receive,
-        )
-        for one, other, kernel in ((here, there, forth), (there, here, back))
-    ]
-    forth_way, back_way = ways
-    if isinstance(forth_way, Connection) and isinstance(back_way, Connection):
-        forth_way.reverse, back_way.reverse = back_way, forth_way
-    here.outlet.connections[here.peer] = forth_way
-    there.outlet.connections[there.peer] = back_way
+                here = End(node, index, worker.outlet, worker.receive)
+                yield here, End(node, number, relay.outlet, relay.receive)

@@ -28,11 +28,14 @@ from foreprop.core.worker import (
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.served import Agreement, Message, Outlet
+from foreprop.simulate.served import Agreement, Message, Outlet, Processor
 
 
 class Relay:
-    """Of one node and one server; ``workers`` are the node's. Its sums take turns."""
+    """Of one node and one server; ``workers`` are the node's. Its sums take turns.
+
+    ``processor``: of the process that all relays of a node are in.
+    """
 
     def __init__(
         self,
@@ -43,9 +46,11 @@ class Relay:
         node: int,
         server: int,
         workers: Peers,
+        processor: Processor | None,
     ) -> None:
-        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
         self._clock = clock
+        self._processor = processor
         self._agreement = agreement
         self._hosts = hosts
         self._node = node
@@ -63,11 +68,18 @@ class Relay:
     # For the connections.
     def receive(self, message: Message) -> None:
         """From a worker."""
-        self._clock.at(self._clock.now_s + self._hosts.receive_s, self._on_frame, message)
+        self._clock.at(self._received_s(message), self._on_frame, message)
 
     def receive_answer(self, message: Message) -> None:
         """From the server."""
-        self._clock.at(self._clock.now_s + self._hosts.receive_s, self._on_answer, message)
+        self._clock.at(self._received_s(message), self._on_answer, message)
+
+    def _received_s(self, message: Message) -> float:
+        at_s = self._clock.now_s + self._hosts.receive_s
+        if self._processor is None:
+            return at_s
+        size_bytes = self._agreement.frame_bytes(message[1])
+        return max(at_s, self._processor.received_s(1, size_bytes))
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message

@@ -22,12 +22,13 @@ from foreprop.core.ring import (
     UseNorm,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.setting import RING, LabSetting
+from foreprop.lab.setting import RING
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
+from foreprop.simulate.setting import SimulatedSetting
 
 _GRADIENTS = "float32"
 """The kind of them all."""
@@ -35,10 +36,13 @@ _FIRST_OBSERVED = 2  # as engine.ring: in the first step gradients are pushed al
 
 
 def simulate_ring(
-    setting: LabSetting, cluster: Cluster, hosts: Hosts, *, steps: int
+    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int, **changes: Any
 ) -> SimulatedSteps:
-    """Train ``steps`` steps after a first forward pass; orders are planned as in a session."""
-    config = simulated_config(RING, setting)
+    """Train ``steps`` steps after a first forward pass; orders are planned as in a session.
+
+    ``changes`` are fields of `Config`.
+    """
+    config = simulated_config(RING, setting, **changes)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     ring = Ring(
         cluster,
@@ -58,7 +62,7 @@ def simulate_ring(
             ranks=ranks,
         )
         ranks.append(worker)
-    return cluster.train(setting.layers, ranks, steps=steps, jitter=setting.jitter)
+    return cluster.train(setting, ranks, steps=steps)
 
 
 class RingWorker:

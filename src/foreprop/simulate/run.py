@@ -5,10 +5,8 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-from foreprop.config import PRESETS
 from foreprop.lab import limit
 from foreprop.lab.network import Network
 from foreprop.lab.records import Record, Spread
@@ -18,7 +16,6 @@ from foreprop.lab.setting import (
     DDP,
     DDP_TUNED,
     RING,
-    LabSetting,
 )
 from foreprop.lab.systems import local_aggregation
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
@@ -26,22 +23,14 @@ from foreprop.simulate.ddp import simulate_ddp
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
+from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
 
 SIMULATED = "simulated"
 """`Record.network` of what was not measured."""
-SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
 _DISCARDED_STEPS = 1  # as in the lab: the first step begins with empty links
 _RING_STEPS = 9  # until ring has planned twice
 _TUNING_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedSetting(LabSetting):
-    """What can be simulated: fewer systems than the lab has, on more nodes."""
-
-    known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
-    most_nodes: ClassVar[int] = 1024
 
 
 def simulate_lab(
@@ -79,21 +68,25 @@ def simulate_system(
     *,
     steps: int,
     bucket_bytes: int | None = None,
+    **changes: Any,
 ) -> SimulatedSteps:
-    """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP."""
+    """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP.
+
+    ``changes`` are fields of `Config`, for the others.
+    """
     network = Network(nodes=setting.nodes, rate_bits_per_s=setting.rate)
     cluster = Cluster(
-        lab_link(network),
+        lab_link(network, latency_s=setting.latency_s),
         hosts,
-        nodes=setting.nodes,
+        crowds=setting.crowds,
         workers_per_node=setting.workers_per_node,
         open_ports=not setting.shape_ingress,
     )
     if bucket_bytes is not None:
         return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
     if name == RING:
-        return simulate_ring(setting, cluster, hosts, steps=steps)
-    return simulate_preset(name, setting, cluster, hosts, steps=steps)
+        return simulate_ring(setting, cluster, hosts, steps=steps, **changes)
+    return simulate_preset(name, setting, cluster, hosts, steps=steps, **changes)
 
 
 def _best_bucket(setting: SimulatedSetting, hosts: Hosts) -> int:
@@ -120,8 +113,10 @@ def _record(
     wire_s = limit.wire_s(
         limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
     )
+    crowds = setting.crowds
+    members = [crowd.members for crowd in crowds for _ in range(setting.workers_per_node)]
     step_s, waited_s = (
-        [statistics.fmean(ranks) for ranks in zip(*lists, strict=True)][uncounted:]
+        [statistics.fmean(each, weights=members) for each in zip(*lists, strict=True)][uncounted:]
         for lists in (simulated.step_s, simulated.waited_s)
     )
     spread = Spread.of(step_s)
@@ -147,5 +142,6 @@ def _record(
         slice_elems=setting.slice_elems_of(name),
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
+        representatives=len(crowds) if len(crowds) < setting.nodes else None,
         versions={"foreprop": __version__, "python": platform.python_version()},
     )

@@ -45,6 +45,7 @@ from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
 from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.link import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
@@ -58,8 +59,9 @@ class Agreement:
     parameters: int
     order: Order
     reply: Reply
-    workers: int
-    """Who push to a server: workers, or with local aggregation nodes."""
+    members: Sequence[int]
+    """Of each crowd of who push to a server: workers, or with local aggregation nodes. A crowd's
+    one push is in when all its members' are."""
     servers: int
     push_window_bytes: int
     """See `foreprop.Config`."""
@@ -67,6 +69,16 @@ class Agreement:
     """On the wire."""
     needs_norm: bool
     """Updates wait for the norm of all gradients (`core.barrier`)."""
+
+    @property
+    def workers(self) -> int:
+        """Who push to a server, all together."""
+        return sum(self.members)
+
+    @property
+    def busy_servers(self) -> list[int]:
+        """Those that have slices."""
+        return sorted({piece.server for piece in self.slices})
 
     def window(self) -> PushWindow | None:
         """A worker's, as `engine.worker` makes it."""
@@ -82,12 +94,54 @@ class Agreement:
             return HEADER_BYTES
         return HEADER_BYTES + self.slices[frame.slice].elems * self.bytes_per_elem
 
+    def copies(self, crowd: int, frame: SendFrame) -> int:
+        """From or to how many of a crowd it goes; about the norm servers talk to rank 0 only."""
+        return 1 if frame.kind in (Kind.NORM, Kind.NORM_PART) else self.members[crowd]
+
+
+class Processor:
+    """A process's: frames take turns, each ``frame_s``, whoever's thread they are for."""
+
+    def __init__(self, clock: Clock, frame_s: float, link_byte_s: float) -> None:
+        self._clock = clock
+        self._frame_s = frame_s
+        self._link_byte_s = link_byte_s
+        self._busy_until_s = 0.0
+
+    def received_s(self, copies: int, size_bytes: int) -> float:
+        """When it has seen the last of so many frames, which have come in one after the other."""
+        begins_s = self._clock.now_s - self._passing_s(copies, size_bytes)
+        return self._take(begins_s, copies)
+
+    def leaves_s(self, copies: int, size_bytes: int) -> float:
+        """When to send so many frames, so that the last one leaves when it has got there."""
+        ends_s = self._take(self._clock.now_s, copies)
+        return max(self._clock.now_s, ends_s - self._passing_s(copies, size_bytes))
+
+    def _take(self, begins_s: float, copies: int) -> float:
+        self._busy_until_s = max(self._busy_until_s, begins_s) + copies * self._frame_s
+        return self._busy_until_s
+
+    def _passing_s(self, copies: int, size_bytes: int) -> float:
+        """From the first frame to the last one."""
+        return (copies - 1) * wire_bytes(size_bytes) * self._link_byte_s
+
 
 class Outlet:
-    """Sends a process's frames; ``sent`` is called with the peer when the next one may follow."""
+    """Sends a process's frames; ``sent`` is called with the peer when the next one may follow.
+
+    ``to_crowds``: a peer is one of a crowd, to each of which a frame is sent.
+    """
 
     def __init__(
-        self, clock: Clock, agreement: Agreement, send_s: float, sent: Callable[[int], None]
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        send_s: float,
+        sent: Callable[[int], None],
+        processor: Processor | None,
+        *,
+        to_crowds: bool = False,
     ) -> None:
         self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
@@ -95,10 +149,20 @@ class Outlet:
         self._agreement = agreement
         self._send_s = send_s
         self._sent = sent
+        self._processor = processor
+        self._to_crowds = to_crowds
 
     def send(self, sender: int, frame: SendFrame) -> None:
-        size_bytes = self._agreement.frame_bytes(frame)
-        self.connections[frame.peer].send((sender, frame), size_bytes)
+        if self._processor is None:
+            self._hand_over((sender, frame))
+            return
+        copies = self._agreement.copies(frame.peer, frame) if self._to_crowds else 1
+        leaves_s = self._processor.leaves_s(copies, self._agreement.frame_bytes(frame))
+        self._clock.at(leaves_s, self._hand_over, (sender, frame))
+
+    def _hand_over(self, message: Message) -> None:
+        frame = message[1]
+        self.connections[frame.peer].send(message, self._agreement.frame_bytes(frame))
 
     def taken(self, peer: int) -> None:
         """By the kernel."""
@@ -108,12 +172,21 @@ class Outlet:
 class ServedWorker:
     """A worker; see `device.Synchronisation`."""
 
-    def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, rank: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        hosts: Hosts,
+        rank: int,
+        processor: Processor | None = None,
+    ) -> None:
         self.look: Callable[[], None] = _no_device
         self.proceed: Callable[[], None] = _no_device
-        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
+        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
         self._clock = clock
+        self._agreement = agreement
         self._hosts = hosts
+        self._processor = processor
         self._pulls = agreement.reply == "pull"
         self._rank = rank
         self._machine = WorkerMachine(
@@ -150,7 +223,11 @@ class ServedWorker:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        self._clock.at(self._clock.now_s + self._hosts.receive_s, self._on_frame, message)
+        at_s = self._clock.now_s + self._hosts.receive_s
+        if self._processor is not None:
+            size_bytes = self._agreement.frame_bytes(message[1])
+            at_s = max(at_s, self._processor.received_s(1, size_bytes))
+        self._clock.at(at_s, self._on_frame, message)
 
     def _on_frame(self, message: Message) -> None:
         server, frame = message
@@ -186,17 +263,27 @@ class ServedWorker:
 class Server:
     """A server, whose updates take time, one after the other."""
 
-    def __init__(self, clock: Clock, agreement: Agreement, hosts: Hosts, index: int) -> None:
-        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent)
+    def __init__(
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        hosts: Hosts,
+        index: int,
+        processor: Processor | None = None,
+    ) -> None:
+        send_s = hosts.send_s
+        self.outlet = Outlet(clock, agreement, send_s, self._after_sent, processor, to_crowds=True)
         self._clock = clock
+        self._processor = processor
         self._agreement = agreement
         self._hosts = hosts
         self._index = index
+        self._workers = agreement.workers
         owned = sum(piece.server == index for piece in agreement.slices)
         self._machine = ServerMachine(
             agreement.slices,
             index=index,
-            workers=agreement.workers,
+            workers=len(agreement.members),
             order=agreement.order,
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
@@ -205,7 +292,13 @@ class Server:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        self._clock.at(self._clock.now_s + self._hosts.receive_s, self._on_frame, message)
+        at_s = self._clock.now_s + self._hosts.receive_s
+        if self._processor is not None:
+            rank, frame = message
+            size_bytes = self._agreement.frame_bytes(frame)
+            copies = self._agreement.copies(rank, frame)
+            at_s = max(at_s, self._processor.received_s(copies, size_bytes))
+        self._clock.at(at_s, self._on_frame, message)
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message
@@ -230,12 +323,12 @@ class Server:
             if type(instruction) is SendFrame:
                 self.outlet.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
-                pushes = 0 if self._agreement.needs_norm else self._agreement.workers
+                pushes = 0 if self._agreement.needs_norm else self._workers
                 takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
                 self._clock.at(self._clock.now_s + takes_s, self._updated)
             elif type(instruction) is SumSlice:
                 elems = self._elems(instruction.slice)
-                takes_s = self._hosts.measuring_s(elems, self._agreement.workers)
+                takes_s = self._hosts.measuring_s(elems, self._workers)
                 self._clock.at(self._clock.now_s + takes_s, self._summed)
             elif type(instruction) is TellNormPart:
                 told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)

@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from foreprop.config import FIRST_SLICE_ELEMS, Config
 from foreprop.lab import limit
-from foreprop.lab.network import Network
 from foreprop.lab.profile import Layer, Profile
-from foreprop.simulate.cluster import Cluster, lab_link
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import LinkSetting
-from foreprop.simulate.presets import simulate_preset
-from foreprop.simulate.run import SimulatedSetting
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
 
 CANDIDATES = tuple(FIRST_SLICE_ELEMS * 2**power // 16 for power in range(9))
 """Elements: 3,125 to 800,000."""
@@ -72,11 +69,11 @@ def choose_slice_elems(
         scale=1,
         compute_s=compute_s,
         rate_bits_per_s=rate,
+        latency_s=latency_s,
     )
-    link = replace(lab_link(Network(nodes=few, rate_bits_per_s=rate)), latency_s=latency_s)
     layers = setting.layers
     sizes = [size for size in CANDIDATES if slices_of(layers, size) <= _MOST_SLICES]
-    tried = search(sizes or CANDIDATES[-1:], lambda size: _step_s(setting, link, config, size))
+    tried = search(sizes or CANDIDATES[-1:], lambda size: _step_s(setting, config, size))
     cpu_s = {size: slices_of(layers, size) * _SLICE_CPU_S for size in tried}
     chosen = pick({size: step_s + _CPU_PRICE * cpu_s[size] for size, step_s in tried.items()})
     return SliceChoice(chosen, tried)
@@ -108,11 +105,9 @@ def pick(cost_s: Mapping[int, float]) -> int:
     return good[(len(good) - 1) // 2]
 
 
-def _step_s(setting: SimulatedSetting, link: LinkSetting, config: Config, size: int) -> float:
-    hosts = Hosts()
-    cluster = Cluster(link, hosts, nodes=setting.nodes, open_ports=False)
+def _step_s(setting: SimulatedSetting, config: Config, size: int) -> float:
     changes = _as_simulated(config, size)
-    steps = simulate_preset("p3", setting, cluster, hosts, steps=_STEPS, **changes)
+    steps = simulate_system("p3", setting, Hosts(), steps=_STEPS, **changes)
     return statistics.median(step for node in steps.step_s for step in node[_UNCOUNTED_STEPS:])
 
 

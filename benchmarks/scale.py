@@ -1,0 +1,319 @@
+"""P3 at 4 to 4096 nodes, simulated by symmetry: docs/scale.md's data and pictures.
+
+python benchmarks/scale.py docs/results/scale         # hours on two cores; goes on where it was
+python benchmarks/scale.py docs/results/scale --draw  # only the pictures, of what is there
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+from foreprop.lab.charts import STYLES, Style
+from foreprop.lab.profile import load_profile
+from foreprop.simulate.hosts import Hosts
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
+
+NODES = (4, 16, 64, 256, 1024, 4096)
+RATES_BITS_PER_S = (1e9, 5e9, 10e9, 25e9, 100e9)
+MODELS = ("resnet50", "vgg19")
+FEW_NODES = 256
+"""Up to so many four workers stand for all of p3 and slicing, above one."""
+COMPUTE_S = 0.25
+LATENCY_S = 50e-6
+HOSTS = Hosts(worker_frame_s=8e-6, server_frame_s=18e-6)
+"""Halves of what `foreprop bench overhead` measures for a slice, pushed and answered."""
+SLICE_ELEMS = 50_000
+SLICES_PER_SERVER = 16
+LEAST_SLICE_ELEMS = 6_250
+"""Of p3-fine: so many for each server, but no smaller than this."""
+CHUNK_ELEMS = 400_000
+CHUNKS_ELEMS = {16: (400_000, 1_600_000), 64: (1_600_000, 6_400_000), 4096: (6_400_000, 25_600_000)}
+"""By the most nodes: of which the best is taken."""
+BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 5, 25, 100, 1000))
+SYSTEMS = ("ddp", "ddp-tuned", "ring", "ring-tuned", "slicing", "p3", "p3-fine")
+LABELS = {
+    "ddp": "ddp (25 MB buckets)",
+    "ddp-tuned": "ddp, best buckets",
+    "ring": "ring (400,000 per chunk)",
+    "ring-tuned": "ring, best chunks",
+    "slicing": "slicing (50,000 per slice)",
+    "p3": "p3 (50,000 per slice)",
+    "p3-fine": "p3, finer slices",
+}
+LOOKS = {
+    "ddp": STYLES["ddp"],
+    "ddp-tuned": STYLES["ddp-tuned"],
+    "ring": Style("#86702a", "#d8c878", "P"),
+    "ring-tuned": Style("#b8560f", "#f0a35e", "D", "--"),
+    "slicing": STYLES["slicing"],
+    "p3": STYLES["p3"],
+    "p3-fine": Style("#2458b0", "#6ea5f5", "*", "--"),
+}
+Point = dict[str, Any]
+DISTURBANCES: dict[str, dict[str, float]] = {
+    "none": {},
+    "one node 10 % slower": {"slow_nodes": 1, "slowdown": 0.1},
+    "one node 50 % slower": {"slow_nodes": 1, "slowdown": 0.5},
+    "steps vary by 10 %": {"step_jitter": 0.1},
+    "steps vary by 30 %": {"step_jitter": 0.3},
+}
+SLICES_ELEMS = (3_125, 6_250, 12_500, 25_000, 50_000, 100_000)
+DELAYS: dict[str, Point] = {
+    "latency 10 us": {"latency_s": 10e-6},
+    "latency 50 us": {"latency_s": 50e-6},
+    "latency 500 us": {"latency_s": 500e-6},
+    "latency 10 us, hosts 10 us": {"latency_s": 10e-6, "receive_s": 10e-6},
+}
+"""From host to host; hosts take 150 us to notice a frame unless said otherwise."""
+
+
+def main(name: str, *options: str, points: Sequence[Point] | None = None) -> list[Point]:
+    """Writes NAME.json and NAME-*.png and .svg. ``points``: what to simulate, instead of all."""
+    path = Path(f"{name}.json")
+    done: list[Point] = json.loads(path.read_text()) if path.exists() else []
+    known = {_key(point) for point in done}
+    asked = [p for p in (list(all_points()) if points is None else points) if _key(p) not in known]
+    if "--draw" not in options:
+        with Pool(2) as pool:
+            found = pool.imap(simulate, asked) if points is None else map(simulate, asked)
+            for point in found:
+                done.append(point)
+                path.write_text(json.dumps(done, indent=1) + "\n")
+                print(*point.values(), flush=True)
+    draw(done, name)
+    return done
+
+
+def _key(point: Point) -> str:
+    """What was asked."""
+    return json.dumps({k: v for k, v in point.items() if k not in ("step_s", "limit_s", "size")})
+
+
+def all_points() -> Iterator[Point]:
+    for nodes in NODES:
+        yield from grid("resnet50", nodes, SYSTEMS)
+        yield from slices(nodes)
+    for nodes in (16, 64, 1024):
+        yield from disturbed(nodes)
+    for nodes in (64, 1024, 4096):
+        yield from latencies(nodes)
+    for nodes in (4, 64, 1024):
+        fine = ("p3-fine",) * (nodes > 64)  # the same as p3 on fewer
+        yield from grid("vgg19", nodes, ("ddp", "ddp-tuned", "ring-tuned", *fine, "p3"))
+
+
+def grid(model: str, nodes: int, systems: Sequence[str]) -> Iterator[Point]:
+    for rate in RATES_BITS_PER_S:
+        for system in systems:
+            yield _point("rates", model, system, nodes, rate_bits_per_s=rate)
+
+
+def slices(nodes: int) -> Iterator[Point]:
+    """p3 on ResNet-50 by slice size; not so small that there are many for each server."""
+    if nodes < 64:
+        return
+    for elems in SLICES_ELEMS:
+        if elems * nodes >= 1_000_000:
+            yield _point("slices", "resnet50", "p3", nodes, slice_elems=elems)
+
+
+def latencies(nodes: int) -> Iterator[Point]:
+    for delays in DELAYS.values():
+        for system in ("ddp-tuned", "ring-tuned", "p3-fine"):
+            yield _point("latency", "resnet50", system, nodes, **delays)
+
+
+def disturbed(nodes: int) -> Iterator[Point]:
+    for disturbance in DISTURBANCES:
+        for system in ("ddp-tuned", "ring-tuned", "p3-fine"):
+            yield _point("stragglers", "resnet50", system, nodes, disturbance=disturbance)
+
+
+def _point(
+    experiment: str,
+    model: str,
+    system: str,
+    nodes: int,
+    *,
+    rate_bits_per_s: float = 10e9,
+    **more: Any,
+) -> Point:
+    asked = {"experiment": experiment, "model": model, "system": system, "nodes": nodes}
+    return {**asked, "rate_bits_per_s": rate_bits_per_s, **more}
+
+
+def simulate(point: Point) -> Point:
+    """With its step in seconds, the limit, and the size of what it sends at once."""
+    preset, sizes = candidates(point)
+    setting = _setting(point, preset, sizes)
+    found = {size: _step_s(point, preset, size) for size in sizes}
+    size = min(found, key=lambda each: found[each])
+    return {**point, "step_s": found[size], "limit_s": setting.limit_s, "size": size}
+
+
+def candidates(point: Point) -> tuple[str, Sequence[int]]:
+    """The simulator's name of the system, and the sizes of which the best is taken."""
+    system, nodes = point["system"], point["nodes"]
+    if system in ("ddp", "ddp-tuned"):
+        return "ddp", (25 * 2**20,) if system == "ddp" else BUCKETS_BYTES
+    if system in ("ring", "ring-tuned"):
+        tuned = next(CHUNKS_ELEMS[most] for most in CHUNKS_ELEMS if nodes <= most)
+        return "ring", tuned if system == "ring-tuned" else (CHUNK_ELEMS,)
+    if system == "p3-fine":
+        elems = sum(math.prod(array.shape) for array in load_profile(point["model"]).arrays)
+        return "p3", (
+            max(LEAST_SLICE_ELEMS, min(SLICE_ELEMS, elems // (SLICES_PER_SERVER * nodes))),
+        )
+    return system, (point.get("slice_elems", SLICE_ELEMS),)
+
+
+def _setting(point: Point, preset: str, sizes: Sequence[int]) -> SimulatedSetting:
+    served = preset in ("p3", "slicing")
+    return SimulatedSetting(
+        profile=load_profile(point["model"]),
+        systems=(preset,),
+        nodes=point["nodes"],
+        symmetric=True,
+        representatives=4 if served and point["nodes"] <= FEW_NODES else 1,
+        scale=1,
+        compute_s=COMPUTE_S,
+        rate_bits_per_s=point["rate_bits_per_s"],
+        latency_s=point.get("latency_s", LATENCY_S),
+        slice_elems=sizes[0] if served else SLICE_ELEMS,
+        **DISTURBANCES[point.get("disturbance", "none")],
+    )
+
+
+def _step_s(point: Point, preset: str, size: int) -> float:
+    setting = _setting(point, preset, (size,))
+    drawn = setting.step_jitter > 0
+    uncounted = 9 if preset == "ring" else 1  # until its order is planned
+    steps = uncounted + (8 if drawn else 1)
+    changes: Point = {"chunk_elems": size} if preset == "ring" else {}
+    if preset == "ddp":
+        changes["bucket_bytes"] = size
+    hosts = replace(HOSTS, receive_s=point.get("receive_s", HOSTS.receive_s))
+    simulated = simulate_system(preset, setting, hosts, steps=steps, **changes)
+    weights = [crowd.members for crowd in setting.crowds]
+    each = [statistics.fmean(step_s[uncounted:]) for step_s in simulated.step_s]
+    return statistics.fmean(each, weights=weights)
+
+
+def draw(points: Sequence[Point], name: str) -> None:
+    draw_rates(points, f"{name}-rates")
+    draw_slices(points, f"{name}-slices")
+    panels = [(f"{p['disturbance']}", p) for p in points if p["experiment"] == "stragglers"]
+    draw_by_nodes(panels, f"{name}-stragglers", list(DISTURBANCES))
+    panels = [(_delays(p), p) for p in points if p["experiment"] == "latency"]
+    draw_by_nodes(panels, f"{name}-latency", list(DELAYS))
+
+
+def _delays(point: Point) -> str:
+    asked = {key: point[key] for key in ("latency_s", "receive_s") if key in point}
+    return next(name for name, delays in DELAYS.items() if delays == asked)
+
+
+def draw_rates(points: Sequence[Point], name: str) -> None:
+    """How near the steps are to what no schedule beats; a panel for each model and rate."""
+    points = [p for p in points if p["experiment"] == "rates"]
+    size = (3.0 * len(RATES_BITS_PER_S), 3.3 * len(MODELS))
+    figure, grid_ = pyplot.subplots(
+        len(MODELS), len(RATES_BITS_PER_S), figsize=size, squeeze=False, sharey=True,
+        layout="constrained",
+    )  # fmt: skip
+    for row, model in zip(grid_, MODELS, strict=True):
+        for ax, rate in zip(row, RATES_BITS_PER_S, strict=True):
+            shown = [p for p in points if (p["model"], p["rate_bits_per_s"]) == (model, rate)]
+            for system in SYSTEMS:
+                chosen = [p for p in shown if p["system"] == system]
+                plot(ax, system, [(p["nodes"], p["limit_s"] / p["step_s"]) for p in chosen])
+            ax.set_title(f"{model}, {rate / 1e9:g} Gbit/s")
+            _nodes_axis(ax)
+        row[0].set_ylabel("limit / step, %")
+    _finish(figure, grid_[0][0], name)
+
+
+def plot(ax: Axes, system: str, shares: Sequence[tuple[int, float]]) -> None:
+    """By nodes."""
+    style = LOOKS[system]
+    ax.plot(
+        [nodes for nodes, _ in sorted(shares)],
+        [100 * share for _, share in sorted(shares)],
+        color=style.light,
+        marker=style.marker,
+        linestyle=style.dashes,
+        markersize=5,
+        linewidth=1.3,
+        label=LABELS[system],
+    )
+
+
+def _nodes_axis(ax: Axes) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(NODES, [str(nodes) for nodes in NODES])
+    ax.minorticks_off()
+    ax.set_ylim(0, 104)
+    ax.set_xlabel("nodes")
+    ax.grid(visible=True, alpha=0.3)
+
+
+def draw_slices(points: Sequence[Point], name: str) -> None:
+    figure, ax = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    for nodes, shade in zip(NODES, pyplot.colormaps["viridis"].colors[::45], strict=False):
+        chosen = sorted(
+            (p["size"], p["step_s"])
+            for p in points
+            if p["experiment"] == "slices" and p["nodes"] == nodes
+        )
+        if chosen:
+            ax.plot(*zip(*chosen, strict=True), marker="o", color=shade, label=f"{nodes} nodes")
+    ax.axhline(COMPUTE_S, color="black", linestyle=":", linewidth=1)
+    ax.set(xscale="log", yscale="log", xlabel="elements per slice", ylabel="step, s")
+    ax.set_title("p3, resnet50, 10 Gbit/s; dotted: the compute")
+    ax.set_xticks(SLICES_ELEMS, [f"{elems:,}" for elems in SLICES_ELEMS], fontsize=7)
+    ax.set_yticks((0.25, 0.5, 1, 2), ("0.25", "0.5", "1", "2"))
+    ax.minorticks_off()
+    ax.grid(visible=True, alpha=0.3)
+    _finish(figure, ax, name)
+
+
+def draw_by_nodes(points: Sequence[tuple[str, Point]], name: str, panels: Sequence[str]) -> None:
+    size = (2.9 * len(panels), 3.3)
+    figure, row = pyplot.subplots(
+        1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    for ax, title in zip(row[0], panels, strict=True):
+        for system in ("ddp-tuned", "ring-tuned", "p3-fine"):
+            chosen = [p for panel, p in points if panel == title and p["system"] == system]
+            plot(ax, system, [(p["nodes"], COMPUTE_S / p["step_s"]) for p in chosen])
+        ax.set_title(title, fontsize=10)
+        _nodes_axis(ax)
+        ax.tick_params(axis="x", labelsize=7)
+    row[0][0].set_ylabel("compute / step, %")
+    _finish(figure, row[0][0], name)
+
+
+def _finish(figure: Any, first: Axes, name: str) -> None:
+    handles, labels = first.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    for suffix in ("svg", "png"):
+        figure.savefig(f"{name}.{suffix}", dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,104 @@
+"""What one simulation is asked: the lab's settings, and what no lab on one machine can have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
+from foreprop.lab.setting import DDP, DDP_TUNED, RING, LabSetting
+from foreprop.simulate.crowd import Crowd, plan_crowds
+
+SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
+_MOST_WORKERS_EACH = 1024
+"""When every node is simulated."""
+_USUAL_NODES_EACH = 64
+"""More than these are simulated by symmetry unless asked otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSetting(LabSetting):
+    """What can be simulated: fewer systems than the lab has, on more nodes."""
+
+    symmetric: bool | None = None
+    """One worker stands for all that do the same (`simulate.crowd`). None: above 64 nodes of one.
+
+    Nodes of several workers, which share relays and a link, are each simulated.
+    """
+    representatives: int = 1
+    """How many stand for the nodes that are not slow, if it is symmetric."""
+    slow_nodes: int = 0
+    """The last ones."""
+    slowdown: float = 0.0
+    """By what share their compute takes longer."""
+    step_jitter: float = 0.0
+    """Each worker's compute takes exp(this times a normal draw) as long, anew in each step."""
+    latency_s: float = 100e-6
+    """From one host to another, without queues: both links on the way together."""
+
+    known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
+    most_nodes: ClassVar[int] = 65_536
+
+    def __post_init__(self) -> None:
+        super(SimulatedSetting, self).__post_init__()
+        self._check_symmetric()
+        if not 0 <= self.slow_nodes < self.nodes:
+            raise ConfigError(
+                f"slow_nodes is {self.slow_nodes}; it must be at least 0 and below nodes,"
+                f" {self.nodes}"
+            )
+        if not 1 <= self.representatives <= self.nodes - self.slow_nodes:
+            raise ConfigError(
+                f"representatives is {self.representatives}; it must be at least 1 and at most"
+                f" {self.nodes - self.slow_nodes}, the nodes that are not slow"
+            )
+        for name in ("slowdown", "step_jitter", "latency_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+
+    def _check_symmetric(self) -> None:
+        if self.workers_per_node > 1 and self.symmetric:
+            raise ConfigError(
+                f"symmetric is True, but workers_per_node is {self.workers_per_node}: several"
+                " workers per node are simulated node by node only; leave symmetric (--symmetric)"
+                " out, or ask for one worker per node"
+            )
+        if self.is_symmetric:
+            return
+        if self.workers > _MOST_WORKERS_EACH:
+            raise ConfigError(self._too_many())
+        if self.representatives > 1:
+            raise ConfigError(f"representatives is {self.representatives}, but {self._why_each()}")
+
+    def _why_each(self) -> str:
+        if self.workers_per_node > 1:
+            return "several workers per node are simulated node by node; leave it out"
+        return f"every one of {self.nodes} nodes is simulated; ask for symmetric=True (--symmetric)"
+
+    def _too_many(self) -> str:
+        if self.workers_per_node > 1:
+            return (
+                f"workers_per_node is {self.workers_per_node} on {self.nodes} nodes; at most"
+                f" {_MOST_WORKERS_EACH} workers, as several per node are simulated node by node"
+            )
+        return (
+            f"nodes is {self.nodes}; at most {_MOST_WORKERS_EACH} if each is simulated, which"
+            " symmetric=False asks for"
+        )
+
+    @property
+    def is_symmetric(self) -> bool:
+        if self.symmetric is None:
+            return self.workers_per_node == 1 and self.nodes > _USUAL_NODES_EACH
+        return self.symmetric
+
+    @property
+    def crowds(self) -> list[Crowd]:
+        """Of all nodes, in order; each node by itself if it is not symmetric."""
+        each = None if not self.is_symmetric else self.representatives
+        return plan_crowds(
+            self.nodes, groups=each, slow_nodes=self.slow_nodes, slowdown=self.slowdown
+        )
