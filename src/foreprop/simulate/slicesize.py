@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from foreprop.config import FIRST_SLICE_ELEMS, Config
-from foreprop.lab import limit
 from foreprop.lab.profile import Layer, Profile
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_system
@@ -24,8 +23,8 @@ CANDIDATES = tuple(FIRST_SLICE_ELEMS * 2**power // 16 for power in range(9))
 """Elements: 3,125 to 800,000."""
 _MOST_SLICES = 4096
 """Of a model: more cost hosts too much, whatever a simulation says."""
-_MOST_NODES = 4
-"""That are simulated: more take long, and find the same sizes best."""
+_MOST_NODES_EACH = 4
+"""Of more, one worker stands for all, which is quicker and shows the same sizes as best."""
 _TOLERANCE = 0.005
 """Steps that differ by less are as good."""
 _SLICE_CPU_S = 60e-6
@@ -57,19 +56,17 @@ def choose_slice_elems(
     """The best of `CANDIDATES` for a session with this ``config``; deterministic.
 
     Sizes are tried from 50,000 on, smaller ones first, for as long as steps get shorter. More than
-    4 nodes are simulated as 4, on links on which a step's bytes take as long.
+    4 nodes are simulated by symmetry (`simulate.crowd`).
     """
-    few = min(nodes, _MOST_NODES)
-    rate = rate_bits_per_s * limit.wire_s(1, nodes=few, rate_bits_per_s=1.0)
-    rate /= limit.wire_s(1, nodes=nodes, rate_bits_per_s=1.0)
     setting = SimulatedSetting(
         profile=profile,
         systems=("p3",),
-        nodes=few,
+        nodes=nodes,
         scale=1,
         compute_s=compute_s,
-        rate_bits_per_s=rate,
+        rate_bits_per_s=rate_bits_per_s,
         latency_s=latency_s,
+        symmetric=nodes > _MOST_NODES_EACH,
     )
     layers = setting.layers
     sizes = [size for size in CANDIDATES if slices_of(layers, size) <= _MOST_SLICES]
