@@ -381,7 +381,8 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
                 return kind(text)
             except ValueError as error:
                 number = "a whole number" if kind is int else "a number"
-                raise ConfigError(f"{name} is {text!r}; it must be {number}") from error
+                wanted = " or ".join([number, *map(repr, filter(None, _choices(hint)))])
+                raise ConfigError(f"{name} is {text!r}; it must be {wanted}") from error
     return text
 
 
