@@ -40,7 +40,7 @@ endif
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
 	$(BIN)/foreprop demo
 
-check: $(STAMP) ## lint, format, types and unit tests, in under a minute
+check: $(STAMP) ## lint, format, types and unit tests, in under two minutes
 	scripts/check
 
 clean: ## remove .venv, caches and build output
