@@ -7,11 +7,10 @@ from collections.abc import Hashable, Iterator
 from foreprop.doctor.records import Attempt, Examination, Facts, Finding
 from foreprop.doctor.words import (
     both_stayed,
-    groups,
+    differing,
     is_address,
     is_loopback,
     known_facts,
-    odd_ones,
 )
 
 
@@ -40,14 +39,13 @@ def _find_one_name(examination: Examination, name: str) -> Iterator[Finding]:
                     yield _leads_to_itself(host.name, name, entry.addresses[0], meeting=meeting)
             else:
                 first[host.name] = entry.addresses[0]
-    if len(set(first.values())) > 1:
-        yield Finding(
-            severity="warning",
-            check="names",
-            hosts=odd_ones(first),
-            found=f"the name {name!r} means different addresses: {groups(first)}",
-            advice="make /etc/hosts or DNS say the same on all hosts, or use addresses",
-        )
+    yield from differing(
+        f"the name {name!r} means different addresses",
+        first,
+        severity="warning",
+        check="names",
+        advice="make /etc/hosts or DNS say the same on all hosts, or use addresses",
+    )
 
 
 def _unresolved(host: str, name: str, error: str, *, meeting: bool) -> Finding:

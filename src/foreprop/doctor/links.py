@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from foreprop.doctor.records import Examination, Finding
 from foreprop.doctor.speed import SLOW_RATE, best_rates
-from foreprop.doctor.words import groups, is_loopback, known_facts, odd_ones, rate_text, time_text
+from foreprop.doctor.words import differing, is_loopback, known_facts, rate_text, time_text
 
 CLOCK_S = 0.010
 """Steps take tens of milliseconds: clocks that differ by more put a trace's events in another."""
@@ -21,29 +21,27 @@ def find_links(examination: Examination) -> Iterator[Finding]:
         if facts.address is not None and not is_loopback(facts.address)
     ]
     mtus: dict[str, Hashable] = {n: f.mtu_bytes for n, f in known if f.mtu_bytes is not None}
-    if len(set(mtus.values())) > 1:
-        yield Finding(
-            severity="warning",
-            check="link",
-            hosts=odd_ones(mtus),
-            found=f"the interfaces' MTU differs: {groups(mtus)}",
-            advice="set one MTU on all hosts and switches (ip link set dev IFACE mtu 1500): where"
-            " it changes on the way, large packets may vanish",
-        )
+    yield from differing(
+        "the interfaces' MTU differs",
+        mtus,
+        severity="warning",
+        check="link",
+        advice="set one MTU on all hosts and switches (ip link set dev IFACE mtu 1500): where"
+        " it changes on the way, large packets may vanish",
+    )
     speeds: dict[str, Hashable] = {
         name: rate_text(facts.speed_bits_per_s)
         for name, facts in known
         if facts.speed_bits_per_s is not None
     }
-    if len(set(speeds.values())) > 1:
-        yield Finding(
-            severity="warning",
-            check="link",
-            hosts=odd_ones(speeds),
-            found=f"the links' speed differs: {groups(speeds)}",
-            advice="every step waits for the slowest: see its cable, switch port and negotiation"
-            " (ethtool), or choose another interface with FOREPROP_INTERFACE",
-        )
+    yield from differing(
+        "the links' speed differs",
+        speeds,
+        severity="warning",
+        check="link",
+        advice="every step waits for the slowest: see its cable, switch port and negotiation"
+        " (ethtool), or choose another interface with FOREPROP_INTERFACE",
+    )
     for name, facts in known:
         if facts.full_duplex is False:
             yield Finding(
@@ -113,15 +111,14 @@ def find_kernels(examination: Examination) -> Iterator[Finding]:
         for name, facts in known_facts(examination)
         if facts.congestion_control is not None
     }
-    if len(set(controls.values())) > 1:
-        yield Finding(
-            severity="hint",
-            check="window",
-            hosts=odd_ones(controls),
-            found=f"TCP's congestion control differs: {groups(controls)}",
-            advice="one may take the other's share of a link: set net.ipv4.tcp_congestion_control"
-            " alike",
-        )
+    yield from differing(
+        "TCP's congestion control differs",
+        controls,
+        severity="hint",
+        check="window",
+        advice="one may take the other's share of a link: set net.ipv4.tcp_congestion_control"
+        " alike",
+    )
     worst: dict[tuple[int, str], _Window] = {}
     for window in _windows(examination):
         if window.allowed_bytes < window.needed_bytes:

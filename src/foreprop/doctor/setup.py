@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 
 from foreprop.doctor.records import Examination, Examined, Facts, Failure, Finding, Severity
-from foreprop.doctor.words import Known, groups, known_facts, odd_ones
+from foreprop.doctor.words import Known, differing, groups, known_facts
 
 _BASE_FILES = 128
 """What torch and Python open by themselves, rounded up."""
@@ -89,33 +89,23 @@ def find_versions(examination: Examination) -> Iterator[Finding]:
             )
     if not known:
         return
-    for what, values in (
-        ("foreprop", {name: facts.foreprop for name, facts in known}),
-        ("torch", _torches(known)),
-        ("byte order", {name: facts.byteorder for name, facts in known}),
-    ):
-        yield from _differing(what, values, "error", f"install the same {what} everywhere")
+    ours = {name: facts.foreprop for name, facts in known}
+    orders = {name: facts.byteorder for name, facts in known}
     pythons = {name: ".".join(facts.python.split(".")[:2]) for name, facts in known}
-    yield from _differing("Python", pythons, "warning", "use the same Python everywhere")
+    one_order = "foreprop sends numbers as they are in memory: use machines of one byte order"
+    versions: list[tuple[str, Mapping[str, Hashable], Severity, str]] = [
+        ("foreprop", ours, "error", "install the same foreprop everywhere"),
+        ("torch", _torches(known), "error", "install the same torch everywhere"),
+        ("byte order", orders, "error", one_order),
+        ("Python", pythons, "warning", "use the same Python everywhere"),
+    ]
+    for what, values, severity, advice in versions:
+        told = f"{what} differs"
+        yield from differing(told, values, severity=severity, check="versions", advice=advice)
 
 
 def _torches(known: Known) -> dict[str, Hashable]:
     return {name: facts.torch for name, facts in known if facts.torch is not None}
-
-
-def _differing(
-    what: str, values: Mapping[str, Hashable], severity: Severity, advice: str
-) -> Iterator[Finding]:
-    if len(set(values.values())) > 1:
-        if what == "byte order":
-            advice = "foreprop sends numbers as they are in memory: use machines of one byte order"
-        yield Finding(
-            severity=severity,
-            check="versions",
-            hosts=odd_ones(values),
-            found=f"{what} differs: {groups(values)}",
-            advice=advice,
-        )
 
 
 # Processors and limits.
@@ -125,14 +115,13 @@ def find_processors(examination: Examination) -> Iterator[Finding]:
             yield from _find_threads(host, host.facts)
             yield from _find_load(host.name, host.facts)
     cpus: dict[str, Hashable] = {name: facts.cpus for name, facts in known_facts(examination)}
-    if len(set(cpus.values())) > 1:
-        yield Finding(
-            severity="hint",
-            check="processors",
-            hosts=odd_ones(cpus),
-            found=f"the number of CPUs differs: {groups(cpus)}",
-            advice="where the CPU computes, every step waits for the slowest host",
-        )
+    yield from differing(
+        "the number of CPUs differs",
+        cpus,
+        severity="hint",
+        check="processors",
+        advice="where the CPU computes, every step waits for the slowest host",
+    )
 
 
 def _find_threads(host: Examined, facts: Facts) -> Iterator[Finding]:

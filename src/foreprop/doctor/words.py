@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 
-from foreprop.doctor.records import Examination, Facts
+from foreprop.doctor.records import Examination, Facts, Finding, Severity
 
 Known = list[tuple[str, Facts]]
 
@@ -33,6 +33,20 @@ def odd_ones(values: Mapping[str, Hashable]) -> list[str]:
     """Those that do not have the most common value."""
     (common, _), *_ = Counter(values.values()).most_common(1)
     return [name for name, value in values.items() if value != common]
+
+
+def differing(
+    told: str, values: Mapping[str, Hashable], *, severity: Severity, check: str, advice: str
+) -> Iterator[Finding]:
+    """One finding if the hosts do not all have the same value: ``told``, and who has which."""
+    if len(set(values.values())) > 1:
+        yield Finding(
+            severity=severity,
+            check=check,
+            hosts=odd_ones(values),
+            found=f"{told}: {groups(values)}",
+            advice=advice,
+        )
 
 
 def is_loopback(text: str) -> bool:
