@@ -62,6 +62,10 @@ class CudaClock:
         return float(earlier.elapsed_time(later)) / 1e3
 
 
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
 class Watch:
     """Notes when arrays are first used, and when their gradients are ready, while it is entered.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from foreprop.training.attribution import Attribution, attribute
 from foreprop.training.embeddings import EMBEDDINGS
 from foreprop.training.optimizer import named_parameters
 from foreprop.training.parameter import count_rows
-from foreprop.training.passes import Clock, CudaClock, HostClock, Passes, Watch
+from foreprop.training.passes import Clock, HostClock, Passes, Watch, clock_of
 from foreprop.training.session import is_managed
 from foreprop.training.untouched import Untouched
 
@@ -74,12 +74,38 @@ def profile(
             measured = _Measurement(model, named, passes, clock, steps=steps, warm_up=warm_up)
     finally:
         untouched.restore()
-    return Profile(
+    return profile_from(
+        measured.attribution,
+        named,
+        measured.shares(),
         name=name or type(model).__name__,
-        arrays=measured.arrays(),
         note=f"measured on {_device_text(clock, named)}, medians of {steps}{measured.left_out()}",
-        before_first_use_s=measured.attribution.before_first_use_s,
-        after_last_gradient_s=measured.attribution.after_last_gradient_s,
+    )
+
+
+def profile_from(
+    found: Attribution, named: Named, shares: Mapping[int, float], *, name: str, note: str = ""
+) -> Profile:
+    """``shares`` of the rows that a step touches, by number, of the arrays where they are known."""
+    arrays = [
+        ProfiledArray(
+            name=named[number][0],
+            shape=tuple(named[number][1].shape),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            alpha=shares.get(number),
+            dtype=str(named[number][1].dtype).removeprefix("torch."),
+        )
+        for number, forward_s, backward_s in zip(
+            found.order, found.forward_s, found.backward_s, strict=True
+        )
+    ]
+    return Profile(
+        name=name,
+        arrays=tuple(arrays),
+        note=note,
+        before_first_use_s=found.before_first_use_s,
+        after_last_gradient_s=found.after_last_gradient_s,
     )
 
 
@@ -131,24 +157,9 @@ class _Measurement:
                 share = count_rows(gradient) / len(parameter)
                 self._shares.setdefault(number, []).append(share)
 
-    def arrays(self) -> tuple[ProfiledArray, ...]:
-        found = self.attribution
-        return tuple(
-            self._array(*entry)
-            for entry in zip(found.order, found.forward_s, found.backward_s, strict=True)
-        )
-
-    def _array(self, number: int, forward_s: float, backward_s: float) -> ProfiledArray:
-        name, parameter = self._named[number]
-        shares = self._shares.get(number)
-        return ProfiledArray(
-            name=name,
-            shape=tuple(parameter.shape),
-            forward_s=forward_s,
-            backward_s=backward_s,
-            alpha=None if shares is None else statistics.fmean(shares),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-        )
+    def shares(self) -> dict[int, float]:
+        """Of the rows that a step touches, by the number of each array that is a table."""
+        return {number: statistics.fmean(shares) for number, shares in self._shares.items()}
 
     def left_out(self) -> str:
         """What has no place in the profile: nothing of it is sent."""
@@ -232,7 +243,7 @@ def _clock_of(model: torch.nn.Module, named: Named) -> Clock:
         where = ", ".join(sorted(map(str, devices)))
         raise ConfigError(f"parameters are on {where}; they must be on the CPU, or on one CUDA GPU")
     (device,) = devices
-    return HostClock() if device.type == "cpu" else CudaClock(device)
+    return clock_of(device)
 
 
 def _device_text(clock: Clock, named: Named) -> str:

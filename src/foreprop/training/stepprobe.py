@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from foreprop.lab.profile import Profile, ProfiledArray
+from foreprop.lab.profile import Profile
 from foreprop.training.attribution import PassRecord, attribute
 from foreprop.training.parameter import SynchronisedParameter
-from foreprop.training.passes import Clock, CudaClock, HostClock, Mark
+from foreprop.training.passes import Clock, Mark, clock_of
+from foreprop.training.profile import profile_from
 
 
 class StepProbe:
@@ -99,30 +100,12 @@ class StepProbe:
         )
         if not found.order:
             return None
-        arrays = []
-        for number, forward_s, backward_s in zip(
-            found.order, found.forward_s, found.backward_s, strict=True
-        ):
-            parameter = self._parameters[number]
-            arrays.append(
-                ProfiledArray(
-                    name=parameter.name,
-                    shape=tuple(parameter.parameter.shape),
-                    forward_s=forward_s,
-                    backward_s=backward_s,
-                    alpha=shares.get(parameter.name),
-                    dtype=str(parameter.parameter.dtype).removeprefix("torch."),
-                )
-            )
-        return Profile(
-            name=name,
-            arrays=tuple(arrays),
-            before_first_use_s=found.before_first_use_s,
-            after_last_gradient_s=found.after_last_gradient_s,
-        )
+        named = [(parameter.name, parameter.parameter) for parameter in self._parameters]
+        numbered = {n: shares[own] for n, (own, _) in enumerate(named) if own in shares}
+        return profile_from(found, named, numbered, name=name)
 
 
 def _clock_for(parameters: Sequence[SynchronisedParameter]) -> Clock:
     devices = {parameter.parameter.device for parameter in parameters}
     gpus = [device for device in devices if device.type == "cuda"]
-    return CudaClock(gpus[0]) if gpus else HostClock()
+    return clock_of((gpus or list(devices))[0])
