@@ -5,18 +5,19 @@ from __future__ import annotations
 from foreprop.config import Config
 from foreprop.engine.world import Look, World
 
-_PATIENCE_S = 60.0
-"""Rank 0 may simulate for so long before anybody reports a stall."""
-
 
 class Board:
     """Words that all ranks leave for each other in the store, under one key."""
 
-    def __init__(self, world: World, config: Config, key: str, look: Look) -> None:
+    def __init__(
+        self, world: World, config: Config, key: str, look: Look, *, patience_s: float = 0.0
+    ) -> None:
+        """``patience_s``: a wait is reported as a stall only after that, if it is longer."""
         self._world = world
         self._config = config
         self._key = key
         self._look = look
+        self._report_s = max(patience_s, config.stall_report_s)
 
     def tell(self, key: str, value: str) -> None:
         self._world.publish(f"{self._key}/{key}", value)
@@ -29,7 +30,7 @@ class Board:
             setting="step_timeout_s",
             what=what,
             look=self._look,
-            report_s=max(_PATIENCE_S, self._config.stall_report_s),
+            report_s=self._report_s,
         )
         return found.decode()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from foreprop.analytic.deployment import ACKNOWLEDGED
 from foreprop.doctor.records import Flow, Peer
@@ -40,8 +41,7 @@ class Board(Protocol):
         """A key's value, waiting for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """One node's way to the next: payload as that one counted it, a message there and back."""
 
     sent_bits_per_s: float
@@ -58,7 +58,8 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
     listener = Listener(listen(address), node, token)
     try:
-        board.tell(f"address/{node}", json.dumps([address, listener.port]))
+        here = Peer(host=node, address=address, port=listener.port)
+        board.tell(f"address/{node}", msgspec.json.encode(here).decode())
         peer = _peer(board, (node + 1) % nodes)
         trip = ping(node, peer, token, _PING_S)
         _meet(board, "pinged", node, nodes)
@@ -68,8 +69,8 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
             round_trip_s=trip.median_s,
             error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
         )
-        board.tell(f"report/{node}", json.dumps(asdict(report)))
-        reports = [Report(**json.loads(_hear_report(board, other))) for other in range(nodes)]
+        board.tell(f"report/{node}", msgspec.json.encode(report).decode())
+        reports = [_hear_report(board, other) for other in range(nodes)]
     finally:
         listener.close()
     return conclude(reports)
@@ -87,13 +88,13 @@ def conclude(reports: Sequence[Report]) -> Links:
     )
 
 
-def _hear_report(board: Board, node: int) -> str:
-    return board.hear(f"report/{node}", f"node {node}'s measurement of its links")
+def _hear_report(board: Board, node: int) -> Report:
+    told = board.hear(f"report/{node}", f"node {node}'s measurement of its links")
+    return msgspec.json.decode(told, type=Report)
 
 
 def _peer(board: Board, node: int) -> Peer:
-    address, port = json.loads(board.hear(f"address/{node}", f"node {node}'s address"))
-    return Peer(host=node, address=address, port=port)
+    return msgspec.json.decode(board.hear(f"address/{node}", f"node {node}'s address"), type=Peer)
 
 
 def _meet(board: Board, name: str, node: int, nodes: int) -> None:

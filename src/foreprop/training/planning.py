@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -44,10 +44,11 @@ from foreprop.training.stepprobe import StepProbe
 
 MEASURED_STEPS = 4
 """The first of them, which shows the order of first uses, is not watched."""
+_PATIENCE_S = 60.0
+"""Rank 0 may simulate for so long before anybody reports a stall."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What a session goes on with, and the step that the model predicts for it, seconds.
 
     Without a prediction nothing was planned but what goes by rows.
@@ -121,7 +122,8 @@ class Planning:
 
         ``look`` raises what has gone wrong meanwhile.
         """
-        board = Board(self._world, self._config, f"plan/{session_id}", look)
+        key = f"plan/{session_id}"
+        board = Board(self._world, self._config, key, look, patience_s=_PATIENCE_S)
         shares = {} if self._count is None else agree_on_shares(self._count.end(), board)
         row_wise, table = self._choose_tables(shares)
         if self.probe is None:
@@ -136,9 +138,8 @@ class Planning:
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
                 plan = plan_session(setting, self._config, row_wise, table, servable=self._servable)
-            board.tell("plan", json.dumps(asdict(plan) | {"row_wise": sorted(plan.row_wise)}))
-        heard = json.loads(board.hear("plan", "rank 0's plan"))
-        return Plan(**(heard | {"row_wise": frozenset(heard["row_wise"])}))
+            board.tell("plan", msgspec.json.encode(plan).decode())
+        return msgspec.json.decode(board.hear("plan", "rank 0's plan"), type=Plan)
 
     def _choose_tables(self, shares: Mapping[str, float]) -> tuple[frozenset[str], str]:
         """The names of what goes by rows, and a table about it."""

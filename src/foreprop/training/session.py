@@ -27,6 +27,7 @@ from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
 from foreprop.training.backend import Engine, Setup
+from foreprop.training.board import Board
 from foreprop.training.compute_trace import ComputeTrace
 from foreprop.training.embeddings import Embeddings, check_kind, check_rest
 from foreprop.training.hybrid import connect, needs_another_backend
@@ -626,7 +627,12 @@ class Session:
 
     def _learn_priorities(self) -> None:
         """Rank 0's order of first use becomes everybody's priorities."""
-        key = f"priorities/{self._backend.session_id}"
+        board = Board(
+            self._world,
+            self.config,
+            f"priorities/{self._backend.session_id}",
+            self.engine.raise_if_failed,
+        )
         for parameter in self._parameters:
             parameter.unwatch()
         self._forget_forward_hook()
@@ -634,18 +640,10 @@ class Session:
             used = set(self._use_order)
             rest = [i for i in range(len(self._parameters)) if i not in used]
             order = self._use_order + rest
-            self._world.publish(key, json.dumps(order))
+            board.tell("order", json.dumps(order))
         else:
             what = "rank 0's first step (its forward pass gives the priorities)"
-            found = self._world.lookup(
-                key,
-                timeout_s=self.config.step_timeout_s,
-                setting="step_timeout_s",
-                what=what,
-                look=self.engine.raise_if_failed,
-                report_s=self.config.stall_report_s,
-            )
-            order = json.loads(found)
+            order = json.loads(board.hear("order", what))
         self.engine.learn_priorities(order)
 
     def _forget_forward_hook(self) -> None:

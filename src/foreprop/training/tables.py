@@ -24,6 +24,7 @@ from foreprop.engine.keptrows import VALUES, KeptRows
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError
 from foreprop.training.backend import Backend, RowEngine
+from foreprop.training.board import Board
 from foreprop.training.buffers import ModelHook
 from foreprop.training.remote import RemoteTable
 
@@ -54,7 +55,8 @@ class RemoteTables:
         self._backend = backend
         self._world = world
         self._config = config
-        self._key = f"tables/{backend.session_id}"
+        look = backend.engine.raise_if_failed
+        self._board = Board(world, config, f"tables/{backend.session_id}", look)
         self._changes = 0
         self._aside = False
 
@@ -215,8 +217,8 @@ class RemoteTables:
         for table in self._by_name.values():
             table.check_stepped()
         self._changes += 1
-        key = f"{self._key}/{self._changes}"
-        self._world.publish(f"{key}/here/{self._world.rank}", _DONE)
+        key = str(self._changes)
+        self._board.tell(f"{key}/here/{self._world.rank}", _DONE)
         if self._world.rank == 0:
             self._lead(key, work)
         else:
@@ -227,35 +229,26 @@ class RemoteTables:
 
     def _lead(self, key: str, work: Callable[[], Iterator[None]]) -> None:
         for rank in range(1, self._world.size):
-            self._lookup(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
+            self._board.hear(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
         done = 0
         try:
             self._rows.settle_rows()  # the updates so far are of the old values
             for done, _ in enumerate(work(), 1):
-                self._world.publish(f"{key}/{done - 1}", _MORE)
+                self._board.tell(f"{key}/{done - 1}", _MORE)
         except BaseException as error:
-            self._world.publish(f"{key}/{done}", f"{_FAILED}{error}")
+            self._board.tell(f"{key}/{done}", f"{_FAILED}{error}")
             raise
-        self._world.publish(f"{key}/{done}", _DONE)
+        self._board.tell(f"{key}/{done}", _DONE)
 
     def _follow(self, key: str) -> None:
         done, told = 0, _MORE
         while told == _MORE:
-            told = self._lookup(f"{key}/{done}", f"part {done} of rank 0's change of remote tables")
+            told = self._board.hear(
+                f"{key}/{done}", f"part {done} of rank 0's change of remote tables"
+            )
             done += 1
         if told != _DONE:
             raise ConfigError(f"rank 0 could not change its tables: {told.removeprefix(_FAILED)}")
-
-    def _lookup(self, key: str, what: str) -> str:
-        found = self._world.lookup(
-            key,
-            timeout_s=self._config.step_timeout_s,
-            setting="step_timeout_s",
-            what=what,
-            look=self._backend.engine.raise_if_failed,
-            report_s=self._config.stall_report_s,
-        )
-        return found.decode()
 
 
 def _in_groups(parts: Iterator[KeptRows], size: int) -> Iterator[list[Any]]:
