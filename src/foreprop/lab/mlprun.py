@@ -21,10 +21,10 @@ from foreprop.lab.machine import busy_s
 from foreprop.lab.mlp import IMAGES, P2P, SERVERS, MlpSetting, MlpSteps, serve_mlp_node
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.lab.records import CPU_BOUND_SHARE, Spread
+from foreprop.lab.systems import DISCARDED_STEPS, means
 from foreprop.simulate.hosts import Hosts
 
 _BLOCK_STEPS = 10
-_DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
 _WARM_UP_STEPS = 9  # until a ring has planned twice
 
 
@@ -112,18 +112,13 @@ def run_mlp(
 
 def _block(cluster: Cluster, setting: MlpSetting, name: str, count: int, tally: _Tally) -> None:
     busy_before_s, used_before_s, before_s = busy_s(), cluster.cpu_s(), time.monotonic()
-    answers: list[MlpSteps] = cluster.ask_all(("steps", name, count + _DISCARDED_STEPS))
+    answers: list[MlpSteps] = cluster.ask_all(("steps", name, count + DISCARDED_STEPS))
     tally.wall_s += time.monotonic() - before_s
     tally.busy_s += max(busy_s() - busy_before_s, cluster.cpu_s() - used_before_s)
     workers = answers[: setting.workers]
-    tally.step_s += _means([worker.steps.step_s for worker in workers])
-    tally.waited_s += _means([worker.steps.waited_s for worker in workers])
-    tally.losses.append(statistics.fmean(_means([worker.losses for worker in workers])))
-
-
-def _means(lists: Sequence[Sequence[float]]) -> list[float]:
-    """Of each step over the workers, the first ones left out."""
-    return [statistics.fmean(values) for values in zip(*lists, strict=True)][_DISCARDED_STEPS:]
+    tally.step_s += means([worker.steps.step_s for worker in workers])
+    tally.waited_s += means([worker.steps.waited_s for worker in workers])
+    tally.losses.append(statistics.fmean(means([worker.losses for worker in workers])))
 
 
 def _record(setting: MlpSetting, name: str, tally: _Tally) -> MlpRecord:

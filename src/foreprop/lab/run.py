@@ -36,12 +36,14 @@ from foreprop.lab.setting import (
     LabSetting,
 )
 from foreprop.lab.systems import (
+    DISCARDED_STEPS,
     DdpSystem,
     ForepropSystem,
     Steps,
     System,
     join_process_group,
     local_aggregation,
+    means,
 )
 from foreprop.version import __version__
 
@@ -50,7 +52,6 @@ Sample = tuple[float, int, int]
 """(seconds since the first sample, bytes sent, bytes received since then)."""
 
 _BLOCK_STEPS = 5
-_DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
 _TUNING_STEPS = 2
 _PLANNING_STEPS = 4 + 5
 """What `training.planning` measures, and what the new connections need to settle."""
@@ -102,7 +103,7 @@ def _cluster(setting: LabSetting, network: Network | None) -> Cluster:
 
 def sampled_steps(setting: LabSetting) -> int:
     """The steps during which `LabResult.samples` were taken."""
-    return min(_BLOCK_STEPS, setting.iterations) + _DISCARDED_STEPS
+    return min(_BLOCK_STEPS, setting.iterations) + DISCARDED_STEPS
 
 
 def _network(setting: LabSetting) -> Network:
@@ -185,7 +186,7 @@ class _Run:
         for name in setting.systems:
             self._progress(f"{name}: warming up")
             planning = _PLANNING_STEPS if name in AUTO else 0
-            steps = max(1, setting.warm_up - _DISCARDED_STEPS) + planning
+            steps = max(1, setting.warm_up - DISCARDED_STEPS) + planning
             self._block(name, steps, sample=False)
         blocks = -(-setting.iterations // _BLOCK_STEPS)
         sampled = setting.sample_network and not self._paced  # without links, nothing counts
@@ -203,21 +204,17 @@ class _Run:
         tally.wall_s += time.monotonic() - before
         tally.cpu_s += self._cluster.cpu_s() - cpu_before
         tally.busy_s += busy_s() - busy_before
-        tally.steps += count + _DISCARDED_STEPS
+        tally.steps += count + DISCARDED_STEPS
         tally.step_s += step_s
         tally.waited_s += waited_s
 
     def _block(self, name: str, count: int, *, sample: bool) -> tuple[list[float], list[float]]:
         """Steps of all workers; of each step the mean over them, the first ones left out."""
-        answers = self._cluster.ask_all(("steps", name, count + _DISCARDED_STEPS, sample))
+        answers = self._cluster.ask_all(("steps", name, count + DISCARDED_STEPS, sample))
         if sample:
             self.samples[name] = answers[0][1]
         workers: list[Steps] = [steps for steps, _ in answers]
-        means = [
-            [statistics.fmean(values) for values in zip(*lists, strict=True)][_DISCARDED_STEPS:]
-            for lists in ([w.step_s for w in workers], [w.waited_s for w in workers])
-        ]
-        return means[0], means[1]
+        return means([w.step_s for w in workers]), means([w.waited_s for w in workers])
 
     def end(self) -> None:
         for name, tally in self._tallies.items():

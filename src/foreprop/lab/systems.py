@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +26,14 @@ class Steps:
 
     step_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
+
+
+DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
+
+
+def means(lists: Sequence[Sequence[float]]) -> list[float]:
+    """Of each step of a block over the workers, the first ones left out."""
+    return [statistics.fmean(values) for values in zip(*lists, strict=True)][DISCARDED_STEPS:]
 
 
 class System(Protocol):
