@@ -10,9 +10,9 @@ from pathlib import Path
 
 from foreprop.analytic.deployment import deployment_of
 from foreprop.analytic.refined import step_s
+from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.lab.profile import load_profile
 from foreprop.lab.records import read_records
-from foreprop.lab.setting import SLICE_ELEMS
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
 

@@ -20,6 +20,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.lab.charts import STYLES, Style
 from foreprop.lab.profile import load_profile
 from foreprop.simulate.hosts import Hosts
@@ -35,7 +36,6 @@ COMPUTE_S = 0.25
 LATENCY_S = 50e-6
 HOSTS = Hosts(worker_frame_s=8e-6, server_frame_s=18e-6)
 """Halves of what `foreprop bench overhead` measures for a slice, pushed and answered."""
-SLICE_ELEMS = 50_000
 SLICES_PER_SERVER = 16
 LEAST_SLICE_ELEMS = 6_250
 """Of p3-fine: so many for each server, but no smaller than this."""

@@ -20,7 +20,7 @@ from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.manifest import Knobs, Reply, WireDtype
 from foreprop.core.rowinit import check_table_init
 from foreprop.core.sendqueue import Order
-from foreprop.core.slicing import Granularity, Placement
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, SLICE_ELEMS, Granularity, Placement
 from foreprop.errors import ConfigError
 
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
@@ -67,9 +67,6 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
 
-FIRST_SLICE_ELEMS = 50_000
-"""What ``slice_elems="auto"`` begins with."""
-
 _OTHER_VARIABLES = frozenset({"FOREPROP_PRESET", "FOREPROP_DATA"})
 
 
@@ -102,12 +99,12 @@ class Config:
     )
     placement: Placement = _setting("round_robin", "which server gets which piece")
     slice_elems: SliceElems = _setting(
-        FIRST_SLICE_ELEMS,
+        SLICE_ELEMS,
         "elements per slice (P3 section 5.7); auto: as the first steps and the links suggest",
         1,
     )
     big_array_elems: int = _setting(
-        1_000_000, "placement=kvstore: arrays above this are split over all servers", 1
+        BIG_ARRAY_ELEMS, "placement=kvstore: arrays above this are split over all servers", 1
     )
     placement_seed: int = _setting(0, "placement=kvstore: added to the hash that picks a server", 0)
     servers_per_node: int = _setting(1, "servers started beside each node's workers", 0)
@@ -304,7 +301,7 @@ class Config:
     @property
     def cut_elems(self) -> int:
         """``slice_elems`` as a number: as long as it is to be found, what is begun with."""
-        return FIRST_SLICE_ELEMS if self.slice_elems == "auto" else self.slice_elems
+        return SLICE_ELEMS if self.slice_elems == "auto" else self.slice_elems
 
     @property
     def most_collectives(self) -> int:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from foreprop.config import PRESETS, Config
-from foreprop.core.slicing import Partition
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, SLICE_ELEMS, Partition
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer
-from foreprop.lab.setting import BIG_ARRAY_ELEMS, BUCKET_BYTES, DDP, RING, SLICE_ELEMS, LabSetting
+from foreprop.lab.setting import BUCKET_BYTES, DDP, RING, LabSetting
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.link import HEADERS_BYTES, PACKET_BYTES
 

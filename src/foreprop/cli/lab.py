@@ -13,6 +13,7 @@ from rich.table import Table
 
 from foreprop.cli.folder import writable
 from foreprop.cli.mlp import mlp
+from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.errors import ConfigError
 from foreprop.lab.ablation import ABLATION
 from foreprop.lab.language import (
@@ -26,7 +27,7 @@ from foreprop.lab.languagerecords import LanguageRecord, with_bytes
 from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.lab.records import Record, write_records
 from foreprop.lab.run import run_lab, sampled_steps
-from foreprop.lab.setting import SLICE_ELEMS, SYSTEMS, LabSetting, usual_compute_s
+from foreprop.lab.setting import SYSTEMS, LabSetting, usual_compute_s
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import SIMULATED, simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting

@@ -28,6 +28,10 @@ class Slice(NamedTuple):
         return self.stop_elems - self.start_elems
 
 
+SLICE_ELEMS = 50_000
+"""P3's choice (section 5.7)."""
+BIG_ARRAY_ELEMS = 1_000_000
+"""KVStore splits larger arrays over all servers."""
 _KVSTORE_PRIME = 9973
 
 
@@ -38,8 +42,8 @@ class Partition:
     granularity: Granularity = "slice"
     placement: Placement = "round_robin"
     servers: int = 1
-    slice_elems: int = 50_000
-    big_array_elems: int = 1_000_000
+    slice_elems: int = SLICE_ELEMS
+    big_array_elems: int = BIG_ARRAY_ELEMS
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -30,7 +30,6 @@ class Kind(IntEnum):
 
     HELLO = 1  # W: the manifest as JSON, the first frame on a connection
     WELCOME = 2  # S: every worker's hello agrees
-    REFUSE = 3  # S: this hello does not agree; both sides' values
     HYPERPARAMETERS = 4  # W: the optimizer's numbers from this step on
     VALUE = 5  # W (rank 0): a slice's parameter values, from before this step's push
     PUSH = 6  # W: a slice's gradient

@@ -684,7 +684,7 @@ class WorkerEngine:
             return _STATUS_LIMIT_BYTES
         if kind in (Kind.NORM_PART, Kind.NORM):
             return ENCODED_BYTES if kind == Kind.NORM_PART else NORM_BYTES
-        return MAX_CONTROL_BYTES if kind in (Kind.FAILURE, Kind.REFUSE) else 0
+        return MAX_CONTROL_BYTES if kind == Kind.FAILURE else 0
 
     def _kept_limit_bytes(self, place: int) -> int:
         known = 0 <= place < len(self.rows.shards)

@@ -15,9 +15,10 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, SLICE_ELEMS
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
 from foreprop.lab import mxnet_worker
-from foreprop.lab.setting import BIG_ARRAY_ELEMS, SLICE_ELEMS, LabSetting
+from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import Steps
 
 P3 = "mxnet-p3"

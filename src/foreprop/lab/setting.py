@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from foreprop.config import PRESETS
+from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer, Profile
@@ -23,10 +24,8 @@ SYSTEMS = (*PRESETS, RING, *AUTO, DDP, DDP_TUNED, *MXNET)
 SIZE_MARK = "@"
 """``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
 
-SLICE_ELEMS = 50_000
-BIG_ARRAY_ELEMS = 1_000_000
 BUCKET_BYTES = 25 * 2**20
-"""Unscaled sizes: slices (P3 section 5.7), KVStore's big arrays, DDP's buckets."""
+"""DDP's buckets, unscaled."""
 CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
 """What ddp-tuned tries, unscaled."""
 

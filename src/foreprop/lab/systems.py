@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.config import PRESETS, Config, LocalAggregation
+from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.lab.setting import AUTO, BIG_ARRAY_ELEMS, RING, SIZE_MARK, LabSetting
+from foreprop.lab.setting import AUTO, RING, SIZE_MARK, LabSetting
 from foreprop.training.parallelize import parallelize
 
 _DEFAULT = Config()

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from foreprop.config import FIRST_SLICE_ELEMS, Config
+from foreprop.config import Config
+from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.lab.profile import Layer, Profile
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 
-CANDIDATES = tuple(FIRST_SLICE_ELEMS * 2**power // 16 for power in range(9))
+CANDIDATES = tuple(SLICE_ELEMS * 2**power // 16 for power in range(9))
 """Elements: 3,125 to 800,000."""
 _MOST_SLICES = 4096
 """Of a model: more cost hosts too much, whatever a simulation says."""
@@ -78,7 +79,7 @@ def choose_slice_elems(
 
 def search(sizes: Sequence[int], step_s: Callable[[int], float]) -> dict[int, float]:
     """The steps of those that are worth trying; ``sizes`` ascend."""
-    start = min(range(len(sizes)), key=lambda place: abs(sizes[place] - FIRST_SLICE_ELEMS))
+    start = min(range(len(sizes)), key=lambda place: abs(sizes[place] - SLICE_ELEMS))
     tried = {sizes[start]: step_s(sizes[start])}
     for way in (reversed(sizes[:start]), sizes[start + 1 :]):
         worse = 0
