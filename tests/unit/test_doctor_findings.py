@@ -231,14 +231,14 @@ def test_a_slow_round_trip_names_the_pair() -> None:
     slow = trips(3, _0_2={"median_s": 9e-4, "p90_s": 9e-4})
     finding = only(find(examination(trips=slow)), "warning", "round trip")
     assert finding.hosts == ["node0", "node2"]
-    assert "between node0 and node2 takes 0.9 ms, where 0.1 ms is usual" in finding.found
+    assert "between node0 and node2 takes 900 us, where 100 us is usual" in finding.found
 
 
 def test_a_host_that_is_far_from_all_others_is_named_alone() -> None:
     far = {"median_s": 9e-4, "p90_s": 1e-3}
     finding = only(find(examination(trips=trips(3, _0_2=far, _1_2=far))), "warning", "round trip")
     assert finding.hosts == ["node2"]
-    assert "between node2 and every other host takes 0.9 ms" in finding.found
+    assert "between node2 and every other host takes 900 us" in finding.found
 
 
 def test_hosts_that_are_all_far_apart() -> None:

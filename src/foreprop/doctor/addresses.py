@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from foreprop.doctor.records import Attempt, Examination, Facts, Finding
-from foreprop.doctor.words import (
-    both_stayed,
-    differing,
-    is_address,
-    is_loopback,
-    known_facts,
-)
+from foreprop.doctor.words import both_stayed, differing, is_address, known_facts
+from foreprop.net.tcp import is_loopback
 
 
 # Names and addresses.

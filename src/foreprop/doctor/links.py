@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from foreprop.doctor.records import Examination, Finding
 from foreprop.doctor.speed import SLOW_RATE, best_rates
-from foreprop.doctor.words import differing, is_loopback, known_facts, rate_text, time_text
+from foreprop.doctor.words import differing, known_facts
+from foreprop.net.tcp import is_loopback
+from foreprop.quantities import rate_text, time_text
 
 CLOCK_S = 0.010
 """Steps take tens of milliseconds: clocks that differ by more put a trace's events in another."""

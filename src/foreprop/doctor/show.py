@@ -13,7 +13,8 @@ from rich.text import Text
 from foreprop.doctor.links import clock_offsets_s
 from foreprop.doctor.records import Examination, Examined, Finding, Flow, Severity
 from foreprop.doctor.speed import totals
-from foreprop.doctor.words import groups, known_facts, rate_text, time_text
+from foreprop.doctor.words import groups, known_facts
+from foreprop.quantities import rate_text, time_text
 
 _MOST_PAIRS = 30
 _STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "hint": "cyan"}

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from foreprop.doctor.records import Examination, Finding, Flow, Trip
-from foreprop.doctor.words import both_stayed, rate_text, time_text
+from foreprop.doctor.words import both_stayed
+from foreprop.quantities import rate_text, time_text
 
 SLOW_RATE = 0.5
 """Of the usual rate; what is below counts as slow."""

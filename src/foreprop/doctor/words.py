@@ -1,4 +1,4 @@
-"""Words of findings: who has which value, rates, times, addresses."""
+"""Words of findings: who has which value."""
 
 from __future__ import annotations
 
@@ -49,26 +49,9 @@ def differing(
         )
 
 
-def is_loopback(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
-    except ValueError:
-        return text == "localhost"
-
-
 def is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return False
     return True
-
-
-def rate_text(bits_per_s: float) -> str:
-    if bits_per_s >= 1e9:
-        return f"{bits_per_s / 1e9:.3g} Gbit/s"
-    return f"{bits_per_s / 1e6:.3g} Mbit/s"
-
-
-def time_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

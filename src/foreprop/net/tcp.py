@@ -45,20 +45,21 @@ def check_reachable(address: str, rendezvous_host: str) -> None:
     It happens where the rendezvous host's own name stands for 127.0.1.1 on itself. Whoever names
     a loopback address as the rendezvous means one machine, and is not refused.
     """
-    if rendezvous_host == "localhost" or _is_loopback(rendezvous_host):
+    if is_loopback(rendezvous_host):
         return
-    if _is_loopback(address):
+    if is_loopback(address):
         raise ConfigError(
             f"interface: the rendezvous host {rendezvous_host!r} is {address} on this machine,"
             " which others cannot reach. Set FOREPROP_INTERFACE to the interface or address to use"
         )
 
 
-def _is_loopback(text: str) -> bool:
+def is_loopback(text: str) -> bool:
+    """Whether an address is this machine's own to itself, or a name says so."""
     try:
         return ipaddress.ip_address(text.partition("%")[0]).is_loopback
     except ValueError:
-        return False
+        return text == "localhost"
 
 
 def _address_on_route(host: str) -> str:
