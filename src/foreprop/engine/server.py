@@ -50,7 +50,9 @@ from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.version import __version__
 
 _FAREWELL_S = 2.0
-_LISTEN_POLL_S = 0.2
+_MOST_POLL_S = 1.0
+"""Between two looks at who is awaited: each costs a processor that others need."""
+_ACCEPT_AGAIN_S = 0.2
 _JOIN_SHARE = 0.9
 """A server gives up before the workers do: it knows who is missing."""
 _FIRST_PROCESS = 1000
@@ -124,10 +126,11 @@ class Server:
         selector = selectors.DefaultSelector()
         selector.register(listener, selectors.EVENT_READ)
         selector.register(self._wake[0], selectors.EVENT_READ)
+        poll_s = self._poll_s()
         while not self._done.is_set():
             reporter.look()
             self._look_at_joining()
-            ready = selector.select(_LISTEN_POLL_S)
+            ready = selector.select(poll_s)
             if all(key.fileobj is not listener for key, _ in ready):
                 continue
             try:
@@ -136,13 +139,18 @@ class Server:
                 continue
             except OSError as error:  # too many descriptors, or gone before we looked
                 print(f"foreprop: {self.name}: accept: {error}", file=sys.stderr)
-                time.sleep(_LISTEN_POLL_S)
+                time.sleep(_ACCEPT_AGAIN_S)
                 continue
             self._welcome_socket(sock, address[0])
         selector.close()
         self._accept_the_rest(listener)
         listener.close()
         return self.wait()
+
+    def _poll_s(self) -> float:
+        """Short beside the times that are looked at."""
+        margin_s = (1 - _JOIN_SHARE) * self._config.join_timeout_s
+        return min(_MOST_POLL_S, self._config.stall_report_s / 4, margin_s / 2)
 
     def _accept_the_rest(self, listener: socket.socket) -> None:
         """Who has connected is to hear why the session has failed."""
