@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.lab]
 @pytest.mark.timeout(400)
 def test_every_system_trains_it_and_dedicated_servers_are_on_nodes_of_their_own() -> None:
     setting = MlpSetting(
-        workers=2, systems=MLP_SYSTEMS, rate_bits_per_s=100e6, compute_s=0.1, hidden=256, steps=20
+        workers=2, systems=MLP_SYSTEMS, rate_bits_per_s=200e6, compute_s=0.05, hidden=256, steps=10
     )
     try:
         records = run_mlp(setting)
@@ -29,12 +29,12 @@ def test_every_system_trains_it_and_dedicated_servers_are_on_nodes_of_their_own(
     assert tuple(by_system) == MLP_SYSTEMS
     for record in records:
         assert record.loss_last < record.loss_first - 0.1
-        assert record.step_s.median >= 0.1
-        assert record.steps == 20
+        assert record.step_s.median >= 0.05
+        assert record.steps == 10
     # the same training, whoever adds up: servers even to the last bit
     served = {by_system[name].loss_last for name in (*SERVERS, P2P)}
     assert len(served) == 1
     for name in (RING, DDP):
         assert by_system[name].loss_last == pytest.approx(served.copy().pop(), rel=1e-3)
-    # two workers' pushes of all arrays meet in one server's link; of three quarters in one of four
-    assert by_system["1ps"].step_s.median > by_system["4ps"].step_s.median
+    # all pushes meet in the one server's link; of peers each has half of the model, and a worker
+    assert by_system["1ps"].step_s.median > 1.1 * by_system[P2P].step_s.median
