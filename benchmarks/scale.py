@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.lab.charts import STYLES, Style
 from foreprop.lab.profile import load_profile
+from foreprop.lab.systems import DISCARDED_STEPS, RING_STEPS
 from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
@@ -200,7 +201,7 @@ def _setting(point: Point, preset: str, sizes: Sequence[int]) -> SimulatedSettin
 def _step_s(point: Point, preset: str, size: int) -> float:
     setting = _setting(point, preset, (size,))
     drawn = setting.step_jitter > 0
-    uncounted = 9 if preset == "ring" else 1  # until its order is planned
+    uncounted = RING_STEPS if preset == "ring" else DISCARDED_STEPS
     steps = uncounted + (8 if drawn else 1)
     changes: Point = {"chunk_elems": size} if preset == "ring" else {}
     if preset == "ddp":

@@ -21,11 +21,10 @@ from foreprop.lab.machine import busy_s
 from foreprop.lab.mlp import IMAGES, P2P, SERVERS, MlpSetting, MlpSteps, serve_mlp_node
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.lab.records import CPU_BOUND_SHARE, Spread
-from foreprop.lab.systems import DISCARDED_STEPS, means
+from foreprop.lab.systems import DISCARDED_STEPS, RING_STEPS, means
 from foreprop.simulate.hosts import Hosts
 
 _BLOCK_STEPS = 10
-_WARM_UP_STEPS = 9  # until a ring has planned twice
 
 
 class Epochs(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +97,7 @@ def run_mlp(
             progress(f"{name}, {setting.workers} workers: starting")
             cluster.ask_all(("build", name))
             warm_up = _Tally()
-            _block(cluster, setting, name, _WARM_UP_STEPS, warm_up)
+            _block(cluster, setting, name, RING_STEPS, warm_up)
             tallies[name].losses += warm_up.losses
         for done in range(0, setting.steps, _BLOCK_STEPS):
             count = min(_BLOCK_STEPS, setting.steps - done)

@@ -29,7 +29,10 @@ class Steps:
     waited_s: list[float] = field(default_factory=list)
 
 
-DISCARDED_STEPS = 1  # of each block: TCP begins anew after a pause
+DISCARDED_STEPS = 1
+"""Of each block: TCP begins anew after a pause."""
+RING_STEPS = 9
+"""Until a ring has planned its order twice."""
 
 
 def means(lists: Sequence[Sequence[float]]) -> list[float]:

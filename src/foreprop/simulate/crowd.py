@@ -73,9 +73,7 @@ class CrowdDevice(Device):
         self._awaited: set[int] = set()
 
     def _look(self) -> None:
-        for parameter in [p for p in self._awaited if self._synchronisation.is_complete(p)]:
-            self._awaited.remove(parameter)
-            self._there_s[parameter] = self._clock.now_s
+        self._note_complete(self._clock.now_s)
         super()._look()
 
     def _compute(self, seconds: float) -> float:
@@ -110,14 +108,13 @@ class CrowdDevice(Device):
         self._awaited.add(parameter)
 
     def _begin_forward(self) -> None:
-        self._look_for_all()
+        self._note_complete(0.0)  # at once, as DDP's arrays are: nobody has been told of these
         super()._begin_forward()
 
-    def _look_for_all(self) -> None:
-        """What was complete at once, as DDP's arrays are, nobody has been told of."""
+    def _note_complete(self, since_s: float) -> None:
         for parameter in [p for p in self._awaited if self._synchronisation.is_complete(p)]:
             self._awaited.remove(parameter)
-            self._there_s[parameter] = 0.0
+            self._there_s[parameter] = since_s
 
     def _draw_step(self) -> None:
         if self._step_jitter:

@@ -28,7 +28,7 @@ from foreprop.core.worker import (
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.served import Agreement, Message, Outlet, Processor
+from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
 
 
 class Relay:
@@ -49,8 +49,8 @@ class Relay:
         processor: Processor | None,
     ) -> None:
         self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
+        self._inlet = Inlet(clock, agreement, hosts.receive_s, processor)
         self._clock = clock
-        self._processor = processor
         self._agreement = agreement
         self._hosts = hosts
         self._node = node
@@ -68,18 +68,11 @@ class Relay:
     # For the connections.
     def receive(self, message: Message) -> None:
         """From a worker."""
-        self._clock.at(self._received_s(message), self._on_frame, message)
+        self._inlet.take(message, self._on_frame)
 
     def receive_answer(self, message: Message) -> None:
         """From the server."""
-        self._clock.at(self._received_s(message), self._on_answer, message)
-
-    def _received_s(self, message: Message) -> float:
-        at_s = self._clock.now_s + self._hosts.receive_s
-        if self._processor is None:
-            return at_s
-        size_bytes = self._agreement.frame_bytes(message[1])
-        return max(at_s, self._processor.received_s(1, size_bytes))
+        self._inlet.take(message, self._on_answer)
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message

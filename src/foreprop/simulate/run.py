@@ -17,7 +17,7 @@ from foreprop.lab.setting import (
     DDP_TUNED,
     RING,
 )
-from foreprop.lab.systems import local_aggregation
+from foreprop.lab.systems import DISCARDED_STEPS, RING_STEPS, local_aggregation
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
 from foreprop.simulate.ddp import simulate_ddp
 from foreprop.simulate.hosts import Hosts
@@ -28,8 +28,6 @@ from foreprop.version import __version__
 
 SIMULATED = "simulated"
 """`Record.network` of what was not measured."""
-_DISCARDED_STEPS = 1  # as in the lab: the first step begins with empty links
-_RING_STEPS = 9  # until ring has planned twice
 _TUNING_STEPS = 2
 
 
@@ -52,7 +50,7 @@ def simulate_lab(
 
 
 def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts) -> Record:
-    uncounted = max(_DISCARDED_STEPS, setting.warm_up, _RING_STEPS if name == RING else 0)
+    uncounted = max(DISCARDED_STEPS, setting.warm_up, RING_STEPS if name == RING else 0)
     bucket_bytes = setting.scaled(BUCKET_BYTES) if name == DDP else None
     if name == DDP_TUNED:
         bucket_bytes = _best_bucket(setting, hosts)
@@ -95,9 +93,9 @@ def _best_bucket(setting: SimulatedSetting, hosts: Hosts) -> int:
     for size in map(setting.scaled, CANDIDATE_BUCKETS_BYTES):
         if seconds and size > 2 * limit.model_bytes(setting.layers):
             break  # one bucket holds everything
-        steps = _DISCARDED_STEPS + _TUNING_STEPS
+        steps = DISCARDED_STEPS + _TUNING_STEPS
         simulated = simulate_system(DDP_TUNED, setting, hosts, steps=steps, bucket_bytes=size)
-        seconds[size] = statistics.fmean(simulated.step_s[0][_DISCARDED_STEPS:])
+        seconds[size] = statistics.fmean(simulated.step_s[0][DISCARDED_STEPS:])
     return min(seconds, key=lambda size: seconds[size])
 
 

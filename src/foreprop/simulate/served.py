@@ -169,6 +169,38 @@ class Outlet:
         self._clock.at(self._clock.now_s + self._send_s, self._sent, peer)
 
 
+class Inlet:
+    """Takes in a process's frames, which it notices one after the other.
+
+    ``from_crowds``: who sends is one of a crowd, each of which has sent the frame.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        agreement: Agreement,
+        receive_s: float,
+        processor: Processor | None,
+        *,
+        from_crowds: bool = False,
+    ) -> None:
+        self._clock = clock
+        self._agreement = agreement
+        self._receive_s = receive_s
+        self._processor = processor
+        self._from_crowds = from_crowds
+
+    def take(self, message: Message, noticed: Callable[[Message], None]) -> None:
+        """``noticed`` is called with it when the process has got there."""
+        at_s = self._clock.now_s + self._receive_s
+        if self._processor is not None:
+            sender, frame = message
+            copies = self._agreement.copies(sender, frame) if self._from_crowds else 1
+            size_bytes = self._agreement.frame_bytes(frame)
+            at_s = max(at_s, self._processor.received_s(copies, size_bytes))
+        self._clock.at(at_s, noticed, message)
+
+
 class ServedWorker:
     """A worker; see `device.Synchronisation`."""
 
@@ -183,10 +215,7 @@ class ServedWorker:
         self.look: Callable[[], None] = _no_device
         self.proceed: Callable[[], None] = _no_device
         self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
-        self._clock = clock
-        self._agreement = agreement
-        self._hosts = hosts
-        self._processor = processor
+        self._inlet = Inlet(clock, agreement, hosts.receive_s, processor)
         self._pulls = agreement.reply == "pull"
         self._rank = rank
         self._machine = WorkerMachine(
@@ -223,11 +252,7 @@ class ServedWorker:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        at_s = self._clock.now_s + self._hosts.receive_s
-        if self._processor is not None:
-            size_bytes = self._agreement.frame_bytes(message[1])
-            at_s = max(at_s, self._processor.received_s(1, size_bytes))
-        self._clock.at(at_s, self._on_frame, message)
+        self._inlet.take(message, self._on_frame)
 
     def _on_frame(self, message: Message) -> None:
         server, frame = message
@@ -273,8 +298,8 @@ class Server:
     ) -> None:
         send_s = hosts.send_s
         self.outlet = Outlet(clock, agreement, send_s, self._after_sent, processor, to_crowds=True)
+        self._inlet = Inlet(clock, agreement, hosts.receive_s, processor, from_crowds=True)
         self._clock = clock
-        self._processor = processor
         self._agreement = agreement
         self._hosts = hosts
         self._index = index
@@ -292,13 +317,7 @@ class Server:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        at_s = self._clock.now_s + self._hosts.receive_s
-        if self._processor is not None:
-            rank, frame = message
-            size_bytes = self._agreement.frame_bytes(frame)
-            copies = self._agreement.copies(rank, frame)
-            at_s = max(at_s, self._processor.received_s(copies, size_bytes))
-        self._clock.at(at_s, self._on_frame, message)
+        self._inlet.take(message, self._on_frame)
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message
