@@ -82,6 +82,7 @@ def measured(results: str) -> list[dict[str, float | str]]:
             scale=record.scale,
             compute_s=record.compute_s,
             rate_bits_per_s=record.rate_bits_per_s,
+            slice_elems=SLICE_ELEMS,
         )
         points.append(
             {

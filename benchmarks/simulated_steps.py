@@ -69,6 +69,7 @@ def simulate(record: Record) -> Record:
         rate_bits_per_s=record.rate_bits_per_s,
         iterations=ITERATIONS,
         warm_up=1,
+        slice_elems=USUAL_SLICE_ELEMS,
     )
     (simulated,) = simulate_lab(setting)
     return simulated

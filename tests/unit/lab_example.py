@@ -68,8 +68,8 @@ def example_record(setting: LabSetting, system: str, **changes: Any) -> Record:
     )
     balance = wire_s / compute_s
     excess = (SLOWDOWN[system] - 1) * (balance**2 if balance < 1 else balance**-0.8)
-    tiny = 20_000 / setting.slice_elems if setting.slice_elems < 20_000 else 0.0
-    huge = 0.1 * max(0.0, setting.slice_elems / 1e6) ** 0.5
+    tiny = 20_000 / setting.unscaled_slice_elems if setting.unscaled_slice_elems < 20_000 else 0.0
+    huge = 0.1 * max(0.0, setting.unscaled_slice_elems / 1e6) ** 0.5
     overload = 1.25 if setting.nodes > 8 and system != "ddp" else 1.0
     median = setting.limit_s * (1 + excess + 0.05 * tiny + huge) * overload
     bound = overload > 1 or tiny > 10
@@ -90,7 +90,7 @@ def example_record(setting: LabSetting, system: str, **changes: Any) -> Record:
         "cpu_share": 0.93 if bound else 0.41,
         "cpu_bound": bound,
         "iterations": setting.iterations,
-        "slice_elems": setting.scaled(setting.slice_elems),
+        "slice_elems": setting.scaled(setting.unscaled_slice_elems),
         "bucket_bytes": None,
         "network": "namespaces",
         "versions": {"foreprop": "0.1.0", "torch": "2.13.0", "python": "3.11.2", "linux": "6.1"},

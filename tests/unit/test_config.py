@@ -41,7 +41,19 @@ def test_the_presets_are_the_published_table() -> None:
     assert all(set(row) == set(columns) for row in PRESETS.values())
     default = Config()
     assert {column: getattr(default, column) for column in columns} == dict(PRESETS["p3"])
-    assert (default.slice_elems, default.big_array_elems) == (50_000, 1_000_000)
+    assert (default.cut_elems(1), default.big_array_elems) == (50_000, 1_000_000)
+
+
+def test_slices_are_cut_as_asked_for_or_else_as_usual_with_so_many_servers() -> None:
+    assert Config(slice_elems=7).cut_elems(16) == Config(slice_elems=7).knobs(16).slice_elems == 7
+    assert Config(slice_elems=50_000).cut_elems(16) == 50_000
+    assert [Config().knobs(servers).slice_elems for servers in (8, 16)] == [50_000, 25_000]
+    assert Config(slice_elems="auto").cut_elems(16) == 25_000
+
+
+def test_servers_are_dedicated_or_beside_the_workers() -> None:
+    assert Config(servers_per_node=2).servers_on(3) == 6
+    assert Config(dedicated_servers=5).servers_on(3) == 5
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -174,7 +186,7 @@ def test_whole_numbers_do_where_fractions_are_allowed() -> None:
     [
         ("SLICE_ELEMS", "many", "FOREPROP_SLICE_ELEMS is 'many'; it must be a whole number"),
         ("SLICE_ELEMS", "1.5", "FOREPROP_SLICE_ELEMS is '1.5'; it must be a whole number"),
-        ("SLICE_ELEMS", "", "FOREPROP_SLICE_ELEMS is ''; it must be a whole number"),
+        ("BIG_ARRAY_ELEMS", "", "FOREPROP_BIG_ARRAY_ELEMS is ''; it must be a whole number"),
         ("SLICE_ELEMS", "0", "slice_elems is 0; it must be at least 1"),
         ("STEP_TIMEOUT_S", "soon", "FOREPROP_STEP_TIMEOUT_S is 'soon'; it must be a number"),
         ("STEP_TIMEOUT_S", "inf", "step_timeout_s is inf; it must be a finite number"),

@@ -71,7 +71,7 @@ def test_without_automatic_architecture_only_slices_are_chosen() -> None:
     assert plan.architecture is None
     assert plan.slice_elems in CANDIDATES
     assert f"slices of {plan.slice_elems:,} elements" in plan.text
-    assert plan.applied_to(config).cut_elems == plan.slice_elems
+    assert plan.applied_to(config).slice_elems == plan.slice_elems
 
 
 @pytest.mark.parametrize("name", PRESETS)

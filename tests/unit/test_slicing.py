@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreprop.core.slicing import Partition, Slice, plan_slices
+from foreprop.core.slicing import Partition, Slice, plan_slices, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.lab.profile import load_profile
 
@@ -155,3 +155,8 @@ def test_a_large_model_is_cut_as_the_paper_says() -> None:
 def test_a_partition_names_the_field_that_cannot_be(field: str) -> None:
     with pytest.raises(ConfigError, match=f"^{field} is 0; it must be at least 1$"):
         Partition(**{field: 0})
+
+
+def test_with_many_servers_the_usual_slices_are_smaller() -> None:
+    sizes = {1: 50_000, 8: 50_000, 10: 40_000, 16: 25_000, 32: 12_500, 4096: 12_500}
+    assert {servers: usual_slice_elems(servers) for servers in sizes} == sizes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from foreprop.config import PRESETS, Config
-from foreprop.core.slicing import BIG_ARRAY_ELEMS, SLICE_ELEMS, Partition
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, Partition, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer
@@ -67,7 +67,8 @@ class Deployment:
     tables: Sequence[Table] = ()
     dense_gradients: bool = False
     """``ddp``: the tables' too (``sparse=False``), so that they are reduced whole."""
-    slice_elems: int = SLICE_ELEMS
+    slice_elems: int | None = None
+    """By default as many as a session with so many servers cuts."""
     big_array_elems: int = BIG_ARRAY_ELEMS
     chunk_elems: int = _DEFAULT.chunk_elems
     chunks_in_flight: int = _DEFAULT.chunks_in_flight
@@ -86,8 +87,9 @@ class Deployment:
         sizes = ("slice_elems", "big_array_elems", "chunk_elems", "chunks_in_flight")
         least_of |= dict.fromkeys((*sizes, "bucket_bytes"), 1)
         for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; at least {least}")
         if (self.architecture == "ps") != (self.dedicated_servers > 0):
             raise ConfigError(
                 f"architecture is {self.architecture!r} and dedicated_servers is"
@@ -149,7 +151,7 @@ class Deployment:
             granularity=preset["granularity"],  # type: ignore[arg-type]
             placement=preset["placement"],  # type: ignore[arg-type]
             servers=self.servers,
-            slice_elems=self.slice_elems,
+            slice_elems=self.slice_elems or usual_slice_elems(self.servers),
             big_array_elems=self.big_array_elems,
         )
 
@@ -167,7 +169,7 @@ def deployment_of(setting: LabSetting, system: str) -> Deployment:
         nodes=setting.nodes,
         workers_per_node=setting.workers_per_node,
         rate_bits_per_s=setting.rate,
-        slice_elems=setting.scaled(setting.slice_elems),
+        slice_elems=setting.slice_elems_of(system),
         big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
         chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
         bucket_bytes=setting.scaled(BUCKET_BYTES),

@@ -60,7 +60,7 @@ class WirePair:
 
     def __init__(self, slices: int, config: Config, *, still: bool = False) -> None:
         torch.set_num_threads(1)
-        self._model = _Vectors(slices, config.cut_elems)
+        self._model = _Vectors(slices, config.cut_elems(1))
         optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
         world = lonely_world()
         self._still: StillServer | None = None

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from foreprop.cli.folder import writable
 from foreprop.cli.mlp import mlp
-from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.errors import ConfigError
 from foreprop.lab.ablation import ABLATION
 from foreprop.lab.language import (
@@ -73,7 +72,10 @@ _Compute = Annotated[
     ),
 ]
 _Iterations = Annotated[int, typer.Option(help="Measured steps of each system.")]
-_SliceElems = Annotated[int, typer.Option(help="Elements per slice of the unscaled model.")]
+_SliceElems = Annotated[
+    int | None,
+    typer.Option(help="Elements per slice of the unscaled model, instead of the usual ones."),
+]
 _Jitter = Annotated[
     float, typer.Option(help="Draw each layer's time anew, up to this share off, as 0.2.")
 ]
@@ -102,7 +104,7 @@ def run(
         ),
     ] = "p3,slicing,kvstore,ddp",
     iterations: _Iterations = 20,
-    slice_elems: _SliceElems = SLICE_ELEMS,
+    slice_elems: _SliceElems = None,
     jitter: _Jitter = 0.0,
     egress_only: _EgressOnly = False,
     mxnet_python: _MxnetPython = None,
@@ -161,7 +163,7 @@ def simulate(
         str, typer.Option(help=f"Separated by commas: {', '.join(SIMULATED_SYSTEMS)}.")
     ] = "p3,slicing,kvstore,ddp",
     iterations: _Iterations = 20,
-    slice_elems: _SliceElems = SLICE_ELEMS,
+    slice_elems: _SliceElems = None,
     jitter: _Jitter = 0.0,
     step_jitter: Annotated[
         float,

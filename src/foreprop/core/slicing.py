@@ -29,10 +29,22 @@ class Slice(NamedTuple):
 
 
 SLICE_ELEMS = 50_000
-"""P3's choice (section 5.7)."""
+"""P3's choice (section 5.7), which it made on four machines."""
+_LEAST_USUAL_ELEMS = 12_500
+_MOST_SERVERS_WITH_FULL_SLICES = 8
 BIG_ARRAY_ELEMS = 1_000_000
 """KVStore splits larger arrays over all servers."""
 _KVSTORE_PRIME = 9973
+
+
+def usual_slice_elems(servers: int) -> int:
+    """P3's 50,000; with more than 8 servers fewer, so that a slice for each is as many bytes.
+
+    What a link carries at once is a slice to or from every peer, so an urgent one is as late as all
+    of these together are long. Below 12,500, frames cost more than is won.
+    """
+    few = SLICE_ELEMS * _MOST_SERVERS_WITH_FULL_SLICES // servers
+    return max(_LEAST_USUAL_ELEMS, min(SLICE_ELEMS, few))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

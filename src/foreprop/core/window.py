@@ -14,6 +14,8 @@ _Urgency = tuple[int, int, int]
 
 _LEAST_SLICES = 2
 """One can be on its way to a server while another is on its way back."""
+_MOST_SLICES = 4
+"""However many servers there are: beyond, what is urgent comes too late."""
 
 
 def may_hold_back(order: Order, reply: Reply, *, needs_norm: bool = False) -> bool:
@@ -31,8 +33,8 @@ class PushWindow:
     completes nothing; its pushes only fill the queues in front of links which the slices that
     the others wait for need as well. And what has left can be overtaken no more. So a push waits
     while enough that are more urgent are unanswered at its server: its share of ``window_bytes``,
-    and two slices, or half as many as there are servers; where they are many, a slice that is late
-    at one of them holds up more. ``sizes_bytes`` are those of the slices, by number.
+    and two slices, or half as many as there are servers up to four; where they are many, a slice
+    that is late at one of them holds up more. ``sizes_bytes`` are those of the slices, by number.
 
     Nobody waits for ever: of the slices that a server has not updated, no worker ever holds back
     the most urgent one, because all that are more urgent will be answered. This needs all workers
@@ -43,7 +45,7 @@ class PushWindow:
     def __init__(self, sizes_bytes: Sequence[int], window_bytes: int, *, servers: int = 1) -> None:
         self._sizes_bytes = sizes_bytes
         self._window_bytes = window_bytes // servers
-        self._least_slices = max(_LEAST_SLICES, servers // 2)
+        self._least_slices = max(_LEAST_SLICES, min(_MOST_SLICES, servers // 2))
         self._unanswered: defaultdict[int, list[_Urgency]] = defaultdict(list)
         """By server, most urgent first."""
         self._unanswered_bytes: defaultdict[int, int] = defaultdict(int)

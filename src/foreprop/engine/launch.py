@@ -76,7 +76,7 @@ class Connections:
         self.workers_per_node = config.workers_per_node or world.local_size
         self.nodes = -(-world.size // self.workers_per_node)
         self.node = world.rank // self.workers_per_node
-        self.servers = config.dedicated_servers or self.nodes * config.servers_per_node
+        self.servers = config.servers_on(self.nodes)
         if self.servers < 1:
             raise ConfigError("servers_per_node is 0 and there are no dedicated_servers")
         self.workers_per_push = self._plan_local_aggregation()

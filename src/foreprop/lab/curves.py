@@ -145,7 +145,7 @@ def slice_size_panels(runs: Sequence[Measured]) -> list[ThroughputPanel]:
 
 def _slice_size_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
     setting = runs[0][0]
-    sizes = sorted({s.slice_elems for s, _ in runs})
+    sizes = sorted({s.unscaled_slice_elems for s, _ in runs})
     best = setting.nodes / setting.limit_s
     return ThroughputPanel(
         title=model_name(model),
@@ -155,7 +155,7 @@ def _slice_size_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
             ticks=[(float(size), _short(size)) for size in sizes],
             mark=(50_000.0, "P3's choice"),
         ),
-        curves=_curves(runs, lambda s: float(s.slice_elems)),
+        curves=_curves(runs, lambda s: float(s.unscaled_slice_elems)),
         limit=[(sizes[0] * 0.7, best), (sizes[-1] / 0.7, best)],
     )
 

@@ -15,7 +15,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from foreprop.core.slicing import BIG_ARRAY_ELEMS, SLICE_ELEMS
+from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
 from foreprop.lab import mxnet_worker
 from foreprop.lab.setting import LabSetting
@@ -239,8 +239,7 @@ def _environment(setting: LabSetting, name: str, root: str, address: str) -> dic
 
 def _knobs(setting: LabSetting) -> dict[str, str]:
     """Sizes divided as the arrays are, and one thread at work in each process."""
-    chosen = setting.slice_elems
-    slice_elems = _P3_SLICE_ELEMS if chosen == SLICE_ELEMS else chosen
+    slice_elems = setting.slice_elems or _P3_SLICE_ELEMS
     return {
         "MXNET_KVSTORE_SLICE_THRESHOLD": str(setting.scaled(slice_elems)),
         "MXNET_KVSTORE_BIGARRAY_BOUND": str(setting.scaled(BIG_ARRAY_ELEMS)),

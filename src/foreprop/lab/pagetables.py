@@ -106,7 +106,7 @@ def slice_table(runs: Sequence[Measured]) -> str:
     """Of p3, by slice size: efficiency, and how busy the machine was."""
     models = list(dict.fromkeys(setting.profile.name for setting, _ in runs))
     found = {
-        (setting.slice_elems, setting.profile.name): record
+        (setting.unscaled_slice_elems, setting.profile.name): record
         for setting, records in runs
         for record in records
         if record.system == SUBJECT
@@ -115,7 +115,7 @@ def slice_table(runs: Sequence[Measured]) -> str:
     for model in models:
         names += [model_name(model), "CPUs busy"]
     rows = []
-    for size in sorted({setting.slice_elems for setting, _ in runs}):
+    for size in sorted({setting.unscaled_slice_elems for setting, _ in runs}):
         cells = []
         for model in models:
             record = found.get((size, model))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from foreprop.config import PRESETS
-from foreprop.core.slicing import SLICE_ELEMS
+from foreprop.core.slicing import usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer, Profile
@@ -32,17 +32,20 @@ CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
 
 _SLICES_PER_S = 1000
 _USUAL_NODES = 4
+_MORE_NODES_EXPONENT = 1.25  # a slice is sent to more nodes, by processes of more threads
 
 
 def usual_compute_s(profile: Profile, nodes: int) -> float:
     """A step's compute: as measured, or with time to spare for two CPUs that do every node's work.
 
-    What they do per step grows with the slices (P3's 50,000 elements), whatever the scale.
+    What they do per step grows with the slices, of the usual size, whatever the scale.
     """
     if profile.measured_s is not None:
         return profile.measured_s
-    slices = sum(-(-math.prod(array.shape) // SLICE_ELEMS) for array in profile.arrays)
-    return max(1.0, slices / _SLICES_PER_S) * max(1.0, nodes / _USUAL_NODES)
+    size = usual_slice_elems(nodes)
+    slices = sum(-(-math.prod(array.shape) // size) for array in profile.arrays)
+    more_nodes = max(1.0, nodes / _USUAL_NODES)
+    return max(1.0, slices / _SLICES_PER_S) * math.pow(more_nodes, _MORE_NODES_EXPONENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ class LabSetting:
     """Wire / compute; decides the rate if none is given. 1.0 if neither is."""
     iterations: int = 20
     warm_up: int = 3
-    slice_elems: int = SLICE_ELEMS
+    slice_elems: int | None = None
+    """Of the unscaled model; by default what a session on so many nodes cuts."""
     jitter: float = 0.0
     """Each layer's time is drawn anew on every node and in every step, up to this share off."""
     shape_ingress: bool = True
@@ -87,8 +91,9 @@ class LabSetting:
         least_of = {"nodes": 2, "workers_per_node": 1, "scale": 1, "iterations": 1, "warm_up": 0}
         least_of["slice_elems"] = 1
         for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ConfigError(f"{name} is {number}; at least {least}")
         if self.nodes > self.most_nodes:
             raise ConfigError(f"nodes is {self.nodes}; at most {self.most_nodes} on one machine")
         if self.workers > self.most_nodes:
@@ -121,7 +126,12 @@ class LabSetting:
     def slice_elems_of(self, system: str) -> int:
         """Scaled: what the system's name says, or else ``slice_elems``."""
         _, mark, size = system.partition(SIZE_MARK)
-        return self.scaled(int(size) if mark else self.slice_elems)
+        return self.scaled(int(size) if mark else self.unscaled_slice_elems)
+
+    @property
+    def unscaled_slice_elems(self) -> int:
+        """``slice_elems``, or the default."""
+        return self.slice_elems or usual_slice_elems(self.nodes)
 
     @property
     def workers(self) -> int:

@@ -60,7 +60,7 @@ FULL = Effort(
     tuned_balances=(0.5, 1.0, 2.0),
     warm_up=3,
     traced_iterations=5,
-    nodes={2: 10, 4: 10, 8: 10, 16: 5},
+    nodes={2: 8, 4: 8, 8: 8, 16: 5},
     slice_models=("resnet50", "vgg19", "sockeye"),
     slice_sizes_elems=(1_000, 10_000, 50_000, 200_000, 1_000_000, 10_000_000),
     slice_iterations=5,
@@ -110,7 +110,7 @@ class Measurement:
     def title(self) -> str:
         setting = self.setting
         words = [setting.profile.name, f"{setting.nodes} nodes", f"{setting.rate / 1e6:.0f} Mbit/s"]
-        if setting.slice_elems != SLICE_ELEMS:
+        if setting.slice_elems not in (None, SLICE_ELEMS):
             words.append(f"slices of {setting.slice_elems:,}")
         return ", ".join(words)
 
@@ -128,7 +128,7 @@ class Measurement:
     def _step_s(self, system: str, cores: int) -> float:
         setting = self.setting
         slices = sum(
-            math.ceil(math.prod(array.shape) / setting.slice_elems)
+            math.ceil(math.prod(array.shape) / setting.unscaled_slice_elems)
             for array in setting.profile.arrays
         )
         busy_s = slices * setting.nodes * _SLICE_CPU_S / cores if system in PRESETS else 0.0

@@ -117,6 +117,7 @@ class ForepropSystem:
     """foreprop with one of its presets, or with all-reduce."""
 
     def __init__(self, name: str, setting: LabSetting, rank: int, *, paced: bool) -> None:
+        self._nodes = setting.nodes
         trace = None if setting.trace is None else str(setting.trace / name)
         rate = setting.rate if paced else None
         config = foreprop_config(name, setting, link_rate_bits_per_s=rate, trace=trace)
@@ -127,7 +128,7 @@ class ForepropSystem:
     @property
     def slice_elems(self) -> int:
         """As it is now, if it is found automatically."""
-        return self._session.config.cut_elems
+        return self._session.config.cut_elems(self._nodes)
 
     def steps(self, count: int) -> Steps:
         self._session.flush()

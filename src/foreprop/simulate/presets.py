@@ -99,7 +99,7 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         granularity=config.granularity,
         placement=config.placement,
         servers=setting.nodes,
-        slice_elems=config.cut_elems,
+        slice_elems=config.cut_elems(setting.nodes),
         big_array_elems=config.big_array_elems,
         seed=config.placement_seed,
     )

@@ -35,11 +35,12 @@ def connect(setup: Setup) -> Backend:
     return HybridBackend(setup) if any(rows) else RingBackend(setup)
 
 
-def needs_another_backend(before: Config, after: Config) -> bool:
+def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
     """Whether a session must connect anew for these settings, its parameters being as they are."""
     if _is_served(after) != _is_served(before):
         return True
-    return _is_served(after) and after.cut_elems != before.cut_elems
+    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
+    return _is_served(after) and len(sizes) > 1
 
 
 def _is_served(config: Config) -> bool:

@@ -64,7 +64,8 @@ class Plan(msgspec.Struct, frozen=True):
         return None if self.step_s is None else Outlook(self.step_s)
 
     def applied_to(self, config: Config) -> Config:
-        changes: dict[str, Any] = {"slice_elems": self.slice_elems or config.cut_elems}
+        begun_with = None if config.slice_elems == "auto" else config.slice_elems
+        changes: dict[str, Any] = {"slice_elems": self.slice_elems or begun_with}
         if self.architecture is not None:
             changes["architecture"] = self.architecture
         return config.replace(**changes)
@@ -91,7 +92,7 @@ class Planning:
         self._name = name
         self._servable = servable
         self._per_node = config.workers_per_node or world.local_size
-        self._nodes = -(-world.size // self._per_node)
+        self.nodes = -(-world.size // self._per_node)
         self._candidates = frozenset(candidates)
         by_rows = {info.name for info in infos if info.rows}
         counted = [p for p in parameters if p.name in self._candidates | by_rows]
@@ -104,9 +105,9 @@ class Planning:
         """Why nothing can be predicted, if so."""
         if self._config.dedicated_servers:
             return "with dedicated servers only tables are chosen"
-        if self._nodes == 1:
+        if self.nodes == 1:
             return "all workers are on one machine, so there is nothing to plan"
-        if self._nodes > MOST_NODES:
+        if self.nodes > MOST_NODES:
             return f"more than {MOST_NODES} nodes cannot be planned for"
         return None
 
@@ -159,7 +160,7 @@ class Planning:
         return measure_links(
             board,
             node=node,
-            nodes=self._nodes,
+            nodes=self.nodes,
             address=local_address(self._world.host, self._config.interface),
             session=session_id,
         )
@@ -169,7 +170,7 @@ class Planning:
         return PlanSetting(
             profile=profile,
             compute_s=compute_s,
-            nodes=self._nodes,
+            nodes=self.nodes,
             workers_per_node=self._per_node,
             rate_bits_per_s=rate if paced is None else min(rate, paced),
             latency_s=links.latency_s,
@@ -249,7 +250,7 @@ def _deployment(
 ) -> Deployment:
     return replace(
         deployment_for(setting, candidate),
-        slice_elems=slices or config.cut_elems,
+        slice_elems=slices or config.cut_elems(config.servers_on(setting.nodes)),
         big_array_elems=config.big_array_elems,
         chunk_elems=config.chunk_elems,
         chunks_in_flight=config.chunks_in_flight,

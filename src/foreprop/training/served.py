@@ -297,8 +297,8 @@ class ServedBackend:
             f"{self._setup.world.size} workers on {connections.nodes} node(s),"
             f" {connections.servers} server(s) {kind}{relayed}; granularity={config.granularity}"
             f" order={config.order} reply={config.reply} placement={config.placement}"
-            f" slice_elems={config.slice_elems}{describe_wire_dtype(config)}; address"
-            f" {connections.address}"
+            f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
+            f" address {connections.address}"
         )
 
 

@@ -582,7 +582,7 @@ class Session:
         self._tell(plan.text)
         before, self.config = self.config, plan.applied_to(self.config)
         row_wise = {info.name for info in self.engine.parameters if info.rows}
-        if needs_another_backend(before, self.config) or plan.row_wise != row_wise:
+        if needs_another_backend(before, self.config, planning.nodes) or plan.row_wise != row_wise:
             self._reconnect(plan.row_wise)
         self._outlook = plan.outlook()
 
