@@ -90,7 +90,7 @@ def deployment_of(record: Measured, nodes: int, text: Path | None) -> Deployment
         rate_bits_per_s=setting.rate,
         tables=tables_of(setting, last_layer=len(layers) - 1),
         dense_gradients=record.system == "ddp-dense",
-        slice_elems=setting.scaled(setting.unscaled_slice_elems),
+        slice_elems=setting.slice_elems_of(record.system),
         chunk_elems=setting.scaled(usual.chunk_elems),
         bucket_bytes=setting.scaled(BUCKET_BYTES),
     )

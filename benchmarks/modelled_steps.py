@@ -10,7 +10,6 @@ from pathlib import Path
 
 from foreprop.analytic.deployment import deployment_of
 from foreprop.analytic.refined import step_s
-from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.lab.profile import load_profile
 from foreprop.lab.records import read_records
 from foreprop.simulate.run import simulate_lab
@@ -72,8 +71,7 @@ def measured(results: str) -> list[dict[str, float | str]]:
     """All records with the usual slices that were not CPU-bound."""
     points = []
     for record in read_records(Path(results)):
-        usual = record.slice_elems == SLICE_ELEMS // record.scale
-        if record.system not in SYSTEMS or not usual or record.cpu_bound:
+        if record.system not in SYSTEMS or not record.has_usual_slices or record.cpu_bound:
             continue
         setting = SimulatedSetting(
             profile=load_profile(record.model),
@@ -82,7 +80,7 @@ def measured(results: str) -> list[dict[str, float | str]]:
             scale=record.scale,
             compute_s=record.compute_s,
             rate_bits_per_s=record.rate_bits_per_s,
-            slice_elems=SLICE_ELEMS,
+            slice_elems=record.slice_elems * record.scale,
         )
         points.append(
             {

@@ -24,7 +24,6 @@ from foreprop.lab.records import Record, read_records
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 
-USUAL_SLICE_ELEMS = 50_000
 ITERATIONS = 5
 MARKERS = "osv^DPX*"
 
@@ -36,8 +35,8 @@ def main(
     written = [] if predicted is None else read_records(Path(predicted))
     points: dict[str, list[dict[str, float | str]]] = {}
     for record in read_records(Path(results)):
-        usual = record.slice_elems == USUAL_SLICE_ELEMS // record.scale
-        if record.system in SIMULATED_SYSTEMS and usual and not record.cpu_bound:
+        known = record.system in SIMULATED_SYSTEMS
+        if known and record.has_usual_slices and not record.cpu_bound:
             simulated = simulate(record) if predicted is None else find(record, written)
             points.setdefault(record.system, []).append(compare(record, simulated))
     for system, compared in points.items():
@@ -69,7 +68,7 @@ def simulate(record: Record) -> Record:
         rate_bits_per_s=record.rate_bits_per_s,
         iterations=ITERATIONS,
         warm_up=1,
-        slice_elems=USUAL_SLICE_ELEMS,
+        slice_elems=record.slice_elems * record.scale,
     )
     (simulated,) = simulate_lab(setting)
     return simulated

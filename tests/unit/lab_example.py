@@ -90,7 +90,7 @@ def example_record(setting: LabSetting, system: str, **changes: Any) -> Record:
         "cpu_share": 0.93 if bound else 0.41,
         "cpu_bound": bound,
         "iterations": setting.iterations,
-        "slice_elems": setting.scaled(setting.unscaled_slice_elems),
+        "slice_elems": setting.slice_elems_of(system),
         "bucket_bytes": None,
         "network": "namespaces",
         "versions": {"foreprop": "0.1.0", "torch": "2.13.0", "python": "3.11.2", "linux": "6.1"},

@@ -69,7 +69,7 @@ def test_two_slices_may_always_leave(window_bytes: int) -> None:
     assert not window.admits(0, 1, 4, 4)
 
 
-@pytest.mark.parametrize(("servers", "slices"), [(1, 8), (4, 2), (5, 2), (8, 4), (64, 4)])
+@pytest.mark.parametrize(("servers", "slices"), [(1, 8), (4, 2), (5, 2), (8, 4), (16, 4), (64, 4)])
 def test_servers_share_the_window_and_many_servers_have_up_to_four_slices(
     servers: int, slices: int
 ) -> None:

@@ -269,7 +269,7 @@ def _config(name: str, setting: LanguageSetting) -> Config:
         wire_dtype=ablated.wire_dtype,
         whole_tables="none",
         chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
-        slice_elems=setting.scaled(setting.unscaled_slice_elems),
+        slice_elems=setting.slice_elems_of(name),
         unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
         push_window_bytes=setting.scaled(_DEFAULT.push_window_bytes),
     )

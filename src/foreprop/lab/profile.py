@@ -91,6 +91,10 @@ class Profile:
     before_first_use_s: float = 0.0
     after_last_gradient_s: float = 0.0
 
+    def slices(self, slice_elems: int) -> int:
+        """Into how many the arrays are cut."""
+        return sum(math.ceil(math.prod(array.shape) / slice_elems) for array in self.arrays)
+
     @property
     def measured_s(self) -> float | None:
         """A step's compute as it was measured; None if only FLOPs are known."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from foreprop.core.slicing import SLICE_ELEMS, usual_slice_elems
 from foreprop.errors import ConfigError
 
 CPU_BOUND_SHARE = 0.8
@@ -68,6 +69,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     representatives: int | None = None
     """How many workers were simulated and stood for all nodes; None: each for itself."""
     versions: dict[str, str]
+
+    @property
+    def has_usual_slices(self) -> bool:
+        """P3's size, or the default's on so many nodes, which is smaller on many."""
+        usual = (SLICE_ELEMS, usual_slice_elems(self.nodes))
+        return self.slice_elems in [size // self.scale for size in usual]
 
 
 def write_records(path: Path, records: Sequence[msgspec.Struct]) -> None:

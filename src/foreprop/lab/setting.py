@@ -42,8 +42,7 @@ def usual_compute_s(profile: Profile, nodes: int) -> float:
     """
     if profile.measured_s is not None:
         return profile.measured_s
-    size = usual_slice_elems(nodes)
-    slices = sum(-(-math.prod(array.shape) // size) for array in profile.arrays)
+    slices = profile.slices(usual_slice_elems(nodes))
     more_nodes = max(1.0, nodes / _USUAL_NODES)
     return max(1.0, slices / _SLICES_PER_S) * math.pow(more_nodes, _MORE_NODES_EXPONENT)
 

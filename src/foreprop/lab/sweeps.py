@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -127,10 +126,7 @@ class Measurement:
 
     def _step_s(self, system: str, cores: int) -> float:
         setting = self.setting
-        slices = sum(
-            math.ceil(math.prod(array.shape) / setting.unscaled_slice_elems)
-            for array in setting.profile.arrays
-        )
+        slices = setting.profile.slices(setting.unscaled_slice_elems)
         busy_s = slices * setting.nodes * _SLICE_CPU_S / cores if system in PRESETS else 0.0
         return max(setting.limit_s * _TYPICAL.get(system, _TYPICAL_OTHER), busy_s)
 
