@@ -33,8 +33,9 @@ def recording(buffers: SendBuffers) -> Any:
     [
         (100_000, 1, 100_000),
         (100_000, 4, 25_000),
-        (20_000, 4, 8192),  # the least that a connection gets
-        (1, 1, 8192),
+        (1_600_000, 64, 50_000),  # as with 32: more take turns
+        (10_000, 4, 4096),  # the least that a connection gets
+        (1, 1, 4096),
     ],
 )
 def test_the_push_window_is_divided_by_the_servers(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -308,6 +311,71 @@ def test_tune_bounds_what_is_under_way_if_it_is_told_to() -> None:
     assert 50_000 < largest_bytes <= 2**31 - 1
     paced_bytes = send_buffer_bytes(window_bytes=50_000, emulated=True)
     assert paced_bytes == send_buffer_bytes(emulated=True)  # a paced link bounds it by itself
+
+
+@contextmanager
+def between_addresses() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection whose ends have different addresses, as if it left the machine."""
+    with closing(listen("127.0.0.1")) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with (
+            closing(
+                socket.create_connection(listener.getsockname(), source_address=("127.0.0.2", 0))
+            ) as ours,
+            closing(listener.accept()[0]) as theirs,
+        ):
+            yield ours, theirs
+
+
+def held_bytes(sock: socket.socket) -> int:
+    """What the kernel holds, unsent or unacknowledged."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
+def test_a_bounded_stream_ends_a_send_when_most_of_it_has_been_acknowledged() -> None:
+    frames, payload, window_bytes = 100, bytes(3000), 8192
+    ends_held: list[int] = []
+    with between_addresses() as (ours, theirs), closing(SocketStream(ours, "right")) as left:
+        left.bound(window_bytes)
+
+        def send_all() -> None:
+            for _ in range(frames):
+                left.send(HEADER, memoryview(payload))
+                ends_held.append(held_bytes(ours))
+
+        with in_background(send_all) as out:
+            wait_until_still(ends_held)
+            assert len(ends_held) < frames  # who receives has not begun, and its buffer is small
+            assert held_bytes(ours) <= window_bytes
+            read_all(SocketStream(theirs, "left"), frames * (len(HEADER) + len(payload)))
+    assert out == [None]
+    assert max(ends_held) <= window_bytes * 2 / 3
+
+
+def wait_until_still(growing: list[int]) -> None:
+    while True:
+        before = len(growing)
+        time.sleep(0.3)
+        if before == len(growing):
+            return
+
+
+def test_what_stays_on_this_machine_is_not_bounded() -> None:
+    left, right = connected_pair()
+    with closing(left), closing(right), connected() as sock:
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        for stream in (left, SocketStream(sock, "right")):
+            stream.bound(8192)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
+
+
+def test_a_lost_connection_can_be_bounded() -> None:
+    with between_addresses() as (ours, _):
+        stream = SocketStream(ours, "right")
+        stream.close()
+        stream.bound(8192)
+        with pytest.raises(TransportError, match="cannot send to right"):
+            stream.send(HEADER, memoryview(b"payload"))
 
 
 def test_tune_leaves_other_sockets_alone() -> None:

@@ -40,9 +40,9 @@ class Wire:
             raise self.error
         assert self.open[frame.peer].wait(WAIT_S)
 
-    def next_after_sent(self, peer: int) -> SendFrame | None:
+    def next_after_sent(self, peer: int) -> list[SendFrame]:
         self.sent.put(peer)
-        return self.following[peer].popleft() if self.following[peer] else None
+        return [self.following[peer].popleft()] if self.following[peer] else []
 
 
 @contextmanager
@@ -96,6 +96,19 @@ def test_a_peer_s_frames_leave_in_one_thread_and_in_order() -> None:
     for peer in peers:
         assert [f for f in started if f.peer == peer] == [frame(peer, i) for i in range(20)]
     assert wire.threads == {peer: {f"test-send-{peer}"} for peer in peers}
+
+
+def test_a_frame_that_has_left_may_make_way_for_other_peers() -> None:
+    wire = Wire()
+    wire.following[0].append(frame(1))
+    wire.following[1].append(frame(0, 1))
+    for peer in range(2):
+        wire.open[peer].set()
+    with outbox(wire) as box:
+        box.submit(frame(0))
+        started = [wire.started.get(timeout=WAIT_S) for _ in range(3)]
+    assert started == [frame(0), frame(1), frame(0, 1)]
+    assert wire.threads == {peer: {f"test-send-{peer}"} for peer in range(2)}
 
 
 def test_stop_ends_all_threads_after_the_frames_under_way() -> None:

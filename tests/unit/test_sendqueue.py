@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreprop.core.sendqueue import Order, SendLanes, SendQueue
+from foreprop.core.sendqueue import AT_ONCE, Order, SendLanes, SendQueue
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
 from foreprop.core.worker import Closing, Finish, FrameSent, GradientReady, SendFrame, WorkerMachine
 
 PUSHES = st.tuples(st.integers(0, 3), st.integers(-1, 4))
 ACTIONS = st.lists(st.one_of(PUSHES, st.just("pop")), max_size=60)
-PEERS = st.integers(0, 3)
+PEERS = st.integers(0, 11)
 LANE_ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), PEERS, st.integers(0, 3), st.integers(-1, 4)),
@@ -51,17 +51,21 @@ def test_the_queue_equals_a_stable_sorted_list(
 
 
 @settings(max_examples=300, deadline=None)
-@given(LANE_ACTIONS, st.sampled_from(["priority", "fifo"]))
+@given(LANE_ACTIONS, st.sampled_from(["priority", "fifo"]), st.integers(0, 12))
 def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
-    actions: list[tuple[str, int, int, int]], order: Order
+    actions: list[tuple[str, int, int, int]], order: Order, first: int
 ) -> None:
-    lanes: SendLanes[tuple[int, int]] = SendLanes(order)
+    lanes: SendLanes[tuple[int, int]] = SendLanes(order, first=first)
     model: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     under_way: set[int] = set()
+    at_once = AT_ONCE if order == "priority" else 12
 
     def expected(peers: list[int]) -> list[tuple[int, int]]:
         """The heads that may leave; none may while another item is under way to its peer."""
         leaving = [peer for peer in peers if model.get(peer) and peer not in under_way]
+        if order == "priority":
+            leaving.sort(key=lambda peer: (model[peer][0][0], peer < first, peer))
+        del leaving[at_once - len(under_way) :]
         under_way.update(leaving)
         return [model[peer].pop(0)[1] for peer in leaving]
 
@@ -72,8 +76,9 @@ def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
             queue.append(((0, 0) if order == "fifo" else (step, priority), (peer, number)))
             queue.sort(key=lambda entry: entry[0])  # Python's sort is stable
         elif action == "sent":
+            others_waited = len(under_way) == at_once
             under_way.discard(peer)
-            assert lanes.sent(peer) == expected([peer])
+            assert lanes.sent(peer) == expected(list(model) if others_waited else [peer])
         else:
             assert lanes.depart() == expected(list(model))
             assert lanes.depart() == []
@@ -83,7 +88,7 @@ def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
         assert lanes.idle == (not queued and not under_way)
 
 
-def test_lanes_do_not_wait_for_each_other() -> None:
+def test_few_lanes_do_not_wait_for_each_other() -> None:
     lanes: SendLanes[str] = SendLanes()
     for peer, item in [(0, "a"), (0, "b"), (1, "c"), (1, "d")]:
         lanes.push(peer, 1, 0, item)
@@ -92,6 +97,36 @@ def test_lanes_do_not_wait_for_each_other() -> None:
     lanes.push(1, 1, 9, "e")
     assert lanes.depart() == ["e"]
     assert lanes.items() == ["b"]
+
+
+def test_many_lanes_take_turns_the_most_urgent_first() -> None:
+    lanes: SendLanes[int] = SendLanes()
+    for peer in range(AT_ONCE + 2):
+        lanes.push(peer, 1, 0, peer)
+    assert lanes.depart() == list(range(AT_ONCE))
+    lanes.push(0, 1, 0, 100)
+    lanes.push(AT_ONCE + 1, 1, -1, 101)
+    assert lanes.depart() == []
+    assert lanes.sent(0) == [101]  # not its own, which is less urgent
+    assert lanes.sent(AT_ONCE + 1) == [100]
+    assert lanes.sent(1) == [AT_ONCE]
+
+
+def test_every_process_begins_with_another_peer() -> None:
+    """Equally urgent items would otherwise all go to the same peer at once."""
+    for first in range(4):
+        lanes: SendLanes[int] = SendLanes(first=first)
+        for peer in range(4):
+            lanes.push(peer, 1, 0, peer)
+        assert lanes.depart() == [(first + peer) % 4 for peer in range(4)]
+
+
+def test_in_fifo_order_all_peers_are_sent_to_at_once() -> None:
+    lanes: SendLanes[int] = SendLanes("fifo", first=3)
+    peers = list(range(2 * AT_ONCE))
+    for peer in peers:
+        lanes.push(peer, 1, -peer, peer)
+    assert lanes.depart() == peers
 
 
 def test_fifo_ignores_steps_and_priorities() -> None:

@@ -2,7 +2,7 @@
 
 Total order: the key is (step, priority, sequence), so equal priorities leave in the order in
 which they came. On one connection nothing can be skipped: if the peer is full, the head waits.
-Peers do not wait for each other: a full one would leave the link idle, which others could use.
+Few peers do not wait for each other: a full one would leave the link idle, which others could use.
 """
 
 from __future__ import annotations
@@ -13,6 +13,14 @@ from typing import Generic, Literal, TypeVar
 
 Order = Literal["priority", "fifo"]
 T = TypeVar("T")
+
+AT_ONCE = 8
+"""Enough for a link to be busy although some peers are slow; with so few, nobody waits."""
+
+
+def takes_turns(order: Order, peers: int) -> bool:
+    """Whether some of so many peers wait while others are sent to (`SendLanes`)."""
+    return order == "priority" and peers > AT_ONCE
 
 
 class SendQueue(Generic[T]):
@@ -38,6 +46,11 @@ class SendQueue(Generic[T]):
         """What `pop` would return."""
         return self._heap[0][3]
 
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """(step, priority) of the head."""
+        return self._heap[0][:2]
+
     def __len__(self) -> int:
         return len(self._heap)
 
@@ -49,16 +62,25 @@ class SendQueue(Generic[T]):
 class SendLanes(Generic[T]):
     """A `SendQueue` for each peer, at most one item of each under way.
 
-    A head that ``may_leave`` refuses stays, and all behind it, until somebody asks again.
+    In order of priority the items of at most ``AT_ONCE`` peers are, the most urgent first: what
+    has left cannot be overtaken, and with many peers fills the queue in front of the link. Of
+    equally urgent ones those for peers from ``first`` on go first; if every process has another
+    ``first``, they do not all send to the same peer at once. A head that ``may_leave`` refuses
+    stays, and all behind it, until somebody asks again.
     """
 
-    __slots__ = ("_busy", "_may_leave", "_order", "_queues")
+    __slots__ = ("_busy", "_first", "_may_leave", "_order", "_queues")
 
     def __init__(
-        self, order: Order = "priority", may_leave: Callable[[T], bool] | None = None
+        self,
+        order: Order = "priority",
+        may_leave: Callable[[T], bool] | None = None,
+        *,
+        first: int = 0,
     ) -> None:
         self._order: Order = order
         self._may_leave = may_leave
+        self._first = first
         self._queues: dict[int, SendQueue[T]] = {}
         self._busy: set[int] = set()
 
@@ -70,12 +92,20 @@ class SendLanes(Generic[T]):
 
     def depart(self) -> list[T]:
         """The heads that may leave now; they then are under way."""
-        return [item for peer in self._queues for item in self.depart_to(peer)]
+        if self._is_full:
+            return []
+        waiting = [peer for peer, queue in self._queues.items() if queue and peer not in self._busy]
+        if self._order == "priority":
+            waiting.sort(key=self._turn)
+        return [item for peer in waiting for item in self.depart_to(peer)]
+
+    def _turn(self, peer: int) -> tuple[tuple[int, int], bool, int]:
+        return self._queues[peer].urgency, peer < self._first, peer
 
     def depart_to(self, peer: int) -> list[T]:
         """The head for this peer, if there is one and it may leave now."""
         queue = self._queues.get(peer)
-        if not queue or peer in self._busy:
+        if not queue or peer in self._busy or self._is_full:
             return []
         if self._may_leave is not None and not self._may_leave(queue.head()):
             return []
@@ -83,9 +113,14 @@ class SendLanes(Generic[T]):
         return [queue.pop()]
 
     def sent(self, peer: int) -> list[T]:
-        """What was under way to this peer has left: its next head, if that may leave."""
+        """What was under way to this peer has left: what may follow, to it or instead of it."""
+        was_full = self._is_full
         self._busy.discard(peer)
-        return self.depart_to(peer)
+        return self.depart() if was_full else self.depart_to(peer)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._order == "priority" and len(self._busy) >= AT_ONCE
 
     @property
     def idle(self) -> bool:

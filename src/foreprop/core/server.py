@@ -157,7 +157,8 @@ class ServerMachine:
     """Decides what a server updates and sends next. Not thread-safe.
 
     ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
-    how many push to it, and ``peers`` who they are.
+    how many push to it, and ``peers`` who they are. Of equally urgent frames the one for ``first``
+    goes first (`SendLanes`).
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class ServerMachine:
         names: Sequence[str],
         barrier: StepBarrier | None = None,
         peers: Peers | None = None,
+        first: int = 0,
     ) -> None:
         self._index = index
         self._workers = workers
@@ -183,7 +185,7 @@ class ServerMachine:
         self._held: dict[int, tuple[int, ...]] = {}  # at the barrier: by slice, whose gradients
         self._deferred: dict[int, UpdateSlice] = {}  # by slice
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
-        self._lanes: SendLanes[SendFrame] = SendLanes(order)
+        self._lanes: SendLanes[SendFrame] = SendLanes(order, first=first)
         self._updating: UpdateSlice | SumSlice | None = None
         self._left: set[int] = set()
         self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {

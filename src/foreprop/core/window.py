@@ -16,6 +16,17 @@ _LEAST_SLICES = 2
 """One can be on its way to a server while another is on its way back."""
 _MOST_SLICES = 4
 """However many servers there are: beyond, what is urgent comes too late."""
+_LEAST_SHARE_BYTES = 4096
+_MOST_SHARES = 32
+
+
+def window_share_bytes(window_bytes: int, peers: int) -> int:
+    """Of what may be under way to all peers, unacknowledged, the share of a connection.
+
+    With the defaults it is about a slice where there are more than 8 servers; more than 32 peers
+    do not make it smaller, because they take turns (`core.sendqueue.SendLanes`).
+    """
+    return max(_LEAST_SHARE_BYTES, window_bytes // min(peers, _MOST_SHARES))
 
 
 def may_hold_back(order: Order, reply: Reply, *, needs_norm: bool = False) -> bool:

@@ -115,7 +115,8 @@ _NOT_AWAITED = -1
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
-    A ``window`` needs an order and a reply that `may_hold_back`.
+    A ``window`` needs an order and a reply that `may_hold_back`. Of equally urgent frames the one
+    for the server ``first`` goes first (`SendLanes`).
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class WorkerMachine:
         order: Order,
         reply: Reply,
         window: PushWindow | None = None,
+        first: int = 0,
     ) -> None:
         if window is not None and not may_hold_back(order, reply):
             raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
@@ -135,7 +137,7 @@ class WorkerMachine:
         for piece in slices:
             self._slices_of[piece.parameter].append(piece)
         self._priority = list(range(parameters))
-        self._lanes: SendLanes[SendFrame] = SendLanes(order, self._may_leave)
+        self._lanes: SendLanes[SendFrame] = SendLanes(order, self._may_leave, first=first)
         self._reply = reply
         self._closing = False
         self._awaited_step = [_NOT_AWAITED] * len(slices)

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from foreprop.config import Config
+from foreprop.core.sendqueue import takes_turns
+from foreprop.core.window import window_share_bytes
 from foreprop.engine.meeting import Meeting
 from foreprop.engine.nodelinks import NodeLinks, node_links
 from foreprop.engine.processes import (
@@ -27,11 +29,17 @@ from foreprop.engine.processes import (
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, HandshakeError, TransportError
 from foreprop.net.stream import SocketStream, Stream
-from foreprop.net.tcp import check_reachable, connect, listen, local_address, tune
+from foreprop.net.tcp import (
+    check_reachable,
+    connect,
+    listen,
+    local_address,
+    stays_on_this_machine,
+    tune,
+)
 from foreprop.version import __version__
 
 DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
-_LEAST_WINDOW_BYTES = 8192
 """Of a connection: below this the kernel would send every few segments by themselves."""
 _END_BY_ITSELF_S = 3.0
 """A server that has to end is given this long to tell the other workers why."""
@@ -216,6 +224,8 @@ class Connections:
         stream: Stream = SocketStream(sock, self.server_names()[server])
         if self.links is not None and direct:
             stream = self.links.wrap_to_node(stream, self._node_of(server))
+        if direct and takes_turns(self._config.order, self.servers):
+            stream.bound(window_share_bytes(self._config.push_window_bytes, self.servers))
         return stream
 
     def _node_of(self, server: int) -> int:
@@ -264,9 +274,9 @@ class Connections:
         Within a machine there is no link to keep free, and less than one of loopback's segments
         of 64 KiB would be acknowledged only after the kernel's delay of 40 ms.
         """
-        if sock.getsockname()[0] == sock.getpeername()[0]:
+        if stays_on_this_machine(sock):
             return None
-        return max(_LEAST_WINDOW_BYTES, self._config.push_window_bytes // self.servers)
+        return window_share_bytes(self._config.push_window_bytes, self.servers)
 
     def _connect_to(self, address: str, port: int) -> socket.socket:
         timeout_s = self._config.join_timeout_s

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from foreprop.core.worker import SendFrame
 
 Transmit = Callable[[SendFrame], None]
-Sent = Callable[[int], SendFrame | None]
+Sent = Callable[[int], Sequence[SendFrame]]
 
 
 class Outbox:
     """Sends what the state machine hands to the links, one frame at a time to each peer.
 
     ``transmit`` blocks while the destination is full; ``sent`` reports to the machine and returns
-    the frame to that peer which is the most urgent by then, if any. Each peer has a thread of its
-    own, so that a full one holds up nobody else.
+    the frames that may follow, to that peer or to others. Each peer has a thread of its own, so
+    that a full one does not hold up the others.
     """
 
     def __init__(
@@ -68,8 +68,12 @@ class Outbox:
                 while frame is not None:
                     lane.current = frame
                     self._transmit(frame)
-                    lane.current = None
-                    frame = self._sent(peer)
+                    lane.current = frame = None
+                    for following in self._sent(peer):
+                        if following.peer == peer:
+                            frame = following
+                        else:
+                            self.submit(following)
         except BaseException as error:  # the session must learn of it, whatever it is
             self._failed(error)
 

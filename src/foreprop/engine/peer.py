@@ -58,8 +58,8 @@ class Session(Protocol):
 
     def on_frame(self, peer: Peer, header: Header, payload: memoryview) -> None: ...
 
-    def next_after_sent(self, peer: int) -> SendFrame | None:
-        """What goes to this peer next; called with the server's lock held."""
+    def next_after_sent(self, peer: int) -> list[SendFrame]:
+        """What may follow, to this peer or to others; called with the server's lock held."""
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Of a frame without a token, which is about to be sent."""

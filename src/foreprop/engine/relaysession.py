@@ -388,8 +388,8 @@ class RelaySession:
         self._link.send(Kind.BYE, 0, 0, 0, CONTROL_PRIORITY, _EMPTY)
 
     # Sending to the workers.
-    def next_after_sent(self, peer: int) -> SendFrame | None:
-        return _first_frame(self._machine.handle(FrameSent(peer)))
+    def next_after_sent(self, peer: int) -> list[SendFrame]:
+        return _frames(self._machine.handle(FrameSent(peer)))
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:
@@ -442,12 +442,12 @@ class RelaySession:
         place = (header.step, header.priority, header.slice)
         self.send_on(header.kind, *place, payload, header.flags)
 
-    def _next_to_server(self, _: int) -> SendFrame | None:
+    def _next_to_server(self, _: int) -> list[SendFrame]:
         with self._lock:
             instructions = self._machine.handle(FrameSent(SERVER))
         if any(isinstance(instruction, Finish) for instruction in instructions):
             self._leave()
-        return _first_frame(instructions)
+        return _frames(instructions)
 
     def _transmit(self, frame: SendFrame) -> None:
         _, kind, step, slice_, priority, flags, token = frame
@@ -515,5 +515,5 @@ class RelaySession:
         self._outbox.stop()
 
 
-def _first_frame(instructions: Sequence[Any]) -> SendFrame | None:
-    return next((each for each in instructions if isinstance(each, SendFrame)), None)
+def _frames(instructions: Sequence[Any]) -> list[SendFrame]:
+    return [each for each in instructions if isinstance(each, SendFrame)]

@@ -21,6 +21,8 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
 from foreprop.core.peers import Peers
+from foreprop.core.sendqueue import takes_turns
+from foreprop.core.window import window_share_bytes
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
     Frame,
@@ -375,11 +377,18 @@ class Server:
             complete = len(self._peers) == self._known.count
             session = None
             if not refused and complete:
+                if takes_turns(first.manifest.knobs.order, self._known.count):
+                    self._bound_replies(self._known.count)
                 session = self._session = self._make_session(first.manifest, self)
         if refused:
             self.fail(Failure(kind="HandshakeError", message=refused))
         elif session is not None:  # not `_session`: another thread may have made that by now
             session.start()
+
+    def _bound_replies(self, peers: int) -> None:
+        window_bytes = window_share_bytes(self._config.push_window_bytes, peers)
+        for peer in self._peers.values():
+            peer.stream.bound(window_bytes)
 
     def _compare_all(self, zero: Manifest) -> str | None:
         """How the first peer and the others, or this process, differ."""
@@ -424,10 +433,10 @@ class Server:
         place = (about.step, about.slice, CONTROL_PRIORITY, len(data))
         _tell(peer, encode_header(kind, 0, self.index, *place), memoryview(data))
 
-    def _next_after_sent(self, peer: int) -> SendFrame | None:
+    def _next_after_sent(self, peer: int) -> list[SendFrame]:
         session = self._session
         if session is None:
-            return None
+            return []
         with self.lock:
             return session.next_after_sent(peer)
 

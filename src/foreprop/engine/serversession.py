@@ -91,6 +91,7 @@ class ServerSession:
             names=names,
             barrier=self._barrier,
             peers=peers,
+            first=(index + 1) % peers.count,
         )
         scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
         self._groups = with_scale(manifest.optimizer.groups, scale)
@@ -325,9 +326,9 @@ class ServerSession:
             return self._machine.handle(_UPDATE_FINISHED)
 
     # Sending.
-    def next_after_sent(self, peer: int) -> SendFrame | None:
+    def next_after_sent(self, peer: int) -> list[SendFrame]:
         instructions = self._machine.handle(FrameSent(peer))
-        return instructions[0] if instructions else None  # type: ignore[return-value]
+        return [each for each in instructions if isinstance(each, SendFrame)]
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:

@@ -152,6 +152,7 @@ class WorkerEngine:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             window=self._push_window(),
+            first=(rank + 1) % manifest.knobs.servers,
         )
         self.rows = RowExchange(
             manifest,
@@ -499,16 +500,14 @@ class WorkerEngine:
             elif kind is Finish:
                 self._finished.set()
 
-    def _next_after_sent(self, server: int) -> SendFrame | None:
+    def _next_after_sent(self, server: int) -> list[SendFrame]:
         with self._lock:
             instructions = self._machine.handle(FrameSent(server))
         if self._offering and not instructions:
             self.progress.notify()
-        for instruction in instructions:
-            if isinstance(instruction, SendFrame):
-                return instruction
+        if any(isinstance(instruction, Finish) for instruction in instructions):
             self._finished.set()
-        return None
+        return [each for each in instructions if isinstance(each, SendFrame)]
 
     def _send_message(
         self,

@@ -67,6 +67,9 @@ class PacedStream:
             self._egress.occupy(len(chunk))
             self._stream.send(b"", chunk)
 
+    def bound(self, window_bytes: int) -> None:
+        """Sending blocks until the link is free, as it is."""
+
     def receive_into(self, view: memoryview) -> int:
         received = self._stream.receive_into(view[:_CHUNK_BYTES])
         if received:

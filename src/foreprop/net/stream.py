@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 from typing import Protocol
 
 from foreprop.errors import TransportError
+from foreprop.net.tcp import bound_send_buffer, stays_on_this_machine
 
 
 class Stream(Protocol):
@@ -14,6 +16,11 @@ class Stream(Protocol):
 
     def send(self, header: bytes, payload: memoryview) -> None:
         """Block until all bytes are with the kernel; raises `TransportError`."""
+
+    def bound(self, window_bytes: int) -> None:
+        """From now on hold no more than about so many unacknowledged, and end `send` only when
+        another third of them could be taken: what is sent has then mostly arrived.
+        """
 
     def receive_into(self, view: memoryview) -> int:
         """Block for 1 to ``len(view)`` bytes; 0 at the end; raises `TransportError`."""
@@ -28,16 +35,28 @@ class SocketStream:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
         self._peer = peer
+        self._room: select.poll | None = None
+
+    def bound(self, window_bytes: int) -> None:
+        try:
+            if stays_on_this_machine(self._sock):
+                return
+            bound_send_buffer(self._sock, window_bytes)
+        except OSError:
+            return  # it is lost; who sends or receives next says so
+        self._room = select.poll()
+        self._room.register(self._sock, select.POLLOUT)
 
     def send(self, header: bytes, payload: memoryview) -> None:
         try:
             sent = self._sock.sendmsg((header, payload))
-            if sent == len(header) + len(payload):
-                return
             if sent < len(header):
                 self._sock.sendall(header[sent:])
                 sent = len(header)
-            self._sock.sendall(payload[sent - len(header) :])
+            if sent < len(header) + len(payload):
+                self._sock.sendall(payload[sent - len(header) :])
+            if self._room is not None:
+                self._room.poll()
         except OSError as error:
             raise TransportError(f"cannot send to {self._peer}: {error}") from error
 

@@ -112,8 +112,7 @@ def tune(
 ) -> None:
     """Bound the bytes that the kernel holds unsent, so that priority is decided late.
 
-    ``window_bytes`` also bounds what is sent and not yet acknowledged (the kernel doubles the
-    number that it is given, and counts its own bookkeeping); by default the kernel chooses.
+    ``window_bytes``: see `bound_send_buffer`; by default the kernel chooses.
     A peer that acknowledges nothing for ``timeout_s`` breaks the connection, also one that nothing
     is being sent to. ``emulated``: the bytes pass an emulated link, which a large kernel buffer
     would bypass.
@@ -122,7 +121,7 @@ def tune(
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if window_bytes is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(window_bytes // 2, _INT_LIMIT))
+        bound_send_buffer(sock, window_bytes)
     if emulated:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _EMULATED_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EMULATED_BUFFER_BYTES)
@@ -131,6 +130,21 @@ def tune(
         milliseconds = int(min(max(1000.0, timeout_s * 1000), _INT_LIMIT))
         sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)
         keep_alive(sock, timeout_s)
+
+
+def bound_send_buffer(sock: socket.socket, window_bytes: int) -> None:
+    """Bound what the kernel holds that has not been acknowledged, its own bookkeeping included.
+
+    The kernel doubles the number that it is given, and takes no less than about 4.5 KiB.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(window_bytes // 2, _INT_LIMIT))
+
+
+def stays_on_this_machine(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are here, so that it passes no link."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 
 def keep_alive(sock: socket.socket, timeout_s: float) -> None:

@@ -33,6 +33,8 @@ class Kernel:
     """It begins a new segment while it holds fewer unsent (`TCP_NOTSENT_LOWAT`)."""
     buffer_bytes: int
     """It begins a new segment while it holds fewer, unsent or unacknowledged (`SO_SNDBUF`)."""
+    settles: bool
+    """A message has been sent when another third of the buffer is free (`Stream.bound`)."""
     segment_bytes: int
     """To a segment that it has begun and not sent it adds, whatever the bounds, up to this."""
     window_bytes: int
@@ -76,6 +78,7 @@ class Connection:
         "_port",
         "_received_bytes",
         "_sent",
+        "_settling",
         "_unsent_bytes",
         "_untaken_bytes",
         "_waiting",
@@ -104,6 +107,7 @@ class Connection:
         self._in_flight_bytes = 0
         self._acknowledgements: deque[tuple[float, int]] = deque()  # when, bytes
         self._waiting = False  # for the first of them
+        self._settling = False  # taken, and not yet sent
         self.reverse: Connection | None = None
 
     @property
@@ -134,7 +138,16 @@ class Connection:
             self._untaken_bytes -= taken
             self._unsent_bytes += taken
             if not self._untaken_bytes:
-                self._clock.at(self._clock.now_s, self._sent, self._peer)
+                self._settling = True
+                self._settle()
+
+    def _settle(self) -> None:
+        """Whether the message counts as sent."""
+        kernel = self._kernel
+        held_bytes = self._unsent_bytes + self._in_flight_bytes
+        if not kernel.settles or held_bytes <= kernel.buffer_bytes * _WRITABLE_SHARE:
+            self._settling = False
+            self._clock.at(self._clock.now_s, self._sent, self._peer)
 
     def _transmit(self) -> None:
         """Hand to the link what the window allows."""
@@ -183,7 +196,7 @@ class Connection:
         """Look again when the next one is in, if that can make a difference."""
         if self._waiting or not self._acknowledgements:
             return
-        if self._unsent_bytes or self._untaken_bytes:
+        if self._unsent_bytes or self._untaken_bytes or self._settling:
             self._waiting = True
             due_s = max(self._acknowledgements[0][0], self._clock.now_s)
             self._clock.at(due_s, self._acknowledged)
@@ -193,6 +206,8 @@ class Connection:
         self._take_acknowledgements()
         if self._untaken_bytes:
             self._take(self._kernel.buffer_bytes * _WRITABLE_SHARE)
+        elif self._settling:
+            self._settle()
         self._transmit()
 
     def _take_acknowledgements(self) -> None:

@@ -59,7 +59,13 @@ class Hosts:
         return self.update_s + elems * (self.update_elem_s + workers * self.sum_elem_s)
 
     def kernel(
-        self, link: LinkSetting, *, connections: int, unsent_bytes: int, buffer_bytes: int
+        self,
+        link: LinkSetting,
+        *,
+        connections: int,
+        unsent_bytes: int,
+        buffer_bytes: int,
+        settles: bool = False,
     ) -> Kernel:
         """``connections``: that share each link; ``buffer_bytes``: what `SO_SNDBUF` tells."""
         burst_bytes = int(link.rate_bits_per_s / 8 * self.burst_s)
@@ -67,6 +73,7 @@ class Hosts:
         return Kernel(
             unsent_bytes=unsent_bytes,
             buffer_bytes=int(buffer_bytes * self.buffer_share),
+            settles=settles,
             segment_bytes=self.segment_bytes,
             window_bytes=window_bytes,
             burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes, window_bytes),

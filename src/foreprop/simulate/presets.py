@@ -12,7 +12,9 @@ from typing import Any
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.peers import SERVER, workers_of_node
+from foreprop.core.sendqueue import AT_ONCE, takes_turns
 from foreprop.core.slicing import Partition, plan_slices
+from foreprop.core.window import window_share_bytes
 from foreprop.errors import ConfigError
 from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
@@ -26,7 +28,6 @@ from foreprop.simulate.symmetric import Links, connect_crowd
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""
-_LEAST_WINDOW_BYTES = 8192  # engine.launch's
 
 
 def simulate_preset(
@@ -119,20 +120,29 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
 def _kernels(
     config: Config, setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, pushers: int
 ) -> Kernels:
-    """Of pushes, whose send buffer is bounded, and of replies."""
-    pushed_bytes = max(_LEAST_WINDOW_BYTES, config.push_window_bytes // setting.nodes)
-    replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
+    pushes_wait = takes_turns(config.order, setting.nodes)
+    replies_wait = takes_turns(config.order, pushers)
 
-    def kernel(buffer_bytes: int) -> Kernel:
+    def at_once(wait: bool) -> int:
+        return min(others, AT_ONCE) if wait else others
+
+    def kernel(buffer_bytes: int, settles: bool) -> Kernel:
         return hosts.kernel(
             cluster.link,
-            connections=2 * others,  # pushes to the others' servers, replies to their workers
+            # pushes to the others' servers, replies to their workers
+            connections=at_once(pushes_wait) + at_once(replies_wait),
             unsent_bytes=config.unsent_bytes,
             buffer_bytes=buffer_bytes,
+            settles=settles,
         )
 
-    return kernel(pushed_bytes), kernel(replied_bytes)
+    pushed_bytes = window_share_bytes(config.push_window_bytes, setting.nodes)
+    replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    if replies_wait:
+        replied_bytes = window_share_bytes(config.push_window_bytes, pushers)
+    return kernel(pushed_bytes, pushes_wait), kernel(replied_bytes, replies_wait)
 
 
 def _ends(

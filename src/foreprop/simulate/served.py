@@ -224,6 +224,7 @@ class ServedWorker:
             order=agreement.order,
             reply=agreement.reply,
             window=agreement.window(),
+            first=(rank + 1) % agreement.servers,
         )
         self._owners = {piece.server for piece in agreement.slices}
         self._norms = NormCombiner(self._owners)
@@ -313,6 +314,7 @@ class Server:
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
             barrier=StepBarrier(owned) if agreement.needs_norm else None,
+            first=(index + 1) % len(agreement.members),
         )
 
     # For the connections.
