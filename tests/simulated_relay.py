@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay import AnswerArrived, NoticeArrived, RelayMachine
+from foreprop.core.sendqueue import USUAL_TURNS
 from foreprop.core.server import (
     AnswerReady,
     InstallValue,
@@ -46,8 +47,8 @@ class Relay:
             reply=setup.reply,
             names=[f"p{i}" for i in range(len(setup.sizes_elems))],
         )
-        self.links = cluster.links(self._workers)
-        self.up = cluster.links(0)
+        self.links = cluster.links(self._workers, USUAL_TURNS)
+        self.up = cluster.links(0, USUAL_TURNS)
         self.up.queues[SERVER] = deque()
         self._summing: UpdateSlice | None = None
         self._priorities: dict[tuple[int, int], int] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import SquareSum
-from foreprop.core.sendqueue import Order
+from foreprop.core.sendqueue import USUAL_TURNS, Order, Turns
 from foreprop.core.server import (
     AnswerReady,
     FinishSession,
@@ -82,6 +82,8 @@ class Setup:
     """The push window, of each server."""
     needs_norm: bool = False
     """Updates wait for the sums of all slices."""
+    turns: Turns = USUAL_TURNS
+    """Of the servers at each worker, and of the workers (without relays) at each server."""
     workers_per_node: int = 1
     """More than one: a relay of each node stands between its workers and each server."""
 
@@ -115,6 +117,8 @@ class _Links:
 
     checked: bool
     by_priority: bool
+    at_once: int
+    """To so many peers frames may be under way, in order of priority."""
     queues: dict[int, deque[tuple[SendFrame, Story]]]
     busy_with: dict[int, SendFrame] = field(default_factory=dict)
     most_busy: int = 0
@@ -132,20 +136,28 @@ class _Links:
         assert peer not in self.busy_with, "two frames are in the hands of one link"
         self.busy_with[peer] = frame
         self.most_busy = max(self.most_busy, len(self.busy_with))
+        assert not self.by_priority or len(self.busy_with) <= self.at_once, "too many at once"
         self.queues[peer].append((frame, story))
         if self.checked:
             first = min(self.queued[peer], key=lambda entry: entry[0])  # of equal ones, the first
             assert frame.slice == first[1], f"{frame} overtook {first}"
             assert not self.may_be_held(peer, *first), f"{frame} left although the window is full"
+            waiting = self._first_of_idle().values()
+            assert not any(key < first[0] for key, _ in waiting), f"{frame} left before {waiting}"
             self.queued[peer].remove(first)
 
     def check_none_waits_for_another(self) -> None:
-        """What is queued for a peer is behind a frame to that peer, never behind other peers'."""
+        """What is queued for a peer is behind a frame to it, or it is not that peer's turn."""
+        if not self.by_priority or len(self.busy_with) < self.at_once:
+            idle = list(self._first_of_idle())
+            assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
+
+    def _first_of_idle(self) -> dict[int, tuple[tuple[int, int], int]]:
+        """What is first for the peers to which nothing is under way, if it may leave."""
         idle = [peer for peer, entries in self.queued.items() if entries]
         idle = [peer for peer in idle if peer not in self.busy_with]
         first = {peer: min(self.queued[peer], key=lambda entry: entry[0]) for peer in idle}
-        idle = [peer for peer in idle if not self.may_be_held(peer, *first[peer])]
-        assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
+        return {peer: entry for peer, entry in first.items() if not self.may_be_held(peer, *entry)}
 
 
 class Cluster:
@@ -180,9 +192,10 @@ class Cluster:
             self._weights[name] = self._random.choice([0.02, 0.3, 1.0, 1.0, 5.0])
         return self._weights[name]
 
-    def links(self, peers: int) -> _Links:
+    def links(self, peers: int, turns: Turns) -> _Links:
         queues: dict[int, deque[tuple[SendFrame, Story]]] = {i: deque() for i in range(peers)}
-        return _Links(self.setup.reply == "broadcast", self.setup.order == "priority", queues)
+        setup = self.setup
+        return _Links(setup.reply == "broadcast", setup.order == "priority", turns.at_once, queues)
 
     def towards(self, rank: int, server: int) -> _Server | Relay:
         """Where a worker's frames for a server go."""
@@ -221,8 +234,9 @@ class _Worker:
             order=setup.order,
             reply=setup.reply,
             window=self._push_window(),
+            turns=setup.turns,
         )
-        self.links = cluster.links(setup.partition.servers)
+        self.links = cluster.links(setup.partition.servers, setup.turns)
         if setup.window_elems is not None:
             self.links.may_be_held = self._is_held
         self._unanswered: list[tuple[int, tuple[int, int], int]] = []  # server, key, slice
@@ -369,10 +383,11 @@ class _Server:
             reply=setup.reply,
             names=[f"p{i}" for i in range(len(setup.sizes_elems))],
             barrier=StepBarrier(len(self.stories)) if setup.needs_norm else None,
+            turns=setup.turns,
         )
         self._parts: list[SquareSum] = []  # by token
         self._summing: SumSlice | None = None
-        self.links = cluster.links(setup.peers)
+        self.links = cluster.links(setup.peers, setup.turns)
         self._updating: UpdateSlice | None = None
         self._priorities: dict[tuple[int, int], int] = {}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foreprop.config import PRESETS
 from foreprop.core.barrier import NormCombiner
 from foreprop.core.norm import SquareSum
-from foreprop.core.sendqueue import SendLanes
+from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns
 from foreprop.core.slicing import Partition
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.worker import WorkerMachine
@@ -54,6 +54,7 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         workers=workers,
         workers_per_node=workers_per_node,
         steps=steps,
+        turns=Turns(draw(st.integers(0, 2)), draw(st.sampled_from([1, 2, AT_ONCE]))),
         forward_order=tuple(draw(st.permutations(range(len(sizes))))),
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
         wait_at_end=needs_norm or draw(st.booleans()),  # rank 0 stays until the norm is told

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreprop.core.sendqueue import AT_ONCE, Order, SendLanes, SendQueue
+from foreprop.core.sendqueue import AT_ONCE, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
 from foreprop.core.worker import Closing, Finish, FrameSent, GradientReady, SendFrame, WorkerMachine
@@ -55,7 +55,7 @@ def test_the_queue_equals_a_stable_sorted_list(
 def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
     actions: list[tuple[str, int, int, int]], order: Order, first: int
 ) -> None:
-    lanes: SendLanes[tuple[int, int]] = SendLanes(order, first=first)
+    lanes: SendLanes[tuple[int, int]] = SendLanes(order, turns=Turns(first))
     model: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     under_way: set[int] = set()
     at_once = AT_ONCE if order == "priority" else 12
@@ -115,14 +115,14 @@ def test_many_lanes_take_turns_the_most_urgent_first() -> None:
 def test_every_process_begins_with_another_peer() -> None:
     """Equally urgent items would otherwise all go to the same peer at once."""
     for first in range(4):
-        lanes: SendLanes[int] = SendLanes(first=first)
+        lanes: SendLanes[int] = SendLanes(turns=Turns(first))
         for peer in range(4):
             lanes.push(peer, 1, 0, peer)
         assert lanes.depart() == [(first + peer) % 4 for peer in range(4)]
 
 
 def test_in_fifo_order_all_peers_are_sent_to_at_once() -> None:
-    lanes: SendLanes[int] = SendLanes("fifo", first=3)
+    lanes: SendLanes[int] = SendLanes("fifo", turns=Turns(3))
     peers = list(range(2 * AT_ONCE))
     for peer in peers:
         lanes.push(peer, 1, -peer, peer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 Order = Literal["priority", "fifo"]
 T = TypeVar("T")
@@ -59,28 +59,39 @@ class SendQueue(Generic[T]):
         return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3])]
 
 
+class Turns(NamedTuple):
+    """How peers take turns in `SendLanes` in order of priority."""
+
+    first: int = 0
+    """Of equally urgent items those for peers from this one on go first. If every process has
+    another one, they do not all send to the same peer at once."""
+    at_once: int = AT_ONCE
+    """To so many peers items are under way."""
+
+
+USUAL_TURNS = Turns()
+
+
 class SendLanes(Generic[T]):
     """A `SendQueue` for each peer, at most one item of each under way.
 
-    In order of priority the items of at most ``AT_ONCE`` peers are, the most urgent first: what
-    has left cannot be overtaken, and with many peers fills the queue in front of the link. Of
-    equally urgent ones those for peers from ``first`` on go first; if every process has another
-    ``first``, they do not all send to the same peer at once. A head that ``may_leave`` refuses
-    stays, and all behind it, until somebody asks again.
+    In order of priority peers take ``turns``, the most urgent item first: what has left cannot be
+    overtaken, and with many peers fills the queue in front of the link. A head that ``may_leave``
+    refuses stays, and all behind it, until somebody asks again.
     """
 
-    __slots__ = ("_busy", "_first", "_may_leave", "_order", "_queues")
+    __slots__ = ("_busy", "_may_leave", "_order", "_queues", "_turns")
 
     def __init__(
         self,
         order: Order = "priority",
         may_leave: Callable[[T], bool] | None = None,
         *,
-        first: int = 0,
+        turns: Turns = USUAL_TURNS,
     ) -> None:
         self._order: Order = order
         self._may_leave = may_leave
-        self._first = first
+        self._turns = turns
         self._queues: dict[int, SendQueue[T]] = {}
         self._busy: set[int] = set()
 
@@ -100,7 +111,7 @@ class SendLanes(Generic[T]):
         return [item for peer in waiting for item in self.depart_to(peer)]
 
     def _turn(self, peer: int) -> tuple[tuple[int, int], bool, int]:
-        return self._queues[peer].urgency, peer < self._first, peer
+        return self._queues[peer].urgency, peer < self._turns.first, peer
 
     def depart_to(self, peer: int) -> list[T]:
         """The head for this peer, if there is one and it may leave now."""
@@ -120,7 +131,7 @@ class SendLanes(Generic[T]):
 
     @property
     def _is_full(self) -> bool:
-        return self._order == "priority" and len(self._busy) >= AT_ONCE
+        return self._order == "priority" and len(self._busy) >= self._turns.at_once
 
     @property
     def idle(self) -> bool:

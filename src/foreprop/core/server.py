@@ -22,7 +22,7 @@ from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.peers import SERVER, Peers, each_worker
-from foreprop.core.sendqueue import Order, SendLanes, SendQueue
+from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import NO_TOKEN, FrameSent, SendFrame
@@ -157,8 +157,7 @@ class ServerMachine:
     """Decides what a server updates and sends next. Not thread-safe.
 
     ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
-    how many push to it, and ``peers`` who they are. Of equally urgent frames the one for ``first``
-    goes first (`SendLanes`).
+    how many push to it, and ``peers`` who they are, who take ``turns``.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class ServerMachine:
         names: Sequence[str],
         barrier: StepBarrier | None = None,
         peers: Peers | None = None,
-        first: int = 0,
+        turns: Turns = USUAL_TURNS,
     ) -> None:
         self._index = index
         self._workers = workers
@@ -185,7 +184,7 @@ class ServerMachine:
         self._held: dict[int, tuple[int, ...]] = {}  # at the barrier: by slice, whose gradients
         self._deferred: dict[int, UpdateSlice] = {}  # by slice
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
-        self._lanes: SendLanes[SendFrame] = SendLanes(order, first=first)
+        self._lanes: SendLanes[SendFrame] = SendLanes(order, turns=turns)
         self._updating: UpdateSlice | SumSlice | None = None
         self._left: set[int] = set()
         self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {

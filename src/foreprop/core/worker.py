@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order, SendLanes
+from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag, Kind
@@ -115,8 +115,7 @@ _NOT_AWAITED = -1
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
-    A ``window`` needs an order and a reply that `may_hold_back`. Of equally urgent frames the one
-    for the server ``first`` goes first (`SendLanes`).
+    A ``window`` needs an order and a reply that `may_hold_back`. ``turns``: of the servers.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class WorkerMachine:
         order: Order,
         reply: Reply,
         window: PushWindow | None = None,
-        first: int = 0,
+        turns: Turns = USUAL_TURNS,
     ) -> None:
         if window is not None and not may_hold_back(order, reply):
             raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
@@ -137,7 +136,7 @@ class WorkerMachine:
         for piece in slices:
             self._slices_of[piece.parameter].append(piece)
         self._priority = list(range(parameters))
-        self._lanes: SendLanes[SendFrame] = SendLanes(order, self._may_leave, first=first)
+        self._lanes: SendLanes[SendFrame] = SendLanes(order, self._may_leave, turns=turns)
         self._reply = reply
         self._closing = False
         self._awaited_step = [_NOT_AWAITED] * len(slices)

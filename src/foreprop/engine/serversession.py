@@ -14,6 +14,7 @@ from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.peers import Peers
 from foreprop.core.rows import AnswerRows, FailRows
+from foreprop.core.sendqueue import Turns
 from foreprop.core.server import (
     AnswerReady,
     FailSession,
@@ -91,7 +92,7 @@ class ServerSession:
             names=names,
             barrier=self._barrier,
             peers=peers,
-            first=(index + 1) % peers.count,
+            turns=Turns(first=(index + 1) % peers.count),
         )
         scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
         self._groups = with_scale(manifest.optimizer.groups, scale)

@@ -18,6 +18,7 @@ from foreprop.core.barrier import OUTSIDE, NormCombiner
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
 from foreprop.core.rows import Shard
+from foreprop.core.sendqueue import Turns
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
@@ -152,7 +153,7 @@ class WorkerEngine:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             window=self._push_window(),
-            first=(rank + 1) % manifest.knobs.servers,
+            turns=Turns(first=(rank + 1) % manifest.knobs.servers),
         )
         self.rows = RowExchange(
             manifest,

@@ -5,6 +5,7 @@ Servers that have no slices are left out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.sendqueue import AT_ONCE, takes_turns
+from foreprop.core.sendqueue import AT_ONCE
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.window import window_share_bytes
 from foreprop.errors import ConfigError
@@ -113,8 +114,14 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
+        at_once=_at_once(setting),
         needs_norm=config.aggregation.needs_norm,
     )
+
+
+def _at_once(setting: SimulatedSetting) -> int:
+    """All peers where one worker stands for many: these would all send to the same ones."""
+    return AT_ONCE if all(crowd.members == 1 for crowd in setting.crowds) else sys.maxsize
 
 
 def _kernels(
@@ -122,11 +129,12 @@ def _kernels(
 ) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
-    pushes_wait = takes_turns(config.order, setting.nodes)
-    replies_wait = takes_turns(config.order, pushers)
+    most = _at_once(setting)
+    pushes_wait = config.order == "priority" and setting.nodes > most
+    replies_wait = config.order == "priority" and pushers > most
 
     def at_once(wait: bool) -> int:
-        return min(others, AT_ONCE) if wait else others
+        return min(others, most) if wait else others
 
     def kernel(buffer_bytes: int, settles: bool) -> Kernel:
         return hosts.kernel(

@@ -13,7 +13,7 @@ from typing import Any
 from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO
-from foreprop.core.sendqueue import Order
+from foreprop.core.sendqueue import Order, Turns
 from foreprop.core.server import (
     AnswerReady,
     NormArrived,
@@ -67,6 +67,8 @@ class Agreement:
     """See `foreprop.Config`."""
     bytes_per_elem: int
     """On the wire."""
+    at_once: int
+    """To so many peers frames are under way (`core.sendqueue.Turns`)."""
     needs_norm: bool
     """Updates wait for the norm of all gradients (`core.barrier`)."""
 
@@ -224,7 +226,7 @@ class ServedWorker:
             order=agreement.order,
             reply=agreement.reply,
             window=agreement.window(),
-            first=(rank + 1) % agreement.servers,
+            turns=Turns((rank + 1) % agreement.servers, agreement.at_once),
         )
         self._owners = {piece.server for piece in agreement.slices}
         self._norms = NormCombiner(self._owners)
@@ -314,7 +316,7 @@ class Server:
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
             barrier=StepBarrier(owned) if agreement.needs_norm else None,
-            first=(index + 1) % len(agreement.members),
+            turns=Turns((index + 1) % len(agreement.members), agreement.at_once),
         )
 
     # For the connections.
