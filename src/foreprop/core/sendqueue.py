@@ -18,9 +18,9 @@ AT_ONCE = 8
 """Enough for a link to be busy although some peers are slow; with so few, nobody waits."""
 
 
-def takes_turns(order: Order, peers: int) -> bool:
+def takes_turns(order: Order, peers: int, at_once: int = AT_ONCE) -> bool:
     """Whether some of so many peers wait while others are sent to (`SendLanes`)."""
-    return order == "priority" and peers > AT_ONCE
+    return order == "priority" and peers > at_once
 
 
 class SendQueue(Generic[T]):
@@ -67,6 +67,11 @@ class Turns(NamedTuple):
     another one, they do not all send to the same peer at once."""
     at_once: int = AT_ONCE
     """To so many peers items are under way."""
+
+    @classmethod
+    def after(cls, own: int, peers: int, at_once: int = AT_ONCE) -> Turns:
+        """Of a process that is number ``own`` among its equals: first the peer that follows."""
+        return cls((own + 1) % peers, at_once)
 
 
 USUAL_TURNS = Turns()

@@ -17,6 +17,7 @@ _LEAST_SLICES = 2
 _MOST_SLICES = 4
 """However many servers there are: beyond, what is urgent comes too late."""
 _LEAST_SHARE_BYTES = 4096
+"""About the least that Linux takes for a send buffer."""
 _MOST_SHARES = 32
 
 

@@ -40,7 +40,6 @@ from foreprop.net.tcp import (
 from foreprop.version import __version__
 
 DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
-"""Of a connection: below this the kernel would send every few segments by themselves."""
 _END_BY_ITSELF_S = 3.0
 """A server that has to end is given this long to tell the other workers why."""
 
@@ -224,8 +223,9 @@ class Connections:
         stream: Stream = SocketStream(sock, self.server_names()[server])
         if self.links is not None and direct:
             stream = self.links.wrap_to_node(stream, self._node_of(server))
-        if direct and takes_turns(self._config.order, self.servers):
-            stream.bound(window_share_bytes(self._config.push_window_bytes, self.servers))
+        window_bytes = self._window_bytes(sock)
+        if window_bytes and direct and takes_turns(self._config.order, self.servers):
+            stream.bound(window_bytes)
         return stream
 
     def _node_of(self, server: int) -> int:

@@ -42,7 +42,7 @@ from foreprop.engine.failure import Failure
 from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups, with_scale
 from foreprop.engine.keptrows import PULL_BYTES
 from foreprop.engine.norms import NORM_BYTES
-from foreprop.engine.outbox import Outbox
+from foreprop.engine.outbox import Outbox, frames_of
 from foreprop.engine.peer import (
     HYPERPARAMETERS_LIMIT_BYTES,
     Peer,
@@ -389,7 +389,7 @@ class RelaySession:
 
     # Sending to the workers.
     def next_after_sent(self, peer: int) -> list[SendFrame]:
-        return _frames(self._machine.handle(FrameSent(peer)))
+        return frames_of(self._machine.handle(FrameSent(peer)))
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:
@@ -447,7 +447,7 @@ class RelaySession:
             instructions = self._machine.handle(FrameSent(SERVER))
         if any(isinstance(instruction, Finish) for instruction in instructions):
             self._leave()
-        return _frames(instructions)
+        return frames_of(instructions)
 
     def _transmit(self, frame: SendFrame) -> None:
         _, kind, step, slice_, priority, flags, token = frame
@@ -513,7 +513,3 @@ class RelaySession:
     def close(self, failure: Failure | None) -> None:
         self._link.close(failure)
         self._outbox.stop()
-
-
-def _frames(instructions: Sequence[Any]) -> list[SendFrame]:
-    return [each for each in instructions if isinstance(each, SendFrame)]

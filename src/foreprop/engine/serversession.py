@@ -43,6 +43,7 @@ from foreprop.engine.hyperparameters import (
 )
 from foreprop.engine.keptrows import PULL_BYTES
 from foreprop.engine.norms import NORM_BYTES, decode_norm
+from foreprop.engine.outbox import frames_of
 from foreprop.engine.peer import (
     HYPERPARAMETERS_LIMIT_BYTES,
     Peer,
@@ -92,7 +93,7 @@ class ServerSession:
             names=names,
             barrier=self._barrier,
             peers=peers,
-            turns=Turns(first=(index + 1) % peers.count),
+            turns=Turns.after(index, peers.count),
         )
         scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
         self._groups = with_scale(manifest.optimizer.groups, scale)
@@ -328,8 +329,7 @@ class ServerSession:
 
     # Sending.
     def next_after_sent(self, peer: int) -> list[SendFrame]:
-        instructions = self._machine.handle(FrameSent(peer))
-        return [each for each in instructions if isinstance(each, SendFrame)]
+        return frames_of(self._machine.handle(FrameSent(peer)))
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:

@@ -60,7 +60,7 @@ from foreprop.engine.keptrows import (
 from foreprop.engine.keptrows import encode_pull as encode_kept_pull
 from foreprop.engine.keptrows import limit_bytes as kept_limit_bytes
 from foreprop.engine.norms import NORM_BYTES, GradientNorms, decode_norm, encode_norm
-from foreprop.engine.outbox import Outbox
+from foreprop.engine.outbox import Outbox, frames_of
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.rowexchange import Pull, RowExchange
 from foreprop.engine.rowparts import RowPart
@@ -153,7 +153,7 @@ class WorkerEngine:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             window=self._push_window(),
-            turns=Turns(first=(rank + 1) % manifest.knobs.servers),
+            turns=Turns.after(rank, manifest.knobs.servers),
         )
         self.rows = RowExchange(
             manifest,
@@ -508,7 +508,7 @@ class WorkerEngine:
             self.progress.notify()
         if any(isinstance(instruction, Finish) for instruction in instructions):
             self._finished.set()
-        return [each for each in instructions if isinstance(each, SendFrame)]
+        return frames_of(instructions)
 
     def _send_message(
         self,

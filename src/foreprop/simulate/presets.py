@@ -13,7 +13,7 @@ from typing import Any
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.sendqueue import AT_ONCE
+from foreprop.core.sendqueue import AT_ONCE, takes_turns
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.window import window_share_bytes
 from foreprop.errors import ConfigError
@@ -130,8 +130,8 @@ def _kernels(
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
     most = _at_once(setting)
-    pushes_wait = config.order == "priority" and setting.nodes > most
-    replies_wait = config.order == "priority" and pushers > most
+    pushes_wait = takes_turns(config.order, setting.nodes, most)
+    replies_wait = takes_turns(config.order, pushers, most)
 
     def at_once(wait: bool) -> int:
         return min(others, most) if wait else others

@@ -226,7 +226,7 @@ class ServedWorker:
             order=agreement.order,
             reply=agreement.reply,
             window=agreement.window(),
-            turns=Turns((rank + 1) % agreement.servers, agreement.at_once),
+            turns=Turns.after(rank, agreement.servers, agreement.at_once),
         )
         self._owners = {piece.server for piece in agreement.slices}
         self._norms = NormCombiner(self._owners)
@@ -316,7 +316,7 @@ class Server:
             reply=agreement.reply,
             names=[f"parameter {number}" for number in range(agreement.parameters)],
             barrier=StepBarrier(owned) if agreement.needs_norm else None,
-            turns=Turns((index + 1) % len(agreement.members), agreement.at_once),
+            turns=Turns.after(index, len(agreement.members), agreement.at_once),
         )
 
     # For the connections.
