@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# tests within one process mostly wait; those of several processes and networks go one by one
+# but for those that measure, or wait for a short time limit, which are marked `alone`
 PARALLEL := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -32,7 +32,8 @@ ifeq ($(PYTEST_ARGS),)
 	@# what must hold for every architecture, once more over collectives
 	FOREPROP_ARCHITECTURE=ring $(PARALLEL) tests/conformance tests/faults/test_lost_peers.py
 	$(PARALLEL) tests/unit tests/conformance
-	$(BIN)/python -m pytest -q --durations 15 --ignore tests/unit --ignore tests/conformance
+	$(PARALLEL) --dist worksteal --durations 15 -m 'not alone' tests/faults tests/process
+	$(BIN)/python -m pytest -q --durations 15 -m alone
 else
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 endif

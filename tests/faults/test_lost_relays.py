@@ -62,6 +62,7 @@ def test_a_killed_server_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) 
         run.check_nothing_left()
 
 
+@pytest.mark.alone
 def test_a_stopped_worker_is_named(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=3, step=3, phase="backward").stop()
     told = scenario(injector, settings={"step_timeout_s": 4.0, "stall_report_s": 1.0})

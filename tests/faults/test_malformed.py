@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.manifest import ParameterInfo
@@ -266,10 +266,16 @@ def stuck() -> Iterator[tuple[Client, Client]]:
         zero.expect(Kind.WELCOME)
         for slice_, size in enumerate((12_000_000, 24)):
             zero.send(Kind.VALUE, bytes(size), slice_=slice_)  # goes on to rank 1
-        deadline = time.monotonic() + 10
-        while b"it is sending to rank 1" not in (text := status_of(zero)):
-            assert time.monotonic() < deadline, text
+        status_after(zero, b"it is sending to rank 1")
         yield zero, one
+
+
+def status_after(client: Client, end: bytes) -> bytes:
+    """The server's status as soon as it ends so."""
+    deadline = time.monotonic() + 10
+    while not (text := status_of(client)).endswith(end):
+        assert time.monotonic() < deadline, text
+    return text
 
 
 def status_of(client: Client) -> bytes:
@@ -288,9 +294,8 @@ def test_a_worker_that_does_not_read_holds_up_no_reply_to_another() -> None:
             client.send(Kind.HYPERPARAMETERS, msgspec.json.encode((GROUP,)), step=1)
             client.send(Kind.PUSH, gradient(1.0), step=1, slice_=1)
         assert zero.expect(Kind.REPLY) == gradient(-0.5)
-        text = status_of(zero)
+        text = status_after(zero, b"it is sending to rank 1")  # no more to rank 0
         assert text.startswith(b"b is updated; replies still queued for ranks [1")
-        assert text.endswith(b"it is sending to rank 1")
 
 
 CAST: dict[str, tuple[Callable[[Client], None], str]] = {
@@ -485,12 +490,14 @@ def test_any_stranger_leaves_the_session_alone(speech: list[bytes]) -> None:
 
 
 @given(speech=SPEECH)
+@example(speech=[encode_header(Kind.BYE, 0, 1, 0, 0, 0, 0)])
 @BOUNDED
 def test_whatever_a_member_says_the_server_ends_and_tells_why(speech: list[bytes]) -> None:
     with session() as running:
         for data in speech:
             running.workers[1].raw(data)
         running.workers[1].close()
+        running.workers[0].send(Kind.BYE)  # or it is waited for, if rank 1 has said it, too
         running.wait()
         (failure,) = running.failure
         if failure is not None:  # it may have said a proper goodbye

@@ -20,7 +20,7 @@ from tests.faults.test_lost_peers import check_place
 from tests.process.harness import Run, Zygote, free_port, running, workers
 from tests.process.train_script import Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.timeout(60)]
 
 TIMEOUT_S = 3.0
 MARGIN_S = 3.0

@@ -39,7 +39,7 @@ SETTING = LabSetting(
 )
 MODEL_BYTES = limit.model_bytes(SETTING.layers)
 
-pytestmark = [pytest.mark.process, pytest.mark.lab]
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab]
 
 
 def check_samples(samples: list[tuple[float, int, int]]) -> None:

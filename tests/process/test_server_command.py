@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,8 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, meets: bool) -> None:
     with running(tmp_path) as run:
         arguments = ("server", "--rendezvous", f"127.0.0.1:{port}")
         command = run.foreprop(zygote, run.environment(Scenario()), *arguments)
-        if meets:
-            wait_for(lambda: "met the workers' rendezvous" in run.output(), run)
-        else:
-            time.sleep(1.5)
+        said = "met the workers' rendezvous" if meets else "waits for the workers' rendezvous"
+        wait_for(lambda: said in run.output(), run)
         os.killpg(command.pid, signal.SIGINT)
         run.wait(5)
         assert run.codes() == [130], run.output()

@@ -81,6 +81,7 @@ class Supervisor:
         return bool(self._started) and not self._failed
 
     def _meet(self) -> _StoreWatch:
+        self._say(f"waits for the workers' rendezvous at {self._host}:{self._port}")
         watch = _StoreWatch(self._host, self._port, self._wait_s)
         self._address = local_address(self._host, self._interface)
         self._say(
