@@ -33,7 +33,7 @@ def recording(buffers: SendBuffers) -> Any:
     [
         (100_000, 1, 100_000),
         (100_000, 4, 25_000),
-        (1_600_000, 64, 50_000),  # as with 32: more take turns
+        (1_200_000, 64, 50_000),  # 12 of whom take turns, beside 12 workers
         (10_000, 4, 4096),  # the least that a connection gets
         (1, 1, 4096),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.sendqueue import Order
+from foreprop.core.sendqueue import AT_ONCE, Order
 from foreprop.core.slicing import Slice
-from foreprop.core.window import PushWindow
+from foreprop.core.window import PushWindow, window_share_bytes
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker import (
     FrameSent,
@@ -25,6 +25,16 @@ def leave(window: PushWindow, *slices: int) -> None:
     for slice_ in slices:
         assert window.admits(0, 1, slice_, slice_)
         window.left(0, 1, slice_, slice_)
+
+
+def test_connections_share_what_may_be_unacknowledged() -> None:
+    """A node's worker and its server send to so many at once, if peers take turns."""
+    for order in ("priority", "fifo"):
+        assert window_share_bytes(120_000, AT_ONCE, order) == 120_000 // AT_ONCE
+    for peers in (AT_ONCE + 1, 100):
+        assert window_share_bytes(120_000, peers, "priority") == 120_000 // (2 * AT_ONCE)
+        assert window_share_bytes(1_200_000, peers, "fifo") == 1_200_000 // peers
+    assert window_share_bytes(1, 100, "priority") == 4096
 
 
 def test_pushes_leave_until_the_window_is_full_and_again_after_an_answer() -> None:

@@ -14,7 +14,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 Order = Literal["priority", "fifo"]
 T = TypeVar("T")
 
-AT_ONCE = 8
+AT_ONCE = 12
 """Enough for a link to be busy although some peers are slow; with so few, nobody waits."""
 
 

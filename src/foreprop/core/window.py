@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order
+from foreprop.core.sendqueue import AT_ONCE, Order, takes_turns
 
 _Urgency = tuple[int, int, int]
 """(step, priority, slice): what is smaller is more urgent, and every worker agrees on it."""
@@ -18,16 +18,16 @@ _MOST_SLICES = 4
 """However many servers there are: beyond, what is urgent comes too late."""
 _LEAST_SHARE_BYTES = 4096
 """About the least that Linux takes for a send buffer."""
-_MOST_SHARES = 32
 
 
-def window_share_bytes(window_bytes: int, peers: int) -> int:
+def window_share_bytes(window_bytes: int, peers: int, order: Order) -> int:
     """Of what may be under way to all peers, unacknowledged, the share of a connection.
 
-    With the defaults it is about a slice where there are more than 8 servers; more than 32 peers
-    do not make it smaller, because they take turns (`core.sendqueue.SendLanes`).
+    Where peers take turns (`core.sendqueue.SendLanes`), a node's worker and its server, which send
+    to as many as may have theirs at once, share it. With the defaults that is less than a slice.
     """
-    return max(_LEAST_SHARE_BYTES, window_bytes // min(peers, _MOST_SHARES))
+    shares = 2 * AT_ONCE if takes_turns(order, peers) else peers
+    return max(_LEAST_SHARE_BYTES, window_bytes // shares)
 
 
 def may_hold_back(order: Order, reply: Reply, *, needs_norm: bool = False) -> bool:

@@ -276,7 +276,7 @@ class Connections:
         """
         if stays_on_this_machine(sock):
             return None
-        return window_share_bytes(self._config.push_window_bytes, self.servers)
+        return window_share_bytes(self._config.push_window_bytes, self.servers, self._config.order)
 
     def _connect_to(self, address: str, port: int) -> socket.socket:
         timeout_s = self._config.join_timeout_s

@@ -21,7 +21,7 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
 from foreprop.core.peers import Peers
-from foreprop.core.sendqueue import takes_turns
+from foreprop.core.sendqueue import Order, takes_turns
 from foreprop.core.window import window_share_bytes
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,
@@ -377,16 +377,17 @@ class Server:
             complete = len(self._peers) == self._known.count
             session = None
             if not refused and complete:
-                if takes_turns(first.manifest.knobs.order, self._known.count):
-                    self._bound_replies(self._known.count)
+                self._bound_replies(first.manifest.knobs.order, self._known.count)
                 session = self._session = self._make_session(first.manifest, self)
         if refused:
             self.fail(Failure(kind="HandshakeError", message=refused))
         elif session is not None:  # not `_session`: another thread may have made that by now
             session.start()
 
-    def _bound_replies(self, peers: int) -> None:
-        window_bytes = window_share_bytes(self._config.push_window_bytes, peers)
+    def _bound_replies(self, order: Order, peers: int) -> None:
+        if not takes_turns(order, peers):
+            return
+        window_bytes = window_share_bytes(self._config.push_window_bytes, peers, order)
         for peer in self._peers.values():
             peer.stream.bound(window_bytes)
 

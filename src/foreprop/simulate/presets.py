@@ -146,10 +146,10 @@ def _kernels(
             settles=settles,
         )
 
-    pushed_bytes = window_share_bytes(config.push_window_bytes, setting.nodes)
+    pushed_bytes = window_share_bytes(config.push_window_bytes, setting.nodes, config.order)
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
     if replies_wait:
-        replied_bytes = window_share_bytes(config.push_window_bytes, pushers)
+        replied_bytes = window_share_bytes(config.push_window_bytes, pushers, config.order)
     return kernel(pushed_bytes, pushes_wait), kernel(replied_bytes, replies_wait)
 
 
