@@ -117,15 +117,15 @@ class _Links:
 
     checked: bool
     by_priority: bool
-    at_once: int
-    """To so many peers frames may be under way, in order of priority."""
+    turns: Turns
     queues: dict[int, deque[tuple[SendFrame, Story]]]
     busy_with: dict[int, SendFrame] = field(default_factory=dict)
     most_busy: int = 0
     """The largest number of links that had a frame in their hands at once."""
     queued: dict[int, list[tuple[tuple[int, int], int]]] = field(default_factory=dict)
     may_be_held: Callable[[int, tuple[int, int], int], bool] = lambda *_: False
-    """(peer, key, slice): whether what is first has to stay although the link is idle."""
+    """(peer, key, slice): whether what is first has to stay although the link is idle, if enough
+    frames are under way to others."""
 
     def expect(self, step: int, priority: int, slice_: int, peer: int) -> None:
         key = (step, priority) if self.by_priority else (0, 0)
@@ -134,30 +134,40 @@ class _Links:
     def send(self, frame: SendFrame, story: Story) -> None:
         peer = frame.peer
         assert peer not in self.busy_with, "two frames are in the hands of one link"
+        before = len(self.busy_with)
         self.busy_with[peer] = frame
         self.most_busy = max(self.most_busy, len(self.busy_with))
-        assert not self.by_priority or len(self.busy_with) <= self.at_once, "too many at once"
+        assert not self.by_priority or before < self.turns.at_once, "too many at once"
         self.queues[peer].append((frame, story))
         if self.checked:
             first = min(self.queued[peer], key=lambda entry: entry[0])  # of equal ones, the first
             assert frame.slice == first[1], f"{frame} overtook {first}"
-            assert not self.may_be_held(peer, *first), f"{frame} left although the window is full"
-            waiting = self._first_of_idle().values()
+            held = self._is_held(peer, *first, before)
+            assert not held, f"{frame} left although the window is full"
+            waiting = self._first_of_idle(before).values()
             assert not any(key < first[0] for key, _ in waiting), f"{frame} left before {waiting}"
             self.queued[peer].remove(first)
 
     def check_none_waits_for_another(self) -> None:
         """What is queued for a peer is behind a frame to it, or it is not that peer's turn."""
-        if not self.by_priority or len(self.busy_with) < self.at_once:
-            idle = list(self._first_of_idle())
+        under_way = len(self.busy_with)
+        if not self.by_priority or under_way < self.turns.at_once:
+            idle = list(self._first_of_idle(under_way))
             assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
 
-    def _first_of_idle(self) -> dict[int, tuple[tuple[int, int], int]]:
+    def _is_held(self, peer: int, key: tuple[int, int], slice_: int, under_way: int) -> bool:
+        return under_way >= self.turns.at_least and self.may_be_held(peer, key, slice_)
+
+    def _first_of_idle(self, under_way: int) -> dict[int, tuple[tuple[int, int], int]]:
         """What is first for the peers to which nothing is under way, if it may leave."""
         idle = [peer for peer, entries in self.queued.items() if entries]
         idle = [peer for peer in idle if peer not in self.busy_with]
         first = {peer: min(self.queued[peer], key=lambda entry: entry[0]) for peer in idle}
-        return {peer: entry for peer, entry in first.items() if not self.may_be_held(peer, *entry)}
+        return {
+            peer: entry
+            for peer, entry in first.items()
+            if not self._is_held(peer, *entry, under_way)
+        }
 
 
 class Cluster:
@@ -195,7 +205,7 @@ class Cluster:
     def links(self, peers: int, turns: Turns) -> _Links:
         queues: dict[int, deque[tuple[SendFrame, Story]]] = {i: deque() for i in range(peers)}
         setup = self.setup
-        return _Links(setup.reply == "broadcast", setup.order == "priority", turns.at_once, queues)
+        return _Links(setup.reply == "broadcast", setup.order == "priority", turns, queues)
 
     def towards(self, rank: int, server: int) -> _Server | Relay:
         """Where a worker's frames for a server go."""

@@ -54,7 +54,9 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         workers=workers,
         workers_per_node=workers_per_node,
         steps=steps,
-        turns=Turns(draw(st.integers(0, 2)), draw(st.sampled_from([1, 2, AT_ONCE]))),
+        turns=Turns(
+            draw(st.integers(0, 2)), draw(st.sampled_from([1, 2, AT_ONCE])), draw(st.integers(0, 2))
+        ),
         forward_order=tuple(draw(st.permutations(range(len(sizes))))),
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
         wait_at_end=needs_norm or draw(st.booleans()),  # rank 0 stays until the norm is told

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreprop.core.sendqueue import AT_ONCE, Order, SendLanes, SendQueue, Turns
+from foreprop.core.sendqueue import AT_LEAST, AT_ONCE, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
 from foreprop.core.worker import Closing, Finish, FrameSent, GradientReady, SendFrame, WorkerMachine
@@ -51,11 +51,21 @@ def test_the_queue_equals_a_stable_sorted_list(
 
 
 @settings(max_examples=300, deadline=None)
-@given(LANE_ACTIONS, st.sampled_from(["priority", "fifo"]), st.integers(0, 12))
+@given(
+    LANE_ACTIONS,
+    st.sampled_from(["priority", "fifo"]),
+    st.integers(0, 12),
+    st.sampled_from([0, 1, 5, 8]),
+    st.integers(1, 3),
+)
 def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
-    actions: list[tuple[str, int, int, int]], order: Order, first: int
+    actions: list[tuple[str, int, int, int]], order: Order, first: int, at_least: int, every: int
 ) -> None:
-    lanes: SendLanes[tuple[int, int]] = SendLanes(order, turns=Turns(first, at_once=8))
+    def may_leave(item: tuple[int, int]) -> bool:
+        return item[1] % every == 0
+
+    turns = Turns(first, at_once=8, at_least=at_least)
+    lanes: SendLanes[tuple[int, int]] = SendLanes(order, may_leave, turns=turns)
     model: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     under_way: set[int] = set()
     at_once = 8 if order == "priority" else 12
@@ -65,9 +75,13 @@ def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
         leaving = [peer for peer in peers if model.get(peer) and peer not in under_way]
         if order == "priority":
             leaving.sort(key=lambda peer: (model[peer][0][0], peer < first, peer))
-        del leaving[at_once - len(under_way) :]
-        under_way.update(leaving)
-        return [model[peer].pop(0)[1] for peer in leaving]
+        items = []
+        for peer in leaving:
+            some_left = may_leave(model[peer][0][1]) or len(under_way) < at_least
+            if some_left and len(under_way) < at_once:
+                under_way.add(peer)
+                items.append(model[peer].pop(0)[1])
+        return items
 
     for number, (action, peer, step, priority) in enumerate(actions):
         if action == "push":
@@ -78,7 +92,8 @@ def test_the_lanes_equal_a_stable_sorted_list_for_each_peer(
         elif action == "sent":
             others_waited = len(under_way) == at_once
             under_way.discard(peer)
-            assert lanes.sent(peer) == expected(list(model) if others_waited else [peer])
+            others_may = others_waited or len(under_way) < at_least
+            assert lanes.sent(peer) == expected(list(model) if others_may else [peer])
         else:
             assert lanes.depart() == expected(list(model))
             assert lanes.depart() == []
@@ -110,6 +125,20 @@ def test_many_lanes_take_turns_the_most_urgent_first() -> None:
     assert lanes.sent(0) == [101]  # not its own, which is less urgent
     assert lanes.sent(AT_ONCE + 1) == [100]
     assert lanes.sent(1) == [AT_ONCE]
+
+
+def test_items_that_should_wait_leave_while_too_few_are_under_way() -> None:
+    lanes: SendLanes[str] = SendLanes(may_leave=str.isupper, turns=Turns(at_least=2))
+    for peer, item in enumerate("abCd"):
+        lanes.push(peer, 1, peer, item)
+    assert lanes.depart() == ["a", "b", "C"]
+    assert lanes.sent(2) == []  # two are still under way
+    assert lanes.sent(0) == ["d"]
+
+
+def test_only_where_peers_take_turns_some_are_always_under_way() -> None:
+    assert Turns.after(3, AT_ONCE) == (4, AT_ONCE, 0)
+    assert Turns.after(3, AT_ONCE + 1) == (4, AT_ONCE, AT_LEAST)
 
 
 def test_every_process_begins_with_another_peer() -> None:

@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 AT_ONCE = 12
 """Enough for a link to be busy although some peers are slow; with so few, nobody waits."""
+AT_LEAST = 8
+"""So many of them keep a node's link busy, whatever the peers still have to answer."""
 
 
 def takes_turns(order: Order, peers: int, at_once: int = AT_ONCE) -> bool:
@@ -67,11 +69,14 @@ class Turns(NamedTuple):
     another one, they do not all send to the same peer at once."""
     at_once: int = AT_ONCE
     """To so many peers items are under way."""
+    at_least: int = 0
+    """With fewer under way, items leave that ``may_leave`` refuses: an idle link is worse."""
 
     @classmethod
     def after(cls, own: int, peers: int, at_once: int = AT_ONCE) -> Turns:
         """Of a process that is number ``own`` among its equals: first the peer that follows."""
-        return cls((own + 1) % peers, at_once)
+        at_least = AT_LEAST if takes_turns("priority", peers, at_once) else 0
+        return cls((own + 1) % peers, at_once, at_least)
 
 
 USUAL_TURNS = Turns()
@@ -82,7 +87,7 @@ class SendLanes(Generic[T]):
 
     In order of priority peers take ``turns``, the most urgent item first: what has left cannot be
     overtaken, and with many peers fills the queue in front of the link. A head that ``may_leave``
-    refuses stays, and all behind it, until somebody asks again.
+    refuses stays, and all behind it, until somebody asks again or too few are under way.
     """
 
     __slots__ = ("_busy", "_may_leave", "_order", "_queues", "_turns")
@@ -123,7 +128,7 @@ class SendLanes(Generic[T]):
         queue = self._queues.get(peer)
         if not queue or peer in self._busy or self._is_full:
             return []
-        if self._may_leave is not None and not self._may_leave(queue.head()):
+        if self._may_leave is not None and not self._is_short and not self._may_leave(queue.head()):
             return []
         self._busy.add(peer)
         return [queue.pop()]
@@ -132,11 +137,15 @@ class SendLanes(Generic[T]):
         """What was under way to this peer has left: what may follow, to it or instead of it."""
         was_full = self._is_full
         self._busy.discard(peer)
-        return self.depart() if was_full else self.depart_to(peer)
+        return self.depart() if was_full or self._is_short else self.depart_to(peer)
 
     @property
     def _is_full(self) -> bool:
         return self._order == "priority" and len(self._busy) >= self._turns.at_once
+
+    @property
+    def _is_short(self) -> bool:
+        return len(self._busy) < self._turns.at_least
 
     @property
     def idle(self) -> bool:
