@@ -123,9 +123,9 @@ class _Links:
     most_busy: int = 0
     """The largest number of links that had a frame in their hands at once."""
     queued: dict[int, list[tuple[tuple[int, int], int]]] = field(default_factory=dict)
-    may_be_held: Callable[[int, tuple[int, int], int], bool] = lambda *_: False
-    """(peer, key, slice): whether what is first has to stay although the link is idle, if enough
-    frames are under way to others."""
+    may_be_held: Callable[[int, tuple[int, int], int, bool], bool] = lambda *_: False
+    """(peer, key, slice, are too few frames under way to others): whether what is first has to
+    stay although the link is idle."""
 
     def expect(self, step: int, priority: int, slice_: int, peer: int) -> None:
         key = (step, priority) if self.by_priority else (0, 0)
@@ -156,7 +156,7 @@ class _Links:
             assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
 
     def _is_held(self, peer: int, key: tuple[int, int], slice_: int, under_way: int) -> bool:
-        return under_way >= self.turns.at_least and self.may_be_held(peer, key, slice_)
+        return self.may_be_held(peer, key, slice_, under_way < self.turns.at_least)
 
     def _first_of_idle(self, under_way: int) -> dict[int, tuple[tuple[int, int], int]]:
         """What is first for the peers to which nothing is under way, if it may leave."""
@@ -262,12 +262,14 @@ class _Worker:
             return None
         return PushWindow([piece.elems for piece in self._cluster.slices], setup.window_elems)
 
-    def _is_held(self, server: int, key: tuple[int, int], slice_: int) -> bool:
+    def _is_held(self, server: int, key: tuple[int, int], slice_: int, is_short: bool) -> bool:
         """The rule in other words than the window's own."""
         assert self._cluster.setup.window_elems is not None
         if key[0] == 0:
             return False  # rank 0's first values are no pushes
         ahead = [e[2] for e in self._unanswered if e[0] == server and e[1:] < (key, slice_)]
+        if is_short and any(e[0] == server and e[1] < key for e in self._unanswered):
+            return False  # owed for another parameter, a more urgent one
         elems = sum(self._cluster.slices[number].elems for number in ahead)
         return len(ahead) >= 2 and elems >= self._cluster.setup.window_elems
 

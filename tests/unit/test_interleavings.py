@@ -206,10 +206,33 @@ def test_every_peer_of_a_machine_may_have_a_frame_under_way_at_once(preset: str)
 def test_the_simulator_notices_a_window_with_another_rule(
     admits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PushWindow, "admits", lambda *_: admits)
+    monkeypatch.setattr(PushWindow, "admits", lambda *_, **__: admits)
     words = "left although the window is full" if admits else "idle while frames wait"
     with pytest.raises(AssertionError, match=words):
         check(example("p3", window_elems=2), 1)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_the_simulator_notices_a_window_with_another_rule_for_links_that_are_short(
+    always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PushWindow.admits
+
+    def admits(self: PushWindow, *push: int, is_short: bool) -> bool:
+        return right(self, *push) or (always and is_short)
+
+    monkeypatch.setattr(PushWindow, "admits", admits)
+
+    sizes_elems = (3, 13, 1, 0, 5)  # the second one has more slices at each server than may leave
+    setup = example("p3", sizes_elems=sizes_elems, window_elems=2, turns=Turns(at_least=2))
+
+    def any_seed() -> None:
+        for seed in range(100):
+            check(setup, seed)
+
+    words = "left although the window is full" if always else "idle while frames wait"
+    with pytest.raises(AssertionError, match=words):
+        any_seed()
 
 
 def test_the_simulator_notices_a_window_that_regards_only_the_amount(
@@ -220,7 +243,7 @@ def test_the_simulator_notices_a_window_that_regards_only_the_amount(
     def rule(unanswered: Any, window: int) -> bool:
         return len(unanswered) >= 2 and window <= 2
 
-    def admits(self: PushWindow, server: int, *_: int) -> bool:
+    def admits(self: PushWindow, server: int, *_: int, **__: bool) -> bool:
         return not rule(self._unanswered.get(server, ()), self._window_bytes)
 
     def is_held(self: Any, server: int, *_: Any) -> bool:

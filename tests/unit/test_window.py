@@ -88,6 +88,22 @@ def test_servers_share_the_window_and_many_servers_have_up_to_four_slices(
     assert not window.admits(0, 1, 9, 9)
 
 
+def test_while_the_link_is_short_of_pushes_only_the_most_urgent_parameter_waits() -> None:
+    """Its slices complete it only together; what is less urgent at least fills the link."""
+    window = PushWindow(SIZES_BYTES, 20)
+    window.left(0, 1, 0, 0)
+    window.left(0, 1, 0, 1)
+    assert not window.admits(0, 1, 0, 2, is_short=True)
+    assert not window.admits(0, 1, 1, 3)
+    assert window.admits(0, 1, 1, 3, is_short=True)
+    window.answered(0, 0)
+    window.answered(0, 1)
+    window.left(0, 1, 1, 3)
+    window.left(0, 1, 1, 2)
+    assert not window.admits(0, 1, 1, 4, is_short=True)
+    assert window.admits(0, 2, 0, 0, is_short=True)
+
+
 def test_answers_to_pushes_that_carried_nothing_are_no_matter() -> None:
     window = PushWindow(SIZES_BYTES, 20)
     window.answered(0, 3)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 AT_ONCE = 12
 """Enough for a link to be busy although some peers are slow; with so few, nobody waits."""
 AT_LEAST = 8
-"""So many of them keep a node's link busy, whatever the peers still have to answer."""
+"""So many of them keep a node's link busy."""
 
 
 def takes_turns(order: Order, peers: int, at_once: int = AT_ONCE) -> bool:
@@ -70,7 +70,7 @@ class Turns(NamedTuple):
     at_once: int = AT_ONCE
     """To so many peers items are under way."""
     at_least: int = 0
-    """With fewer under way, items leave that ``may_leave`` refuses: an idle link is worse."""
+    """With fewer under way, ``may_leave`` is told that the link might be idle."""
 
     @classmethod
     def after(cls, own: int, peers: int, at_once: int = AT_ONCE) -> Turns:
@@ -86,8 +86,9 @@ class SendLanes(Generic[T]):
     """A `SendQueue` for each peer, at most one item of each under way.
 
     In order of priority peers take ``turns``, the most urgent item first: what has left cannot be
-    overtaken, and with many peers fills the queue in front of the link. A head that ``may_leave``
-    refuses stays, and all behind it, until somebody asks again or too few are under way.
+    overtaken, and with many peers fills the queue in front of the link. ``may_leave`` is asked
+    about a head, and told whether too few are under way; if it refuses, the head stays, and all
+    behind it, until somebody asks again.
     """
 
     __slots__ = ("_busy", "_may_leave", "_order", "_queues", "_turns")
@@ -95,7 +96,7 @@ class SendLanes(Generic[T]):
     def __init__(
         self,
         order: Order = "priority",
-        may_leave: Callable[[T], bool] | None = None,
+        may_leave: Callable[[T, bool], bool] | None = None,
         *,
         turns: Turns = USUAL_TURNS,
     ) -> None:
@@ -128,7 +129,7 @@ class SendLanes(Generic[T]):
         queue = self._queues.get(peer)
         if not queue or peer in self._busy or self._is_full:
             return []
-        if self._may_leave is not None and not self._is_short and not self._may_leave(queue.head()):
+        if self._may_leave is not None and not self._may_leave(queue.head(), self._is_short):
             return []
         self._busy.add(peer)
         return [queue.pop()]

@@ -48,6 +48,9 @@ class PushWindow:
     and two slices, or half as many as there are servers up to four; where they are many, a slice
     that is late at one of them holds up more. ``sizes_bytes`` are those of the slices, by number.
 
+    An idle link is worse than that. So while it is short of pushes, only those wait whose own
+    parameter is the most urgent one that the server owes.
+
     Nobody waits for ever: of the slices that a server has not updated, no worker ever holds back
     the most urgent one, because all that are more urgent will be answered. This needs all workers
     to rank slices alike, which they do with rank 0's priorities, but not in fifo order
@@ -63,11 +66,15 @@ class PushWindow:
         self._unanswered_bytes: defaultdict[int, int] = defaultdict(int)
         self._urgency_of: dict[int, _Urgency] = {}  # by slice
 
-    def admits(self, server: int, step: int, priority: int, slice_: int) -> bool:
-        """Whether the push may leave now."""
+    def admits(
+        self, server: int, step: int, priority: int, slice_: int, *, is_short: bool = False
+    ) -> bool:
+        """Whether the push may leave now; ``is_short``: too few are under way to any server."""
         if self._unanswered_bytes[server] < self._window_bytes:
             return True
         unanswered = self._unanswered[server]
+        if is_short and unanswered and unanswered[0][:2] != (step, priority):
+            return True
         ahead = unanswered[: bisect_right(unanswered, (step, priority, slice_))]
         return (
             len(ahead) < self._least_slices

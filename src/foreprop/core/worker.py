@@ -323,12 +323,12 @@ class WorkerMachine:
     def _departures(self) -> list[WorkerInstruction]:
         return self._left(self._lanes.depart())
 
-    def _may_leave(self, frame: SendFrame) -> bool:
+    def _may_leave(self, frame: SendFrame, is_short: bool) -> bool:
         server, kind, step, slice_, priority, _, _ = frame
         return (
             kind != Kind.PUSH
             or self._window is None
-            or self._window.admits(server, step, priority, slice_)
+            or self._window.admits(server, step, priority, slice_, is_short=is_short)
         )
 
     def _left(self, frames: list[SendFrame]) -> list[WorkerInstruction]:
