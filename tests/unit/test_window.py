@@ -89,7 +89,6 @@ def test_servers_share_the_window_and_many_servers_have_up_to_four_slices(
 
 
 def test_while_the_link_is_short_of_pushes_only_the_most_urgent_parameter_waits() -> None:
-    """Its slices complete it only together; what is less urgent at least fills the link."""
     window = PushWindow(SIZES_BYTES, 20)
     window.left(0, 1, 0, 0)
     window.left(0, 1, 0, 1)
