@@ -134,40 +134,34 @@ class _Links:
     def send(self, frame: SendFrame, story: Story) -> None:
         peer = frame.peer
         assert peer not in self.busy_with, "two frames are in the hands of one link"
-        before = len(self.busy_with)
-        self.busy_with[peer] = frame
-        self.most_busy = max(self.most_busy, len(self.busy_with))
-        assert not self.by_priority or before < self.turns.at_once, "too many at once"
-        self.queues[peer].append((frame, story))
+        assert not self.by_priority or len(self.busy_with) < self.turns.at_once, "too many at once"
         if self.checked:
             first = min(self.queued[peer], key=lambda entry: entry[0])  # of equal ones, the first
             assert frame.slice == first[1], f"{frame} overtook {first}"
-            held = self._is_held(peer, *first, before)
-            assert not held, f"{frame} left although the window is full"
-            waiting = self._first_of_idle(before).values()
+            assert not self._is_held(peer, *first), f"{frame} left although the window is full"
+            waiting = self._first_of_idle().values()
             assert not any(key < first[0] for key, _ in waiting), f"{frame} left before {waiting}"
             self.queued[peer].remove(first)
+        self.busy_with[peer] = frame
+        self.most_busy = max(self.most_busy, len(self.busy_with))
+        self.queues[peer].append((frame, story))
 
     def check_none_waits_for_another(self) -> None:
         """What is queued for a peer is behind a frame to it, or it is not that peer's turn."""
-        under_way = len(self.busy_with)
-        if not self.by_priority or under_way < self.turns.at_once:
-            idle = list(self._first_of_idle(under_way))
+        if not self.by_priority or len(self.busy_with) < self.turns.at_once:
+            idle = list(self._first_of_idle())
             assert not (self.checked and idle), f"links {idle} are idle while frames wait for them"
 
-    def _is_held(self, peer: int, key: tuple[int, int], slice_: int, under_way: int) -> bool:
-        return self.may_be_held(peer, key, slice_, under_way < self.turns.at_least)
+    def _is_held(self, peer: int, key: tuple[int, int], slice_: int) -> bool:
+        is_short = len(self.busy_with) < self.turns.at_least
+        return self.may_be_held(peer, key, slice_, is_short)
 
-    def _first_of_idle(self, under_way: int) -> dict[int, tuple[tuple[int, int], int]]:
+    def _first_of_idle(self) -> dict[int, tuple[tuple[int, int], int]]:
         """What is first for the peers to which nothing is under way, if it may leave."""
         idle = [peer for peer, entries in self.queued.items() if entries]
         idle = [peer for peer in idle if peer not in self.busy_with]
         first = {peer: min(self.queued[peer], key=lambda entry: entry[0]) for peer in idle}
-        return {
-            peer: entry
-            for peer, entry in first.items()
-            if not self._is_held(peer, *entry, under_way)
-        }
+        return {peer: entry for peer, entry in first.items() if not self._is_held(peer, *entry)}
 
 
 class Cluster:

@@ -146,7 +146,7 @@ class SendLanes(Generic[T]):
 
     @property
     def _is_short(self) -> bool:
-        return len(self._busy) < self._turns.at_least
+        return self._may_leave is not None and len(self._busy) < self._turns.at_least
 
     @property
     def idle(self) -> bool:

@@ -73,11 +73,10 @@ class PushWindow:
         if self._unanswered_bytes[server] < self._window_bytes:
             return True
         unanswered = self._unanswered[server]
-        if is_short and unanswered and unanswered[0][:2] != (step, priority):
-            return True
         ahead = unanswered[: bisect_right(unanswered, (step, priority, slice_))]
         return (
             len(ahead) < self._least_slices
+            or (is_short and ahead[0][:2] != (step, priority))
             or sum(self._sizes_bytes[urgency[2]] for urgency in ahead) < self._window_bytes
         )
 

@@ -14,6 +14,7 @@ is not awaited, or for another step, is the server's protocol error. Shutdown is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from foreprop.core.manifest import Reply
@@ -112,6 +113,11 @@ NO_TOKEN = -1
 _NOT_AWAITED = -1
 
 
+def _may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
+    server, kind, step, slice_, priority, _, _ = frame
+    return kind != Kind.PUSH or window.admits(server, step, priority, slice_, is_short=is_short)
+
+
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
@@ -136,7 +142,8 @@ class WorkerMachine:
         for piece in slices:
             self._slices_of[piece.parameter].append(piece)
         self._priority = list(range(parameters))
-        self._lanes: SendLanes[SendFrame] = SendLanes(order, self._may_leave, turns=turns)
+        may_leave = partial(_may_leave, window) if window is not None else None
+        self._lanes: SendLanes[SendFrame] = SendLanes(order, may_leave, turns=turns)
         self._reply = reply
         self._closing = False
         self._awaited_step = [_NOT_AWAITED] * len(slices)
@@ -322,14 +329,6 @@ class WorkerMachine:
 
     def _departures(self) -> list[WorkerInstruction]:
         return self._left(self._lanes.depart())
-
-    def _may_leave(self, frame: SendFrame, is_short: bool) -> bool:
-        server, kind, step, slice_, priority, _, _ = frame
-        return (
-            kind != Kind.PUSH
-            or self._window is None
-            or self._window.admits(server, step, priority, slice_, is_short=is_short)
-        )
 
     def _left(self, frames: list[SendFrame]) -> list[WorkerInstruction]:
         for frame in frames:
