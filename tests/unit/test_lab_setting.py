@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Profile, ProfiledArray, load_profile
@@ -66,8 +67,30 @@ def test_a_system_may_have_slices_of_its_own() -> None:
 
 def test_slices_are_the_usual_ones_of_a_session_on_so_many_nodes() -> None:
     settings = [replace(SETTING, nodes=nodes, slice_elems=None) for nodes in (4, 16)]
-    sizes = [(s.unscaled_slice_elems, s.slice_elems_of("p3")) for s in settings]
-    assert sizes == [(50_000, 50_000 // 16), (25_000, 25_000 // 16)]
+    assert [s.unscaled_slice_elems for s in settings] == [50_000, 25_000]
+    assert settings[0].slice_elems_of("p3") == 50_000 // 16
+
+
+@pytest.mark.parametrize(("nodes", "scale", "packets"), [(16, 16, 4), (32, 16, 2), (4, 64, 2)])
+def test_usual_slices_of_few_packets_fill_them(nodes: int, scale: int, packets: int) -> None:
+    setting = replace(SETTING, nodes=nodes, scale=scale, slice_elems=None)
+    elems = setting.slice_elems_of("p3")
+    full_bytes = packets * limit.SEGMENT_BYTES
+    assert full_bytes - 4 < HEADER_BYTES + 4 * elems <= full_bytes
+    assert elems <= setting.scaled(setting.unscaled_slice_elems) < elems + limit.SEGMENT_BYTES / 4
+
+
+@pytest.mark.parametrize(("nodes", "scale"), [(4, 16), (16, 4), (16, 1), (4, 1000)])
+def test_usual_slices_of_many_packets_or_less_than_one_are_only_divided(
+    nodes: int, scale: int
+) -> None:
+    setting = replace(SETTING, nodes=nodes, scale=scale, slice_elems=None)
+    assert setting.slice_elems_of("p3") == setting.unscaled_slice_elems // scale
+
+
+def test_slices_that_were_asked_for_are_only_divided() -> None:
+    setting = replace(SETTING, nodes=16, systems=("p3", "p3@12500"), slice_elems=25_000)
+    assert [setting.slice_elems_of(name) for name in setting.systems] == [1562, 781]
 
 
 def test_rate_is_the_given_one() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from foreprop.lab.profile import Layer
 
-_SEGMENT_BYTES = 1448
+SEGMENT_BYTES = 1448
+"""What TCP with timestamps carries in a packet of an MTU of 1500 bytes."""
 _HEADERS_BYTES = 14 + 20 + 32
-"""Ethernet, IPv4, and TCP with timestamps, for each segment of an MTU of 1500 bytes."""
-HEADER_FACTOR = (_SEGMENT_BYTES + _HEADERS_BYTES) / _SEGMENT_BYTES
+"""Ethernet, IPv4, and TCP with timestamps, for each segment."""
+HEADER_FACTOR = (SEGMENT_BYTES + _HEADERS_BYTES) / SEGMENT_BYTES
 """Bytes that a link shaper counts for each byte that TCP carries."""
 BYTES_PER_ELEM = 4
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from foreprop.config import PRESETS
 from foreprop.core.slicing import usual_slice_elems
+from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.lab import limit
 from foreprop.lab.profile import Layer, Profile
@@ -30,6 +31,7 @@ CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
 """What ddp-tuned tries, unscaled."""
 
 
+_FEW_PACKETS = 8
 _SLICES_PER_S = 1000
 _USUAL_NODES = 4
 _MORE_NODES_EXPONENT = 1.25  # a slice is sent to more nodes, by processes of more threads
@@ -52,7 +54,8 @@ class LabSetting:
     """One cluster, one model, several systems whose steps are interleaved.
 
     Slices, big arrays, buckets and the kernel's send buffers are divided by ``scale`` as the
-    arrays are, for every system alike. Raises `ConfigError` for what cannot be.
+    arrays are, for every system alike; see `slice_elems_of` for small slices. Raises `ConfigError`
+    for what cannot be.
     """
 
     profile: Profile
@@ -67,7 +70,7 @@ class LabSetting:
     iterations: int = 20
     warm_up: int = 3
     slice_elems: int | None = None
-    """Of the unscaled model; by default what a session on so many nodes cuts."""
+    """Of the unscaled model; by default what a session on so many nodes cuts (`slice_elems_of`)."""
     jitter: float = 0.0
     """Each layer's time is drawn anew on every node and in every step, up to this share off."""
     shape_ingress: bool = True
@@ -123,9 +126,14 @@ class LabSetting:
         return sized and name in self.known_systems
 
     def slice_elems_of(self, system: str) -> int:
-        """Scaled: what the system's name says, or else ``slice_elems``."""
+        """Scaled: what the system's name says, or else ``slice_elems``, or the usual ones.
+
+        Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
+        so that the last one, hardly used, would cost a share that it does not cost unscaled.
+        """
         _, mark, size = system.partition(SIZE_MARK)
-        return self.scaled(int(size) if mark else self.unscaled_slice_elems)
+        elems = self.scaled(int(size) if mark else self.unscaled_slice_elems)
+        return elems if mark or self.slice_elems else _filling_packets(elems)
 
     @property
     def unscaled_slice_elems(self) -> int:
@@ -155,3 +163,11 @@ class LabSetting:
     def scaled(self, size: int) -> int:
         """A size of the unscaled model, divided as its arrays are."""
         return max(1, size // self.scale)
+
+
+def _filling_packets(elems: int) -> int:
+    """As many, or so much fewer that their frame fills its packets, if these are few."""
+    packets = (HEADER_BYTES + elems * limit.BYTES_PER_ELEM) // limit.SEGMENT_BYTES
+    if not 1 <= packets < _FEW_PACKETS:
+        return elems
+    return (packets * limit.SEGMENT_BYTES - HEADER_BYTES) // limit.BYTES_PER_ELEM
