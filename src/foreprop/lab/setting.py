@@ -34,7 +34,7 @@ CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
 _FEW_PACKETS = 8
 _SLICES_PER_S = 1000
 _USUAL_NODES = 4
-_MORE_NODES_EXPONENT = 1.5  # slices go to more nodes, and packets come one by one
+_MORE_NODES_EXPONENT = 1.25  # a slice is sent to more nodes, by processes of more threads
 
 
 def usual_compute_s(profile: Profile, nodes: int) -> float:
