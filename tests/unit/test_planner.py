@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_example import GBIT, SMALL, setting, sparse_profile
 
@@ -212,6 +212,7 @@ def test_of_a_table_the_limit_counts_touched_rows_only() -> None:
     dense=st.integers(0, 3),
     workers_per_node=st.integers(1, 3),
 )
+@example(alpha=1.8739774477841814e-9, nodes=2, rate=0.02, dense=1, workers_per_node=3)
 def test_nothing_without_dedicated_servers_beats_the_limit(
     alpha: float, nodes: int, rate: float, dense: int, workers_per_node: int
 ) -> None:

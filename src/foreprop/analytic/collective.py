@@ -43,12 +43,14 @@ def ends_s(
             left[following] = 1.0
             following += 1
         takes_s = _durations({number: collectives[number] for number in left})
-        until_s = min((now_s + left[n] * takes_s[n] for n in left), default=math.inf)
+        due_s = {number: now_s + left[number] * takes_s[number] for number in left}
+        until_s = min(due_s.values(), default=math.inf)
         if following < len(collectives) and collectives[following].ready_s > now_s:
             until_s = min(until_s, collectives[following].ready_s)
         for number in list(left):
             left[number] -= (until_s - now_s) / takes_s[number]
-            if left[number] <= _ROUNDING:
+            # What is left may take less than the clock's last digit.
+            if left[number] <= _ROUNDING or due_s[number] <= until_s:
                 ended[number] = until_s
                 del left[number]
         now_s = until_s
