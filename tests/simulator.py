@@ -494,7 +494,7 @@ class _Server:
                     needed = self._cluster.with_gradient(instruction.step)
                     assert needed <= set(self._cluster.sums), "updated before the norm was known"
                 self._updating = instruction
-                self._cluster.updates.append(instruction)
+                self._cluster.updates.append(instruction[:3])
             elif isinstance(instruction, FinishSession):
                 self.finished = True
             else:

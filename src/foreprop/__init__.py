@@ -17,15 +17,16 @@ from foreprop.errors import (
     PeerLost,
     RemoteProtocolError,
     StepTimeout,
+    StorageError,
     TrainingLoopError,
     TransportError,
 )
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
+    from foreprop.training.contract import Session
     from foreprop.training.parallelize import parallelize
     from foreprop.training.profile import profile
-    from foreprop.training.session import Session
     from foreprop.training.shard import shard
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "RemoteProtocolError",
     "Session",
     "StepTimeout",
+    "StorageError",
     "TrainingLoopError",
     "TransportError",
     "__version__",
@@ -51,7 +53,7 @@ __all__ = [
 _TRAINING = {
     "parallelize": "parallelize",
     "profile": "profile",
-    "Session": "session",
+    "Session": "contract",
     "shard": "shard",
 }
 

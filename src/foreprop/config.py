@@ -29,6 +29,8 @@ WholeTables = Literal["all", "rank0", "none"]
 SliceElems = int | Literal["auto"] | None
 Collectives = Literal["auto", "gloo", "nccl"]
 LocalAggregation = Literal["auto", "on", "off"]
+Wait = Literal["use", "modules"]
+UpdateBy = Literal["auto", "servers", "workers"]
 
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
@@ -88,6 +90,11 @@ class Config:
         " update; hybrid: ring, but servers for sparse gradients; auto: p2p, ring or hybrid, as"
         " the first steps and the links suggest; by default ps if there are dedicated_servers, else"
         " p2p",
+    )
+    update: UpdateBy = _setting(
+        "auto",
+        "who applies the optimizer: servers, each to its share; workers, each to all, after"
+        " gradients that may be read and edited as with DDP; auto: what the first step needs",
     )
     granularity: Granularity = _setting(
         "slice", "what is sent as one: slices of slice_elems, or whole arrays"
@@ -184,6 +191,19 @@ class Config:
         None,
         "send float32 parameters' gradients and new values as bfloat16 or float16, half the bytes;"
         " updates stay in float32",
+    )
+    wait: Wait = _setting(
+        "use",
+        "where a pending parameter is waited for: at its first use; or, for layers in C++ that read"
+        " it past torch, at the entry of the module that owns it, too",
+    )
+    check_stale: bool = _setting(
+        False, "for debugging: find and name who reads a parameter before its update is there"
+    )
+    check_finite: bool = _setting(
+        False,
+        "a gradient that is not finite is an error that names rank, parameter and step; without a"
+        " scaler, for which that is normal. Costs a pass over every gradient",
     )
     step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
     join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
@@ -322,6 +342,7 @@ class Config:
             clip_grad_norm=self.clip_grad_norm,
             clip_grad_value=self.clip_grad_value,
             ema=self.ema,
+            check_finite=self.check_finite,
         )
 
 
@@ -377,6 +398,8 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
         return None
     if text in _choices(hint):
         return text
+    if hint is bool:
+        return _parse_switch(name, text)
     for kind in (int, float):
         if kind in kinds:
             try:
@@ -386,6 +409,13 @@ def parse_setting(name: str, text: str, hint: Any) -> Any:
                 wanted = " or ".join([number, *map(repr, filter(None, _choices(hint)))])
                 raise ConfigError(f"{name} is {text!r}; it must be {wanted}") from error
     return text
+
+
+def _parse_switch(name: str, text: str) -> bool:
+    meant = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    if text.lower() not in meant:
+        raise ConfigError(f"{name} is {text!r}; it must be one of {list(meant)}")
+    return meant[text.lower()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

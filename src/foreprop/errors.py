@@ -44,5 +44,9 @@ class StepTimeout(ForepropError, TimeoutError):
     """A step made no progress in time; names stage, peer, step, parameter and seconds waited."""
 
 
+class StorageError(ForepropError, OSError):
+    """A file or folder that was asked for cannot be written; names it."""
+
+
 class InternalError(ForepropError):
     """An invariant does not hold; carries the last events (the machine's story)."""

@@ -78,12 +78,14 @@ def _replace(model: nn.Module) -> None:
         parameter.grad = torch.ones_like(parameter.grad)
 
 
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("edit", [_clip, _clip_values, _scale, _replace])
-def test_an_edited_gradient(edit: Callable[[nn.Module], None], steps: int) -> None:
+def test_an_edit_that_the_first_step_did_not_make(
+    edit: Callable[[nn.Module], None], steps: int
+) -> None:
     with (
         _session(steps) as (model, optimizer, _),
-        pytest.raises(TrainingLoopError, match="scale the loss instead"),
+        pytest.raises(TrainingLoopError, match="update='workers'"),
     ):
         _backward(model, optimizer)
         edit(model)
@@ -113,7 +115,7 @@ def test_a_discarded_gradient(way: str) -> None:
 def test_a_skipped_step(zero: bool) -> None:
     with (
         _session(3) as (model, optimizer, _),
-        pytest.raises(TrainingLoopError, match=r"Call optimizer.step\(\) first"),
+        pytest.raises(TrainingLoopError, match=r"Call optimizer.step\(\) first.*update='workers'"),
     ):
         _backward(model, optimizer)
         if zero:
@@ -125,7 +127,7 @@ def test_a_skipped_step(zero: bool) -> None:
 def test_a_second_graph_after_the_push(discard: bool) -> None:
     """Both graphs were built before the first backward pass, so no parameter is used again."""
     model, optimizer = build_seeded(with_sgd(lambda: nn.Linear(5, 3)))
-    wanted = r"then discarded, .*Call optimizer.step\(\) after" if discard else "backward_passes=N"
+    wanted = ("then discarded, .*" if discard else "another gradient .*") + "update='workers'"
     with (
         pytest.raises(TrainingLoopError, match=wanted),
         foreprop.parallelize(model, optimizer, world=worlds(1)[0]),
@@ -147,7 +149,7 @@ def test_a_second_graph_that_needs_the_old_values() -> None:
         first, second = F.cross_entropy(model(x), y), F.cross_entropy(model(x2), y2)
         first.backward()
         second.backward()
-    assert "backward_passes=N" in "".join(caught.value.__notes__)
+    assert "update='workers'" in "".join(caught.value.__notes__)
 
 
 USES: dict[str, Callable[[Any], Any]] = {
@@ -164,7 +166,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 def test_a_use_between_backward_and_step(name: str) -> None:
     with (
         _session(3) as (model, optimizer, _),
-        pytest.raises(TrainingLoopError, match="between its backward pass and"),
+        pytest.raises(TrainingLoopError, match=r"between backward\(\) and optimizer"),
     ):
         _backward(model, optimizer)
         USES[name](model)
@@ -209,7 +211,7 @@ def test_a_parameter_changed_while_pending(name: str, steps: int) -> None:
     with (
         _session(steps) as (model, _, _),
         torch.no_grad(),
-        pytest.raises(TrainingLoopError, match=r"Call session.flush\(\) after"),
+        pytest.raises(TrainingLoopError, match=r"Call session.flush\(\) after.*update='workers'"),
     ):
         CHANGES[name](model[0].weight)
 

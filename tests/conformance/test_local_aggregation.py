@@ -268,7 +268,7 @@ def test_who_holds_up_a_step_is_named(
 
     def work(world: World) -> None:
         model, optimizer = build_seeded(BUILD)
-        times = {"step_timeout_s": 4.0, "stall_report_s": 1.0}
+        times = {"step_timeout_s": 4.0, "stall_report_s": 1.0, "update": "servers"}
         with foreprop.parallelize(model, optimizer, world=world, **times, **settings) as session:
             x, y = batches_of(1)[0][0]
             loss = nn.functional.cross_entropy(model(x), y)

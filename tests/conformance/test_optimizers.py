@@ -279,14 +279,15 @@ REFUSED: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
 def test_refused_with_the_reason(name: str) -> None:
     cls, reason = REFUSED[name]
     model = small_model()
-    _check_refused(model, cls(model.parameters(), lr=0.1), reason)
+    _check_refused(model, cls(model.parameters(), lr=0.1), reason, update="servers")
 
 
 @servers_only
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 def test_muon_is_refused() -> None:
     model = nn.Linear(4, 3, bias=False)
-    _check_refused(model, torch.optim.Muon(model.parameters(), lr=0.1), "whole matrices")
+    muon = torch.optim.Muon(model.parameters(), lr=0.1)
+    _check_refused(model, muon, "whole matrices", update="servers")
 
 
 def test_differentiable_is_refused() -> None:
@@ -329,10 +330,12 @@ def _is_lazy(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.lazy.LazyModuleMixin)
 
 
-def _check_refused(model: nn.Module, optimizer: torch.optim.Optimizer, reason: str) -> None:
+def _check_refused(
+    model: nn.Module, optimizer: torch.optim.Optimizer, reason: str, **settings: Any
+) -> None:
     before = Snapshot.take()
     with pytest.raises(ConfigError, match=reason):
-        foreprop.parallelize(model, optimizer, world=worlds(1)[0])
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], **settings)
     assert not find_leaks(before)
     assert all(
         type(p) in (nn.Parameter, nn.parameter.UninitializedParameter) for p in model.parameters()

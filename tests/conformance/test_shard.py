@@ -13,12 +13,9 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
-    IterableDataset,
     Sampler,
     SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 import foreprop
@@ -131,10 +128,10 @@ def test_batches_of_ones_own_are_dealt_out_in_turn() -> None:
         for world in worlds(2)
     ]
     assert [_epoch(loader) for loader in loaders] == [
-        [[0, 1], [4, 5], [8, 9]],
-        [[2, 3], [6, 7], [10, 11]],
+        [[0, 1], [4, 5], [8, 9], [12, 13]],
+        [[2, 3], [6, 7], [10, 11], [0, 1]],
     ]
-    assert [len(loader) for loader in loaders] == [3, 3]
+    assert [len(loader) for loader in loaders] == [4, 4]
 
 
 def test_a_plain_batch_sampler_is_like_batch_size() -> None:
@@ -146,24 +143,26 @@ def test_a_plain_batch_sampler_is_like_batch_size() -> None:
     assert sorted(shares[0] + shares[1]) == list(range(16))
 
 
-class _Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
+def test_a_loader_is_sharded_once() -> None:
+    loader = _shards(24, 2)[0]
+    assert foreprop.shard(loader, world=worlds(2)[0]) is loader
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_a_new_attribute_is_the_loaders() -> None:
+    inner = DataLoader(_numbers(8), batch_size=4)
+    loader: Any = foreprop.shard(inner, world=worlds(2)[0])
+    loader.collate_fn = len
+    assert list(loader) == [4]
+    assert loader.collate_fn is len
+    loader.epoch = 3
+    assert loader.sampler.epoch == 3
+
+
+@pytest.mark.parametrize("wrong", [_numbers(8), 3, None])
+def test_what_is_no_loader_is_refused_with_advice_that_works(wrong: Any) -> None:
     (world, _) = worlds(2)
-    data = _numbers(8)
-    with pytest.raises(ConfigError, match="world_size-th item"):
-        foreprop.shard(DataLoader(_Stream()), world=world)
-    with pytest.raises(ConfigError, match="batch_size is None"):
-        foreprop.shard(DataLoader(data, batch_size=None), world=world)
-    sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    with pytest.raises(ConfigError, match="DistributedSampler already"):
-        foreprop.shard(DataLoader(data, sampler=sampler), world=world)
-    weighted = WeightedRandomSampler([1.0] * 8, 8)
-    with pytest.raises(ConfigError, match="WeightedRandomSampler"):
-        foreprop.shard(DataLoader(data, sampler=weighted), world=world)
+    with pytest.raises(ConfigError, match=r"DataLoader\(dataset, batch_size"):
+        foreprop.shard(wrong, world=world)
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -91,7 +91,8 @@ class Faults:
                 return
 
     def _fire(self, fault: Fault) -> None:
-        pids = [handle.pid for handle in self._session._backend.connections.handles]
+        connections = getattr(self._session._backend, "connections", None)  # a ring has none
+        pids = [handle.pid for handle in connections.handles] if connections is not None else []
         done: dict[str, Any] = {"action": fault.action, "rank": fault.rank, "step": fault.step}
         done |= {"phase": fault.phase, "at_s": time.monotonic(), "servers": pids}
         _append(fault.log, done)

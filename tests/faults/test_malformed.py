@@ -21,10 +21,12 @@ from foreprop.core.manifest import ParameterInfo
 from foreprop.core.rowinit import row_init_of
 from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, encode_header
 from foreprop.engine.keptrows import VALUES, KeptRows, encode_kept
+from foreprop.engine.reception import MAX_GREETING_BYTES, greeting
 from foreprop.engine.slicestore import encode_state
 from foreprop.errors import PeerLost, RemoteProtocolError
 from tests.faults.wire_peers import (
     GROUP,
+    SESSION,
     Client,
     FakeServer,
     engine,
@@ -35,7 +37,7 @@ from tests.faults.wire_peers import (
 
 pytestmark = pytest.mark.timeout(60)
 
-HELLO = encode_header(Kind.HELLO, 0, 0, 0, 0, 0, 20)
+HELLO = greeting(SESSION, 0)
 
 
 def header_with(**fields: int) -> bytes:
@@ -53,18 +55,15 @@ STRANGERS: dict[str, tuple[Callable[[Client], None], str]] = {
     "wrong version": (lambda c: c.raw(header_with(version=77)), "protocol version 77"),
     "unknown kind": (lambda c: c.raw(header_with(kind=99)), "unknown frame kind 99"),
     "oversized": (
-        lambda c: c.raw(header_with(payload=MAX_CONTROL_BYTES + 1)),
-        f"HELLO of {MAX_CONTROL_BYTES + 1} bytes; at most {MAX_CONTROL_BYTES}",
+        lambda c: c.raw(header_with(payload=MAX_GREETING_BYTES + 1)),
+        f"HELLO of {MAX_GREETING_BYTES + 1} bytes; at most {MAX_GREETING_BYTES}",
     ),
     "push first": (lambda c: c.send(Kind.PUSH, gradient(1.0), step=1), "PUSH, not HELLO"),
     "goodbye first": (lambda c: c.send(Kind.BYE), "BYE, not HELLO"),
     "failure first": (lambda c: c.send(Kind.FAILURE, b"{}"), "FAILURE, not HELLO"),
-    "not JSON": (lambda c: c.send(Kind.HELLO, b"\xff\x00 no"), "not a manifest"),
-    "deep JSON": (lambda c: c.send(Kind.HELLO, b"[" * 200_000), "not a manifest"),
-    "another session": (lambda c: c.hello(manifest_of(session="x")), "another session: 'x'"),
-    "second rank 0": (lambda c: c.hello(), "two workers say that they are rank 0"),
-    "no such rank": (lambda c: c.send(Kind.HELLO, manifest_of().encode(), rank=7), "rank 7 of 2"),
-    "no parameters": (lambda c: c.hello(manifest_of(parameters=())), "rank 0 of 2"),
+    "not an id": (lambda c: c.send(Kind.HELLO, b"\xff\x00 no"), "another session: b'\\xff"),
+    "another session": (lambda c: c.hello(manifest_of(session="x")), "another session: b'x'"),
+    "manifest first": (lambda c: c.send(Kind.MANIFEST, manifest_of().encode()), "not HELLO"),
 }
 
 
@@ -85,7 +84,7 @@ def test_a_stranger_is_turned_away_and_training_goes_on(
     )
 
 
-@pytest.mark.parametrize("data", [b"", HELLO[:5], HELLO, HELLO + b"{"])
+@pytest.mark.parametrize("data", [b"", HELLO[:5], HELLO[:-1], HELLO])
 def test_a_stranger_that_leaves_in_mid_frame_is_forgotten(data: bytes) -> None:
     with session() as running:
         stranger = running.stranger()
@@ -132,7 +131,7 @@ def test_announced_bytes_take_no_memory_until_they_come() -> None:
         resident = resident_bytes()
         strangers = [running.stranger() for _ in range(20)]
         for stranger in strangers:
-            stranger.raw(header_with(payload=MAX_CONTROL_BYTES))
+            stranger.raw(header_with(kind=Kind.MANIFEST, payload=MAX_CONTROL_BYTES))
         time.sleep(0.3)
         running.make_a_step()
         tracemalloc.stop()
@@ -464,6 +463,7 @@ FRAMES = st.builds(
         st.just(b""),
         st.just(gradient(1.0)),
         st.just(manifest_of().encode()),
+        st.just(SESSION.encode()),
         st.just(JSON_GROUPS),
         st.binary(max_size=40),
     ),

@@ -62,7 +62,7 @@ def node() -> Iterator[Node]:
         made.workers += [Client(port, rank) for rank in (2, 3)]
         for worker in made.workers:
             worker.hello(MANIFEST)
-        made.server.expect(Kind.HELLO)
+        made.server.expect(Kind.MANIFEST)
         made.server.send(Kind.WELCOME)
         for worker in made.workers:
             worker.expect(Kind.WELCOME)

@@ -16,6 +16,7 @@ from foreprop.config import Config
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from foreprop.engine.failure import Failure, decode_failure
+from foreprop.engine.reception import greeting
 from foreprop.engine.server import Server
 from foreprop.engine.worker import WorkerEngine
 from foreprop.net.stream import SocketStream
@@ -77,7 +78,12 @@ class Client:
             self.sock.sendall(data)
 
     def hello(self, manifest: Manifest | None = None) -> None:
-        self.send(Kind.HELLO, (manifest or manifest_of()).encode())
+        manifest = manifest or manifest_of()
+        self.greet(manifest.session)
+        self.send(Kind.MANIFEST, manifest.encode())
+
+    def greet(self, session: str = SESSION) -> None:
+        self.raw(greeting(session, self.rank))
 
     def receive(self) -> tuple[Header, bytes] | None:
         """The next frame; None at the connection's end."""
@@ -238,7 +244,7 @@ def engine(
             fake.send(Kind.WELCOME)
         made.join()
         for fake in fakes:
-            fake.expect(Kind.HELLO)
+            fake.expect(Kind.MANIFEST)
         yield made, fakes
     finally:
         made.close(failure=RuntimeError("the test is over"))

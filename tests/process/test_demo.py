@@ -174,6 +174,15 @@ def test_bench_wire(tmp_path: Path) -> None:
         assert float(row(output, name)[1]) > 0
 
 
+def test_bench_alone(tmp_path: Path) -> None:
+    output, _ = run(tmp_path, "bench", "alone", "--rounds", "3", "--steps", "2")
+    kinds = ("plain", "plain, again", "parallelize", "with a server")
+    rows = [row.split("│")[1:-1] for row in output.splitlines() if row.startswith("│")]
+    assert [row[1].strip() for row in rows] == list(kinds) * 2
+    assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
+    assert [float(row[3]) for row in rows[:: len(kinds)]] == [1.0, 1.0]
+
+
 def test_bench_overhead(tmp_path: Path) -> None:
     sizes = ("--slices", "20", "--parameters", "5", "--steps", "2")
     output, _ = run(tmp_path, "bench", "overhead", *sizes)

@@ -109,6 +109,21 @@ def test_slices_by_name_and_found_automatically(capfd: pytest.CaptureFixture[str
     assert float(rate[1]) * 1e6 == pytest.approx(SETTING.rate, rel=0.2)
 
 
+def test_loops_that_clip_send_what_others_do(capfd: pytest.CaptureFixture[str]) -> None:
+    systems = ("p3", "p3-workers", "p3-clip", "p3-clip-setting")
+    result = run_lab(replace(SETTING, systems=systems))
+    if result.notices:
+        pytest.skip(result.notices[0])
+    sent = [result.samples[name][-1][1] for name in systems]
+    assert max(sent) < 1.1 * min(sent)
+    told = [line for line in capfd.readouterr().err.splitlines() if " update=" in line]
+    assert [line.partition("update=")[2].partition(":")[0] for line in told] == [
+        "servers",
+        "workers",
+        "workers",
+    ]
+
+
 @pytest.mark.parametrize(("aggregated", "models"), [("auto", 1), ("off", 2)])
 def test_several_workers_per_node_send_one_gradient(
     aggregated: str, models: int, monkeypatch: pytest.MonkeyPatch

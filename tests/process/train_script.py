@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class Scenario:
     shuffle: bool = True
     pause_s: float = 0.0  # between steps
     only_first_attempt: bool = False
+    thread_s: float = 0.0  # how long a thread keeps the process after an error
 
     def encode(self) -> str:
         return json.dumps(vars(self))
@@ -95,6 +97,7 @@ def train(scenario: Scenario, rank: int) -> str:
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     for step, (x, y) in zip(range(1, steps + 1), batches(loader), strict=False):
         if scenario.raise_at.get(str(rank)) == step and (first or not scenario.only_first_attempt):
+            threading.Thread(target=time.sleep, args=(scenario.thread_s,)).start()
             raise ValueError("the data are odd")
         if scenario.die_at.get(str(rank)) == step:
             write_result(rank, {"at_s": time.monotonic()})

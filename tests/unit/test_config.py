@@ -222,6 +222,9 @@ def test_settings_are_read_from_text() -> None:
     assert parse_setting("x", "3", float) == 3.0
     assert parse_setting("x", "", int | None) is None
     assert parse_setting("x", "text", str | None) == "text"
+    assert [parse_setting("x", text, bool) for text in ("1", "True", "off")] == [True, True, False]
+    with pytest.raises(ConfigError, match="x is 'maybe'; it must be one of"):
+        parse_setting("x", "maybe", bool)
 
 
 def test_every_setting_says_what_it_is_for() -> None:

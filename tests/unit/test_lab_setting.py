@@ -75,9 +75,9 @@ def test_slices_are_the_usual_ones_of_a_session_on_so_many_nodes() -> None:
 def test_usual_slices_of_few_packets_fill_them(nodes: int, scale: int, packets: int) -> None:
     setting = replace(SETTING, nodes=nodes, scale=scale, slice_elems=None)
     elems = setting.slice_elems_of("p3")
-    full_bytes = packets * limit.SEGMENT_BYTES
+    full_bytes = packets * limit.PACKET_BYTES
     assert full_bytes - 4 < HEADER_BYTES + 4 * elems <= full_bytes
-    assert elems <= setting.scaled(setting.unscaled_slice_elems) < elems + limit.SEGMENT_BYTES / 4
+    assert elems <= setting.scaled(setting.unscaled_slice_elems) < elems + limit.PACKET_BYTES / 4
 
 
 @pytest.mark.parametrize(("nodes", "scale"), [(4, 16), (16, 4), (16, 1), (4, 1000)])

@@ -46,9 +46,19 @@ BAD = {
     "node0:-1": "the GPU ids are '-1'; write whole numbers and commas: HOST:0,1,2,3",
     "node0:1,0,1": "the GPU ids are '1,0,1'; name each GPU once",
     "node0:0,1 workers=2": "GPU ids mean one worker each; leave out workers=",
-    "node0 workers=0": "'workers=0': the number of workers must be 1 or more",
-    "node0 workers=": "'workers=': the number of workers must be 1 or more",
-    "node0 slots=two": "'slots=two': the number of workers must be 1 or more",
+    "node0 workers=0": "'workers=0': the number of workers must be 1 to 1024",
+    "node0 workers=": "'workers=': the number of workers must be 1 to 1024",
+    "node0 slots=two": "'slots=two': the number of workers must be 1 to 1024",
+    "node0 workers=1025": "'workers=1025': the number of workers must be 1 to 1024",
+    "node0 workers=99999999999999999999": "the number of workers must be 1 to 1024",
+    "node0 workers=" + "9" * 5000: "the number of workers must be 1 to 1024",
+    "node0:0,1024": "the GPU ids are '0,1024'; they must be under 1024",
+    "node0:" + "9" * 5000: "they must be under 1024",
+    "[fe80::1%]": "the zone of fe80::1 is ''; it is an interface's name: %eth0",
+    "[fe80::1%-oProxyCommand=x]": "the zone of fe80::1 is '-oProxyCommand=x'; it is",
+    "[fe80::1%eth0;date]": "the zone of fe80::1 is 'eth0;date'; it is",
+    "[fe80::1%an-interface-of-17]": "the zone of fe80::1 is 'an-interface-of-17'; it is",
+    "[node0%eth0]": "an IPv6 address is written in brackets",
     "node0 workers=1 slots=2": "'slots=2': the number of workers is there already",
     "node0 servers=2": "'servers=2' is not known; a line is",
     "node0 4": "'4' is not known; a line is",
@@ -76,6 +86,14 @@ def test_a_bad_line_is_named(line: str) -> None:
 def test_a_host_twice() -> None:
     with pytest.raises(ConfigError, match="hosts, line 4: 'NODE1': line 2 has this host already"):
         parse("node0\nme@node1:0\n\nNODE1")
+
+
+def test_too_many_workers_in_all() -> None:
+    text = "\n".join(f"node{number} workers=1024" for number in range(65))
+    with pytest.raises(ConfigError, match="hosts has 66560 workers in all; at most 65536"):
+        parse(text)
+    with pytest.raises(ConfigError, match="workers_per_node is 99999; at most 1024"):
+        parse("node0", workers_per_node=99999)
 
 
 @pytest.mark.parametrize("text", ["", "\n  \n# nobody\n"])

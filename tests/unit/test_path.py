@@ -14,6 +14,7 @@ import torch
 import foreprop
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import merge_traces
+from tests.cluster import worlds
 
 PAGE = Path(__file__).parents[2] / "docs" / "path.md"
 PACKAGES = "core|engine|net|training|observe"
@@ -25,7 +26,7 @@ def record_stages(folder: Path) -> list[dict[str, Any]]:
     """The stages of one slice in one step, in the order in which they began."""
     model = torch.nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with foreprop.parallelize(model, optimizer, trace=str(folder)):
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], trace=str(folder)):
         for _ in range(STEP + 1):
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
-from foreprop.core.norm import ZERO
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.engine.slicestore import (
     DTYPES,
     ELEMENTWISE_OPTIMIZERS,
+    GRADIENT,
+    GradientBuffer,
     SliceStore,
     bytes_of,
     decode_state,
@@ -89,6 +91,20 @@ class Array:
                 buffer.view[:] = bytes_of(gradient[piece.start_elems : piece.stop_elems])
                 self.store.put_gradient(piece.number, rank, buffer)
             self.store.update(piece.number, sorted(gradients), self.groups)
+
+    def aggregate(
+        self, gradients: dict[int, torch.Tensor], *, measure: bool
+    ) -> list[SquareSum | None]:
+        """As `step`, where workers update; the squares of every slice."""
+        squares = []
+        for piece in self.slices:
+            for rank, gradient in gradients.items():
+                buffer = self.store.take_buffer(piece.number)
+                buffer.view[:] = bytes_of(gradient[piece.start_elems : piece.stop_elems])
+                self.store.put_gradient(piece.number, rank, buffer)
+            ranks = sorted(gradients)
+            squares.append(self.store.aggregate_only(piece.number, ranks, measure=measure))
+        return squares
 
     @property
     def values(self) -> torch.Tensor:
@@ -234,8 +250,79 @@ def test_a_sum_made_ahead_keeps_the_memory_of_one_gradient(dtype: torch.dtype, k
     array.store.aggregate(0, (0, 1, 2))
     free = [array.store.take_buffer(0) for _ in range(3)]
     assert sum(buffer in free for buffer in buffers) == 3 - kept
-    array.store.update(0, (0, 1, 2), array.groups)
-    assert (array.store.take_buffer(0) in buffers) == bool(kept)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_aggregated_gradient_is_kept_until_the_next_update(
+    dtype: torch.dtype, ahead: bool
+) -> None:
+    """In the first rank's buffer, or in one of the wire's type where sums are wider."""
+    array = Array(torch.zeros(5, dtype=dtype), slice_elems=5, workers=3)
+    buffers: list[GradientBuffer] = []
+    for step in (1, 2):
+        buffers = [array.store.take_buffer(0) for _ in range(3)]
+        for rank, buffer in enumerate(buffers):
+            buffer.view[:] = bytes_of(torch.full((5,), float(step * rank), dtype=dtype))
+            array.store.put_gradient(0, rank, buffer)
+        if ahead:
+            array.store.aggregate(0, (0, 1, 2))
+        array.store.update(0, (0, 1, 2), array.groups)
+        assert same_bits(aggregated(array), torch.full((5,), float(step), dtype=dtype))
+    free = [array.store.take_buffer(0) for _ in range(3)]
+    assert (buffers[0] in free) == (dtype == torch.bfloat16)
+    assert all(buffer in free for buffer in buffers[1:])
+    assert same_bits(aggregated(array), torch.full((5,), 2.0, dtype=dtype))
+
+
+def aggregated(array: Array) -> torch.Tensor:
+    """The gradient of the last update of a store of one slice, as workers fetch it."""
+    entries = decode_state(memoryview(array.store.export_gradient(0)), elems=5)
+    gradient: torch.Tensor = entries[GRADIENT]
+    return gradient
+
+
+def test_no_gradient_is_kept_before_the_first_update() -> None:
+    array = Array(torch.zeros(5), slice_elems=5)
+    with pytest.raises(RemoteProtocolError, match="the gradient of slice 0 is not kept"):
+        array.store.export_gradient(0)
+
+
+@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_workers_apply_is_the_average_and_leaves_the_values(dtype: str, measure: bool) -> None:
+    for slice_elems in SLICE_ELEMS:
+        array = Array(noise(9, DTYPES[dtype]), slice_elems=slice_elems, workers=3)
+        before = [array.store._slices[piece.number].parameter.clone() for piece in array.slices]
+        for step in range(3):
+            gradients = {rank: noise(3 * step + rank, DTYPES[dtype]) for rank in (0, 2)}
+            squares = array.aggregate(gradients, measure=measure)
+            wide = torch.promote_types(DTYPES[dtype], torch.float32)
+            mean = ((gradients[0].to(wide) + gradients[2].to(wide)) / 3).to(DTYPES[dtype])
+            assert same_bits(array.values, mean)
+            if measure:
+                norm = sum_of(squares).norm
+                assert norm == pytest.approx(float(mean.double().norm()), rel=1e-6)
+            else:
+                assert squares == [None] * len(array.slices)
+        after = [array.store._slices[piece.number].parameter for piece in array.slices]
+        assert all(same_bits(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_no_rank_has_a_gradient_in_a_round() -> None:
+    """What was averaged before stays, so that nothing is torn; its squares are none."""
+    array = Array(torch.zeros(5), slice_elems=5, workers=2)
+    array.aggregate({0: torch.ones(5)}, measure=True)
+    assert array.aggregate({}, measure=True) == [ZERO]
+    assert array.values.tolist() == [0.5] * 5
+
+
+def sum_of(squares: Sequence[SquareSum | None]) -> SquareSum:
+    total = ZERO
+    for part in squares:
+        assert part is not None
+        total = total.plus(part)
+    return total
 
 
 def test_a_step_that_is_left_out_leaves_nothing_behind() -> None:
@@ -262,16 +349,20 @@ def test_a_coefficient_is_applied_to_the_aggregated_gradient() -> None:
 
 
 def test_buffers_are_used_again_and_only_for_their_own_size() -> None:
+    """Each update but the last gives its buffer back: the last one's gradient may be read."""
     array = Array(torch.zeros(70), slice_elems=60)  # 60 and 10 elements, padded alike
-    first, second = (array.store.take_buffer(i) for i in range(2))
-    assert (len(first.view), len(second.view)) == (240, 40)
-    array.store.put_gradient(0, 0, first)
-    array.store.put_gradient(1, 0, second)
-    for slice_ in range(2):
-        array.store.update(slice_, [0], array.groups)
+    rounds = [[array.store.take_buffer(i) for i in range(2)] for _ in range(2)]
+    assert [len(buffer.view) for buffer in rounds[0]] == [240, 40]
+    for buffers in rounds:
+        for slice_, buffer in enumerate(buffers):
+            array.store.put_gradient(slice_, 0, buffer)
+            array.store.update(slice_, [0], array.groups)
+    first, second = rounds[0]
     assert array.store.take_buffer(1) is second
     assert array.store.take_buffer(0) is first
     assert array.store.size_bytes(1) == 40
+    new = [array.store.take_buffer(slice_) for slice_ in range(2)]
+    assert not any(buffer in rounds[1] for buffer in new)
 
 
 GROUPS: dict[str, list[Hyperparameters]] = {

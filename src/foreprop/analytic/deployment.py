@@ -14,7 +14,6 @@ from foreprop.lab import limit
 from foreprop.lab.profile import Layer
 from foreprop.lab.setting import BUCKET_BYTES, DDP, RING, LabSetting
 from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import HEADERS_BYTES, PACKET_BYTES
 
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
@@ -194,5 +193,5 @@ def without(deployment: Deployment, resource: Resource) -> Deployment:
 
 _ENDLESS = 1e18
 """Bits per second: as good as no link at all."""
-ACKNOWLEDGED = HEADERS_BYTES / (2 * PACKET_BYTES)
+ACKNOWLEDGED = limit.HEADERS_BYTES / (2 * limit.PACKET_BYTES)
 """Acknowledgements come in a packet of their own for every second one, on links both ways."""

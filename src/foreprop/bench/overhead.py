@@ -11,7 +11,7 @@ import torch
 
 from foreprop.bench.wire import WirePair, lonely_world
 from foreprop.config import Config
-from foreprop.training.session import Session
+from foreprop.training.session import ConnectedSession
 from foreprop.training.waiting import make_wait, stop_waiting
 
 _WARM_UP = 3
@@ -77,7 +77,7 @@ def measure_waiting(*, parameters: int, steps: int) -> WaitingCost:
     scalars = list(model.scalars)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     first_uses, ordinary_uses = [], []
-    with Session(model, optimizer, lonely_world(), Config.resolve("p3")) as session:
+    with ConnectedSession(model, optimizer, lonely_world(), Config.resolve("p3")) as session:
         for scalar in scalars:
             scalar.grad = torch.ones_like(scalar)
         for _ in range(steps + _WARM_UP):
@@ -101,7 +101,7 @@ def _use_all(scalars: list[torch.nn.Parameter]) -> float:
     return time.perf_counter() - started
 
 
-def _swap_us(session: Session, scalars: list[torch.nn.Parameter]) -> float:
+def _swap_us(session: ConnectedSession, scalars: list[torch.nn.Parameter]) -> float:
     times = []
     for _ in range(5):
         started = time.perf_counter()

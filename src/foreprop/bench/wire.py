@@ -18,7 +18,7 @@ from foreprop.config import Config
 from foreprop.engine.processes import ProcessServer
 from foreprop.engine.world import World
 from foreprop.training.served import ServedBackend
-from foreprop.training.session import Session
+from foreprop.training.session import ConnectedSession
 
 _STEP_WARM_UP = 3
 
@@ -67,7 +67,7 @@ class WirePair:
         if still:
             self._still = StillServer(world.raw_store, config)
             config = config.replace(dedicated_servers=1)
-        self.session = Session(self._model, optimizer, world, config)
+        self.session = ConnectedSession(self._model, optimizer, world, config)
         self._optimizer = optimizer
         for parameter in self._model.parameters():
             parameter.grad = torch.ones_like(parameter)

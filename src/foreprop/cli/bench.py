@@ -11,6 +11,7 @@ from rich.table import Table
 from foreprop.bench.exchange import Exchange, measure_exchange
 from foreprop.bench.jitter import simulate_jitter
 from foreprop.bench.overhead import measure_scheduling, measure_waiting
+from foreprop.bench.plain import measure_alone
 from foreprop.bench.tables import measure_tables
 from foreprop.bench.wire import measure_wire
 from foreprop.lab import limit
@@ -64,6 +65,24 @@ def overhead(
         f"{waiting.total_us:.1f}",
         f"first use {waiting.first_use_us:.1f}, swap {waiting.swap_us:.1f}",
     )
+    Console().print(shown)
+
+
+@bench.command("alone")
+def alone(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind in a round.")] = 10,
+) -> None:
+    """A world of one: CPU time per step, plain and with foreprop; kinds alternate.
+
+    The first three kinds train the same model; "plain, again" shows how far to believe the others.
+    The last one has a server process all the same, as several ranks have; its CPU time is not in.
+    """
+    shown = Table(title=f"medians of {rounds} rounds of {steps} steps each")
+    for heading in ("", "", "CPU ms per step", "of plain"):
+        shown.add_column(heading, justify="right")
+    for cost in measure_alone(rounds=rounds, steps=steps):
+        shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.3f}", f"{cost.ratio:.3f}")
     Console().print(shown)
 
 

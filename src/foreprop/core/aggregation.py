@@ -28,6 +28,14 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     skip_nonfinite: bool = False
     """Gradients are of a scaled loss; a step in which some are not finite is left out."""
 
+    check_finite: bool = False
+    """A rank's gradient that is not finite ends the session, with its name."""
+
+    @property
+    def reports_nonfinite(self) -> bool:
+        """Whether gradients that are not finite are an error: with a scaler they are normal."""
+        return self.check_finite and not self.skip_nonfinite
+
     def reduction_of(self, *, sparse: bool) -> Reduction:
         """For parameters whose gradients are sparse, or dense."""
         return self.sparse_reduction or self.reduction if sparse else self.reduction

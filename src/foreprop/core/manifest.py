@@ -1,4 +1,4 @@
-"""What all processes of a session must agree on, as it travels in the first frame.
+"""What all processes of a session must agree on, as it travels after the greeting.
 
 Nothing is pickled: the manifest is JSON with a fixed schema, the optimizer is a class name from an
 allow-list with plain numbers.
@@ -24,6 +24,9 @@ Reply = Literal["broadcast", "notify", "pull"]
 
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The parameter types that can be synchronised."""
+
+MOST_PROCESSES = 2**16
+"""Workers, and servers: a frame's header has 16 bits for the sender's number."""
 
 WireDtype = Literal["bfloat16", "float16"]
 
@@ -54,11 +57,16 @@ def wire_dtype_of(dtype: str, wire_dtype: WireDtype | None) -> str:
     return wire_dtype if wire_dtype is not None and dtype == "float32" else dtype
 
 
+NO_GROUP = -1
+"""Of a parameter that servers never update: workers do, or nobody does."""
+
+
 class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
     group: int
+    """Of the optimizer's groups, or `NO_GROUP`."""
     rows: bool = False
     """Held row-wise by the servers (an embedding's table), not in slices."""
     sparse: bool = False
@@ -121,6 +129,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in self.wire_dtypes()]
         return plan_slices(sizes, itemsizes, partition)
 
+    def is_served(self, piece: Slice) -> bool:
+        """Whether servers may update the slice."""
+        return self.parameters[piece.parameter].group != NO_GROUP
+
     def shards(self, slices: int) -> tuple[Shard, ...]:
         """Of the row-wise parameters; ``slices`` is the number of slices."""
         tables = [
@@ -153,8 +165,14 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             raise RemoteProtocolError(f"parameter {info.name!r} has no rows: {info.shape}")
         if info.init is not None and not (info.rows and 0 <= info.init.key < 2**64):
             raise RemoteProtocolError(f"parameter {info.name!r} has no rows to make: {info.init}")
-        if not 0 <= info.group < len(manifest.optimizer.groups):
+        least = 0 if info.rows else NO_GROUP
+        if not least <= info.group < len(manifest.optimizer.groups):
             raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
+    if manifest.world_size > MOST_PROCESSES or manifest.knobs.servers > MOST_PROCESSES:
+        raise RemoteProtocolError(
+            f"not a manifest: world_size {manifest.world_size}, servers {manifest.knobs.servers};"
+            f" at most {MOST_PROCESSES}"
+        )
     knobs = manifest.knobs
     workers = (manifest.world_size, manifest.workers_per_push)
     counts = (*workers, knobs.servers, knobs.slice_elems, knobs.big_array_elems)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from foreprop.errors import RemoteProtocolError
@@ -55,6 +56,23 @@ class SquareSum(NamedTuple):
 
 
 ENCODED_BYTES = _LAYOUT.size
+
+
+def encode_square_sums(sums: Iterable[SquareSum]) -> bytes:
+    """Of several parts, one behind the other."""
+    return b"".join(part.encode() for part in sums)
+
+
+def decode_square_sums(data: bytes | memoryview, *, count: int) -> list[SquareSum]:
+    """The inverse of `encode_square_sums`; raises `RemoteProtocolError`."""
+    if len(data) != count * ENCODED_BYTES:
+        raise RemoteProtocolError(
+            f"{count} sums of squares have {count * ENCODED_BYTES} bytes, got {len(data)}"
+        )
+    starts = range(0, len(data), ENCODED_BYTES)
+    return [decode_square_sum(data[start : start + ENCODED_BYTES]) for start in starts]
+
+
 ZERO = SquareSum()
 
 

@@ -38,7 +38,7 @@ from foreprop.core.server import (
     WorkerLeft,
 )
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import Flag, Kind
+from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.core.worker import NO_TOKEN, Finish, FrameSent, MessageReady, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
@@ -64,6 +64,9 @@ class NoticeArrived(NamedTuple):
 
 
 RelayInstruction = ServerInstruction | Finish
+
+_COMMON = Flag.VALUE_CHANGED | Flag.GRADIENT | Flag.MEASURE | -1 << ROUND_SHIFT
+"""Flags that are the same on all of a slice's pushes."""
 
 
 class _Awaited:
@@ -108,7 +111,8 @@ class RelayMachine:
         self._reply = reply
         self._to_server: SendLanes[SendFrame] = SendLanes(order)
         self._summing: UpdateSlice | None = None
-        self._changed: dict[int, int] = {}  # by slice: whether its step's pushes say so
+        self._last_flags = 0
+        self._common: dict[int, int] = {}  # by slice: what all of its step's pushes say
         self._valued: set[int] = set()  # slices whose values go before their push
         self._awaited: dict[int, _Awaited] = {}
         self._closing = False
@@ -162,10 +166,15 @@ class RelayMachine:
         """Slices that some but not all workers of the node have pushed: (slice, step)."""
         return self._workers.incomplete()
 
+    @property
+    def measures(self) -> bool:
+        """Whether the last push has asked for its round's sums of squares."""
+        return bool(self._last_flags & Flag.MEASURE)
+
     # What comes from the workers.
     def _on_push_arrived(self, event: PushArrived) -> list[RelayInstruction]:
         following = self._workers.handle(event)
-        self._changed[event.slice] = event.flags & Flag.VALUE_CHANGED  # the same on all
+        self._common[event.slice] = self._last_flags = event.flags & _COMMON
         return self._pass(following)
 
     def _on_value_arrived(self, event: ValueArrived) -> list[RelayInstruction]:
@@ -181,12 +190,12 @@ class RelayMachine:
         if summed is None:
             raise InternalError("a sum finished that nobody started")
         following = self._pass(self._workers.handle(UpdateDeferred()))
-        slice_, step, ranks = summed
+        slice_, step, ranks = summed[:3]
         priority = self._workers.priority_of(slice_)
         if slice_ in self._valued:
             self._valued.remove(slice_)
             self._enqueue(Kind.VALUE, step, slice_, priority)
-        flags = self._changed[slice_] | (0 if ranks else Flag.NO_GRADIENT)
+        flags = self._common[slice_] | (0 if ranks else Flag.NO_GRADIENT)
         self._enqueue(Kind.PUSH, step, slice_, priority, int(flags))
         self._awaited[slice_] = _Awaited(step)
         if self._workers.is_pulled(slice_):

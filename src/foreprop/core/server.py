@@ -24,7 +24,7 @@ from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.peers import SERVER, Peers, each_worker
 from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import Flag, Kind
+from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.core.worker import NO_TOKEN, FrameSent, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
@@ -58,6 +58,9 @@ class PullArrived(NamedTuple):
 
 class UpdateFinished(NamedTuple):
     """The update under way is done."""
+
+    squares: SquareSum | None = None
+    """Of the aggregated gradient, if it was to be measured."""
 
 
 class UpdateDeferred(NamedTuple):
@@ -109,6 +112,10 @@ class UpdateSlice(NamedTuple):
     step: int
     ranks: tuple[int, ...]
     """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
+    gradient: bool = False
+    """The workers update: the aggregated gradient is the answer, and the values stay."""
+    measure: bool = False
+    """Say in `UpdateFinished` what its squares add up to."""
 
 
 class SumSlice(NamedTuple):
@@ -117,6 +124,13 @@ class SumSlice(NamedTuple):
     slice: int
     step: int
     ranks: tuple[int, ...]
+
+
+class TellSquares(NamedTuple):
+    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
+
+    step: int
+    squares: tuple[SquareSum, ...]
 
 
 class InstallValue(NamedTuple):
@@ -137,20 +151,36 @@ class FinishSession(NamedTuple):
 
 
 ServerInstruction = (
-    SendFrame | UpdateSlice | SumSlice | TellNormPart | InstallValue | FailSession | FinishSession
+    SendFrame
+    | UpdateSlice
+    | SumSlice
+    | TellNormPart
+    | TellSquares
+    | InstallValue
+    | FailSession
+    | FinishSession
 )
 
 
+_NEVER = (-1, 0)
+
+
 class _SliceState:
-    __slots__ = ("done_step", "flags", "priority", "pulls", "step", "valued")
+    __slots__ = ("done", "flags", "priority", "pulls", "round", "step", "unchanged", "valued")
 
     def __init__(self) -> None:
-        self.done_step = -1
+        self.done = _NEVER
         self.step = -1  # the step being collected
+        self.round = 0  # of that step
         self.priority = 0
         self.flags: dict[int, int] = {}  # by rank, of the pushes that are in
         self.valued = False  # rank 0 sent values for the step being collected
         self.pulls: list[tuple[int, int]] = []  # (rank, step) that came before the update
+        self.unchanged = 0  # the flag, if there is no average to be pulled: no rank had a gradient
+
+    @property
+    def done_step(self) -> int:
+        return self.done[0]
 
 
 class ServerMachine:
@@ -186,6 +216,8 @@ class ServerMachine:
         self._updates: SendQueue[UpdateSlice | SumSlice] = SendQueue(order)
         self._lanes: SendLanes[SendFrame] = SendLanes(order, turns=turns)
         self._updating: UpdateSlice | SumSlice | None = None
+        self._measured: dict[int, tuple[UpdateSlice, SquareSum, int]] = {}
+        """Averaged, by slice, until all of the round are; the flags of the answer last."""
         self._left: set[int] = set()
         self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {
             PushArrived: self._on_push_arrived,
@@ -248,6 +280,9 @@ class ServerMachine:
             return f"{name} is summed and waits for server {self._index}"
         if self._updating is not None and self._updating.slice == slice_:
             return f"{name} is being updated"
+        if slice_ in self._measured:
+            waiting = [s for s in self._slices if s not in self._measured]
+            return f"{name} is averaged; {self.describe_wait(waiting[0], step)}"
         if self._barrier is not None and self._barrier.holds(slice_):
             return f"{name} is summed and waits for {self._describe_barrier()}"
         return f"{name} is queued for its update, with {len(self._updates) - 1} other slices"
@@ -283,9 +318,10 @@ class ServerMachine:
         rank, slice_, step, priority, flags = event
         piece = self.owned(slice_)
         state = self._states[slice_]
-        self._check_push(state, piece, rank, step)
+        round_ = flags >> ROUND_SHIFT
+        self._check_push(state, piece, rank, step, round_)
         if not state.flags:
-            state.step, state.priority = step, priority
+            state.step, state.round, state.priority = step, round_, priority
         elif priority < state.priority:
             state.priority = priority
         state.flags[rank] = flags
@@ -293,7 +329,9 @@ class ServerMachine:
             return self._missing_for_ever(slice_, state)
         return self._complete(slice_, state)
 
-    def _check_push(self, state: _SliceState, piece: Slice, rank: int, step: int) -> None:
+    def _check_push(
+        self, state: _SliceState, piece: Slice, rank: int, step: int, round_: int
+    ) -> None:
         name = self._names[piece.parameter]
         self._check_rank(rank)
         if rank in self._left:
@@ -304,16 +342,28 @@ class ServerMachine:
                 f"{self._peers.name(rank)} pushed slice {piece.number} of {name} twice in step"
                 f" {state.step}"
             )
-        if step <= state.done_step or step == 0:
+        if (step, round_) <= state.done or step == 0:
             raise RemoteProtocolError(
                 f"{self._peers.name(rank)} pushed slice {piece.number} of {name} for step {step},"
                 f" which is past: step {state.done_step} is done"
             )
-        if state.flags and step != state.step:
+        if state.flags and (step, round_) != (state.step, state.round):
+            if step == state.step:
+                raise self._unlike_rounds(state, name, rank, round_)
             raise RemoteProtocolError(
                 f"{self._peers.name(rank)} pushed slice {piece.number} of {name} for step {step}"
                 f" while {self._peers.listed(sorted(state.flags))} are at step {state.step}"
             )
+
+    def _unlike_rounds(
+        self, state: _SliceState, name: str, rank: int, round_: int
+    ) -> RemoteProtocolError:
+        others = self._peers.listed(sorted(state.flags))
+        return RemoteProtocolError(
+            f"{self._peers.name(rank)} has averaged the gradient of {name} {round_} times before"
+            f" in step {state.step}, {others} {state.round} times: run as many backward passes"
+            " on every rank, and read gradients between them on every rank alike"
+        )
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self._workers:
@@ -333,20 +383,43 @@ class ServerMachine:
                     state.step,
                 )
             ]
+        unlike = self._unlike_updates(slice_, state)
+        if unlike:
+            return unlike
         ranks = tuple(sorted(r for r, f in state.flags.items() if not f & Flag.NO_GRADIENT))
-        if self._barrier is None:
-            self._updates.push(state.step, state.priority, UpdateSlice(slice_, state.step, ranks))
+        any_flags = next(iter(state.flags.values()))
+        gradient, measure = bool(any_flags & Flag.GRADIENT), bool(any_flags & Flag.MEASURE)
+        if self._barrier is None or gradient:
+            update = UpdateSlice(slice_, state.step, ranks, gradient, measure)
+            self._updates.push(state.step, state.priority, update)
         elif ranks:
             self._updates.push(state.step, state.priority, SumSlice(slice_, state.step, ranks))
         else:
             return self._hold(UpdateSlice(slice_, state.step, ranks), ZERO)
         return self._next_update()
 
+    def _unlike_updates(self, slice_: int, state: _SliceState) -> list[ServerInstruction]:
+        """Fail if some workers update the parameter themselves, and others want it updated."""
+        updating = [rank for rank, flags in state.flags.items() if flags & Flag.GRADIENT]
+        if len(updating) in (0, self._workers):
+            return []
+        name = self._names[self._slices[slice_].parameter]
+        rest = self._peers.listed(sorted(set(range(self._workers)) - set(updating)))
+        return [
+            FailSession(
+                f"{self._peers.listed(sorted(updating))} update {name} themselves in step"
+                f" {state.step}, but {rest} leave it to the servers: the loop must use gradients"
+                " alike on every rank; or set update='workers'",
+                -1,
+                state.step,
+            )
+        ]
+
     def _hold(self, summed: UpdateSlice | SumSlice, part: SquareSum) -> list[ServerInstruction]:
         """At the barrier until the step's norm is known."""
         if self._barrier is None:
             raise InternalError(f"slice {summed.slice} was summed, but no norm is needed")
-        slice_, step, ranks = summed
+        slice_, step, ranks = summed[:3]
         told = self._barrier.hold(step, slice_, part)
         self._held[slice_] = ranks
         return list(told)
@@ -383,7 +456,7 @@ class ServerMachine:
         if step > 0:
             state.valued = True
             return []
-        state.done_step, state.priority = 0, priority
+        state.done, state.priority = (0, 0), priority
         frames: list[ServerInstruction] = [InstallValue(slice_)]
         for rank_ in range(self._workers):
             if rank_ != rank:
@@ -411,14 +484,35 @@ class ServerMachine:
         if pushed:
             state.pulls.append((rank, step))
             return []
-        self._enqueue(rank, Kind.REPLY, step, slice_, priority, 0)
+        self._enqueue(rank, Kind.REPLY, step, slice_, priority, state.unchanged)
         return self._departures()
 
-    def _on_update_finished(self, _: UpdateFinished) -> list[ServerInstruction]:
+    def _on_update_finished(self, event: UpdateFinished) -> list[ServerInstruction]:
         update = self._take_update()
-        changed = update.ranks or self._states[update.slice].valued
-        self._finish(update, 0 if changed else Flag.UNCHANGED)
+        changed = update.ranks or (self._states[update.slice].valued and not update.gradient)
+        unchanged = 0 if changed else Flag.UNCHANGED
+        if event.squares is not None:
+            return self._note_squares(update, event.squares, unchanged) + self._next_update()
+        self._finish(update, unchanged)
         return self._departures() + self._next_update()
+
+    def _note_squares(
+        self, update: UpdateSlice, squares: SquareSum, unchanged: int
+    ) -> list[ServerInstruction]:
+        """With the last slice of a round all of them are told.
+
+        Until then no average goes back: workers cannot use any before they know the norm, and on
+        a shared link averages would hold up gradients, and so the norm.
+        """
+        self._measured[update.slice] = (update, squares, unchanged)
+        if len(self._measured) < len(self._slices):
+            return []
+        measured = [self._measured[slice_] for slice_ in sorted(self._slices)]
+        self._measured.clear()
+        for held, _, flags in measured:
+            self._finish(held, flags)
+        told = TellSquares(update.step, tuple(squares for _, squares, _ in measured))
+        return [told, *self._departures()]
 
     def _on_update_deferred(self, _: UpdateDeferred) -> list[ServerInstruction]:
         update = self._take_update()
@@ -440,7 +534,8 @@ class ServerMachine:
 
     def _finish(self, update: UpdateSlice, unchanged: int) -> None:
         state = self._states[update.slice]
-        state.done_step, state.valued = update.step, False
+        state.done, state.valued = (update.step, state.round), False
+        state.unchanged = int(unchanged) if update.gradient else 0
         state.flags.clear()
         self._answer(update, state, int(unchanged))
 
@@ -448,7 +543,7 @@ class ServerMachine:
         slice_, step, priority = update.slice, update.step, state.priority
         if self._reply == "pull":
             for rank, _ in state.pulls:
-                self._enqueue(rank, Kind.REPLY, step, slice_, priority, 0)
+                self._enqueue(rank, Kind.REPLY, step, slice_, priority, state.unchanged)
             state.pulls.clear()
             return
         kind = Kind.REPLY if self._reply == "broadcast" else Kind.NOTIFY

@@ -19,7 +19,7 @@ MAGIC = 0xF0E9
 PROTOCOL_VERSION = 1
 MAX_PAYLOAD_BYTES = 2**32 - 1
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
-"""Bound for payloads whose size the receiver cannot know beforehand (hello, status, failure)."""
+"""Bound for payloads whose size the receiver cannot know beforehand (manifest, failure)."""
 
 _LAYOUT = struct.Struct("!HBBHHQIiI")
 HEADER_BYTES = _LAYOUT.size
@@ -28,8 +28,9 @@ HEADER_BYTES = _LAYOUT.size
 class Kind(IntEnum):
     """What a frame is. W: sent by workers, S: by servers."""
 
-    HELLO = 1  # W: the manifest as JSON, the first frame on a connection
-    WELCOME = 2  # S: every worker's hello agrees
+    HELLO = 1  # W: the session's id, the first frame on a connection, sent at once
+    WELCOME = 2  # S: every worker's manifest agrees
+    MANIFEST = 3  # W: as JSON
     HYPERPARAMETERS = 4  # W: the optimizer's numbers from this step on
     VALUE = 5  # W (rank 0): a slice's parameter values, from before this step's push
     PUSH = 6  # W: a slice's gradient
@@ -68,6 +69,13 @@ class Flag(IntEnum):
     AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
     MASTER = 32  # STATE_PULL: the values in full instead of the optimizer's state
     ANEW = 64  # TABLE: forget first what has been kept; ROWS_PULL: the same, a relay's rows
+    GRADIENT = 128  # PUSH: workers update: answer with the aggregated gradient
+    MEASURE = 256  # PUSH: and tell every worker the sums of squares of all of them
+
+
+ROUND_SHIFT = 10
+"""Above a push's flags: how many rounds of this step it follows (`core.rounds`)."""
+MOST_ROUNDS = 1 << 6
 
 
 class Header(NamedTuple):

@@ -111,11 +111,15 @@ WorkerInstruction = SendFrame | CompleteParameter | Finish
 
 NO_TOKEN = -1
 _NOT_AWAITED = -1
+_UNANSWERED = Flag.NO_GRADIENT | Flag.MEASURE
+"""Pushes that take no room, or that are answered only when all have left: see `PushWindow`."""
 
 
 def _may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
-    server, kind, step, slice_, priority, _, _ = frame
-    return kind != Kind.PUSH or window.admits(server, step, priority, slice_, is_short=is_short)
+    server, kind, step, slice_, priority, flags, _ = frame
+    if kind != Kind.PUSH or flags & Flag.MEASURE:
+        return True
+    return window.admits(server, step, priority, slice_, is_short=is_short)
 
 
 class WorkerMachine:
@@ -334,7 +338,7 @@ class WorkerMachine:
         for frame in frames:
             if frame.kind == Kind.PUSH:
                 self._awaited_step[frame.slice] = frame.step
-                if self._window is not None and not frame.flags & Flag.NO_GRADIENT:
+                if self._window is not None and not frame.flags & _UNANSWERED:
                     self._window.left(frame.peer, frame.step, frame.priority, frame.slice)
             elif frame.kind == Kind.PULL:
                 self._pulled.add(frame.slice)

@@ -21,7 +21,7 @@ from foreprop.config import Config
 from foreprop.datasets import fashion_mnist
 from foreprop.demo.model import SmallVgg, accuracy
 from foreprop.lab.systems import join_process_group
-from foreprop.training.parallelize import parallelize
+from foreprop.training.parallelize import connect
 from foreprop.training.shard import shard
 
 DDP = "ddp"
@@ -98,7 +98,7 @@ class _PresetTraining:
             link_rate_bits_per_s=setting.rate_bits_per_s if setting.paced else None,
             trace=str(Path(setting.folder) / preset),
         )
-        self._session = parallelize(self._model, self._optimizer, config=config)
+        self._session = connect(self._model, self._optimizer, config)
         self._batches = _batches(data, setting)
 
     def block(self, steps: int) -> Block:

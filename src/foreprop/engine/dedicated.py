@@ -32,6 +32,7 @@ from foreprop.engine.launch import (
 from foreprop.engine.processes import ProcessServer, ServerTask
 from foreprop.errors import ConfigError, ForepropError, TransportError
 from foreprop.net.tcp import keep_alive, listen, local_address
+from foreprop.observe.trace import check_trace_folder
 from foreprop.version import __version__
 
 _POLL_S = 0.2
@@ -137,10 +138,12 @@ class Supervisor:
                 f"foreprop: rank 0 has {announced.foreprop!r}, this server has {__version__!r}"
             )
         settings: dict[str, Any] = {**announced.config, "interface": self._interface}
-        Config(**settings)  # checks them
+        if (trace := Config(**settings).trace) is not None:  # which checks them
+            check_trace_folder(trace)
         task = ServerTask(
             index=index,
             session_id=announced.session_id,
+            world_size=announced.world_size,
             config=settings,
             node=announced.nodes + index,
             workers_per_node=announced.workers_per_node,

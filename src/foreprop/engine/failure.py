@@ -12,6 +12,7 @@ from foreprop.errors import (
     PeerLost,
     RemoteProtocolError,
     StepTimeout,
+    StorageError,
     TrainingLoopError,
     TransportError,
 )
@@ -25,6 +26,7 @@ _KINDS: dict[str, type[ForepropError]] = {
         PeerLost,
         RemoteProtocolError,
         StepTimeout,
+        StorageError,
         TrainingLoopError,
         TransportError,
     )
@@ -83,6 +85,15 @@ def failure_of(error: BaseException, *, by: str = "") -> Failure:
         peer=peer,
         step=step,
     )
+
+
+def own_error(error: BaseException, rank: int) -> ForepropError:
+    """For this rank's later calls: an error of its own, which has ended the session."""
+    if isinstance(error, ForepropError):
+        return error
+    wrapped = failure_of(error, by=f"rank {rank}").as_error()
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _printable(text: str) -> str:

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from foreprop.config import Config
 from foreprop.engine.meeting import Meeting
+from foreprop.engine.storeclient import within
 from foreprop.engine.world import Look, World
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
 from foreprop.net.tcp import check_reachable, local_address
@@ -47,6 +48,8 @@ class Group:
         self._world = world
         self._config = config
         self._key = self.meeting.key
+        self._kept_parts: dict[str, int] = {}
+        """By name: how many parts there are of the bytes that this rank has left."""
         self._group: Any = None
         self._nccl: Any = None
 
@@ -64,9 +67,11 @@ class Group:
         options._devices = [self._device()]
         store = PrefixStore(f"{self._key}/gloo", self._world.store)
         self.meet("arrived", self._config.join_timeout_s, "join_timeout_s")
+        limit_s = self._config.join_timeout_s
         try:
-            self._group = _Gloo(store, self.rank, self.size, options)
-        except RuntimeError as error:
+            what = f"connecting rank {self.rank} to the others by gloo"
+            self._group = within(limit_s, what, lambda: _Gloo(store, self.rank, self.size, options))
+        except (dist.DistError, RuntimeError) as error:
             raise TransportError(
                 f"rank {self.rank} at {self.address} cannot be connected to the others: {error}"
             ) from error
@@ -152,12 +157,13 @@ class Group:
 
     def publish_bytes(self, name: str, data: bytes) -> None:
         """Leave bytes of any number in the store."""
-        store: Any = self._world.store  # takes bytes, too
-        parts = range(0, len(data), _VALUE_BYTES)
-        for number, start in enumerate(parts):
+        starts, key = range(0, len(data), _VALUE_BYTES), f"{self._key}/{name}"
+        for number, start in enumerate(starts[:-1]):  # each call has a time of its own
             part = data[start : start + _VALUE_BYTES]
-            store.set(f"{self._key}/{name}/{number}", part)
-        self.publish(name, str(len(parts)))
+            self._world.entries.set(f"{key}/{number}", part)
+        last = {f"{key}/{len(starts) - 1}": data[starts[-1] :]} if starts else {}
+        self._world.entries.set_all({**last, key: str(len(starts))})
+        self._kept_parts[name] = len(starts)
 
     def lookup_bytes(self, name: str, what: str, look: Look = lambda: None) -> memoryview:
         count = int(self.lookup(name, what, look))
@@ -166,14 +172,14 @@ class Group:
 
     def forget(self, name: str) -> None:
         """Remove a value that nobody will look up any more."""
-        self._world.store.delete_key(f"{self._key}/{name}")
+        self._world.entries.delete(f"{self._key}/{name}")
 
     def forget_bytes(self, name: str) -> None:
-        store, key = self._world.store, f"{self._key}/{name}"
-        if store.check([key]):
-            for number in range(int(store.get(key))):
-                self.forget(f"{name}/{number}")
-            self.forget(name)
+        """Of this rank's, if there are such."""
+        count = self._kept_parts.pop(name, None)
+        if count is not None:
+            key = f"{self._key}/{name}"
+            self._world.entries.delete(key, *(f"{key}/{number}" for number in range(count)))
 
     def meet(self, what: str, timeout_s: float, setting: str) -> None:
         """Return when every rank has come so far."""
@@ -190,20 +196,15 @@ class Group:
             time.sleep(_LOOK_S)
 
     def _missing(self, what: str) -> list[int]:
-        store = self._world.store
+        check = self._world.entries.check
         try:
-            return [
-                rank for rank in range(self.size) if not store.check([f"{self._key}/{what}/{rank}"])
-            ]
-        except (dist.DistError, RuntimeError) as error:
-            raise TransportError(
-                f"rank {self.rank} lost the rendezvous store at {self._world.host}: the process"
-                " that holds it (torchrun's, or rank 0) is gone"
-            ) from error
+            return [rank for rank in range(self.size) if not check(f"{self._key}/{what}/{rank}")]
+        except TransportError as error:
+            raise TransportError(f"rank {self.rank} {error}") from error
 
     def tell_state(self, text: str) -> None:
         """For the others' reports, when nothing goes on."""
-        with contextlib.suppress(dist.DistError, RuntimeError):
+        with contextlib.suppress(TransportError):
             self.publish(f"state/{self.rank}", text)
 
     def states(self) -> str:
@@ -214,9 +215,9 @@ class Group:
                 continue
             key = f"{self._key}/state/{rank}"
             text = "has not said what it waits for: it may be computing, or gone"
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                if self._world.store.check([key]):
-                    text = self._world.store.get(key).decode(errors="replace")
+            with contextlib.suppress(TransportError):
+                said = self._world.entries.maybe_get(key)
+                text = text if said is None else said.decode(errors="replace")
             told.append(f"rank {rank} {text}")
         return "; ".join(told)
 
@@ -234,14 +235,15 @@ class Group:
         deadline = time.monotonic() + _ALIVE_S
         try:
             self.publish(f"alive/{self.rank}", "")
+        except TransportError as lost:
+            return PeerLost(f"rank {self.rank} {lost}", peer="rank 0")
+        try:
             while (missing := self._missing("alive")) and time.monotonic() < deadline:
                 self.meeting.check_refused()
                 time.sleep(_LOOK_S)
             self.meeting.check_refused()
         except ForepropError as told:
             return told
-        except (dist.DistError, RuntimeError):
-            return PeerLost("rank 0 is gone, or torchrun, which holds the store", peer="rank 0")
         if not missing:
             return TransportError(f"a collective failed on rank {self.rank}: {error}")
         names = " and ".join(f"rank {rank}" for rank in missing)

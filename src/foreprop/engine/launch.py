@@ -26,8 +26,9 @@ from foreprop.engine.processes import (
     build_relays,
     start_server,
 )
+from foreprop.engine.reception import greeting
 from foreprop.engine.world import World
-from foreprop.errors import ConfigError, HandshakeError, TransportError
+from foreprop.errors import ConfigError, HandshakeError, RemoteProtocolError, TransportError
 from foreprop.net.stream import SocketStream, Stream
 from foreprop.net.tcp import (
     check_reachable,
@@ -57,11 +58,12 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells `foreprop server` about a session."""
 
     session_id: str
+    world_size: int
     servers: int
     nodes: int
     workers_per_node: int
     foreprop: str
-    config: dict[str, str | int | float | None]
+    config: dict[str, str | bool | int | float | None]
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -154,18 +156,19 @@ class Connections:
         }
 
     def _announce_to_dedicated(self, token: str) -> str:
-        store = self._world.raw_store
-        number = store.add(DEDICATED_SESSIONS, 1)
+        entries = self._world.raw_entries
+        number = entries.add(DEDICATED_SESSIONS, 1)
         session_id = f"{number}-{token}"
         announcement = Announcement(
             session_id=session_id,
+            world_size=self._world.size,
             servers=self.servers,
             nodes=self.nodes,
             workers_per_node=self.workers_per_node,
             foreprop=__version__,
             config=asdict(self._config),
         )
-        store.set(dedicated_key(number), announcement.encode())
+        entries.set(dedicated_key(number), announcement.encode())
         return session_id
 
     def _start_servers(self) -> None:
@@ -178,6 +181,7 @@ class Connections:
             task = ServerTask(
                 index=index,
                 session_id=self.session_id,
+                world_size=self._world.size,
                 config=asdict(self._config),
                 node=self.node,
                 workers_per_node=self.workers_per_node,
@@ -190,6 +194,7 @@ class Connections:
         """One process leads to all servers; it gets connections that are made already."""
         task = RelayTask(
             session_id=self.session_id,
+            world_size=self._world.size,
             config=asdict(self._config),
             node=self.node,
             workers_per_node=self.workers_per_node,
@@ -223,7 +228,10 @@ class Connections:
         stream: Stream = SocketStream(sock, self.server_names()[server])
         if self.links is not None and direct:
             stream = self.links.wrap_to_node(stream, self._node_of(server))
-        window_bytes = self._window_bytes(sock)
+        try:
+            window_bytes = self._window_bytes(sock)
+        except OSError as error:
+            raise self._ended(sock, error) from error
         if window_bytes and direct and takes_turns(self._config.order, self.servers):
             stream.bound(window_bytes)
         return stream
@@ -236,8 +244,7 @@ class Connections:
     def _reach_relay(self, server: int) -> socket.socket:
         what = f"the relay of node {self.node}, which rank {self._first_rank} starts"
         found = self.meeting.lookup(f"{self.meeting.key}/relay/{self.node}/{server}", what)
-        address, port = found.split()
-        return self._tuned(self._connect_to(address, int(port)))
+        return self._greeted(self._connect_to(*_parse_address(found, what)))
 
     def _reach(self, server: int) -> socket.socket:
         dedicated = self._config.dedicated_servers
@@ -254,9 +261,25 @@ class Connections:
         found = self.meeting.lookup(key, what, raw=bool(dedicated))
         if found.startswith(REFUSED):
             raise HandshakeError(found.removeprefix(REFUSED))
-        address, port = found.split()
+        address, port = _parse_address(found, what)
         self._check_reachable(server, address)
-        return self._tuned(self._connect_to(address, int(port)))
+        return self._greeted(self._connect_to(address, port))
+
+    def _greeted(self, sock: socket.socket) -> socket.socket:
+        """At once: servers do not keep for long who says nothing."""
+        try:
+            tuned = self._tuned(sock)
+            tuned.sendall(greeting(self.session_id, self._world.rank))
+        except OSError as error:
+            raise self._ended(sock, error) from error
+        return tuned
+
+    def _ended(self, sock: socket.socket, error: OSError) -> TransportError:
+        """A server that ends while workers join has been told why, and so are we."""
+        sock.close()
+        self.meeting.check_refused()
+        text = f"rank {self._world.rank}'s connection to a server ended at once: {error}"
+        return TransportError(text)
 
     def _tuned(self, sock: socket.socket) -> socket.socket:
         tune(
@@ -328,10 +351,12 @@ class Connections:
             self.links.unlink()
 
     def close(self, *, kill: bool, patience_s: float = _END_BY_ITSELF_S) -> None:
+        """Let the servers end by themselves, for a while if they have to, or else end them."""
+        limit_s = patience_s if kill else self._config.step_timeout_s
         for stream in self.streams:
             stream.close()
         for handle in self.handles:
-            handle.finish(kill_after_s=patience_s if kill else None, report=self._report_waiting)
+            handle.finish(kill_after_s=limit_s, report=self._report_waiting)
         self.handles.clear()
         if self.links is not None:
             self.links.close()
@@ -339,8 +364,8 @@ class Connections:
 
     def _report_waiting(self) -> None:
         text = (
-            f"foreprop: rank {self._world.rank} is done and keeps its server for the ranks that"
-            " have not closed their session yet"
+            f"foreprop: rank {self._world.rank} is done and waits for the process of its server to"
+            " end"
         )
         print(text, file=sys.stderr, flush=True)
 
@@ -351,3 +376,17 @@ class Connections:
         for handle in self.handles:
             if isinstance(handle, ProcessServer):
                 handle.forget_in_child()
+
+
+def _parse_address(text: str, what: str) -> tuple[str, int]:
+    """What a server has left in the store; raises `RemoteProtocolError`."""
+    try:
+        address, port = text.split()
+        ipaddress.ip_address(address)
+        if not 0 < (number := int(port)) < 2**16:
+            raise ValueError(f"port {number}")
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"the store has {text[:100]!r} for the address of {what}: {error}"
+        ) from error
+    return address, number

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from foreprop.config import Config
+from foreprop.core.norm import ZERO, SquareSum, decode_square_sums
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header
 from foreprop.engine.progress import Progress
 from foreprop.errors import RemoteProtocolError
@@ -50,3 +52,44 @@ class GradientNorms:
             lambda: f"the gradient norm of step {step}{describe()}",
         )
         return self._by_step[step]
+
+
+class MeasuredGradients:
+    """What the servers tell of averaged gradients, round by round, each of its own slices.
+
+    Noted by the receiving threads, one for each server; asked by the training thread.
+    """
+
+    def __init__(self, slices: Sequence[Slice], *, parameters: int) -> None:
+        self._slices: dict[int, list[Slice]] = {}
+        for piece in slices:
+            self._slices.setdefault(piece.server, []).append(piece)
+        self._parameters = parameters
+        self._told: dict[int, list[list[SquareSum]]] = {server: [] for server in self._slices}
+        self._first_round = dict.fromkeys(self._slices, 1)  # of those that are kept
+        self._known: tuple[int, list[SquareSum]] = (0, [])
+
+    def arrived(self, server: int, payload: bytes | memoryview) -> None:
+        """Raises `RemoteProtocolError` for anything that cannot be a round's."""
+        pieces = self._slices.get(server)
+        if pieces is None:
+            raise RemoteProtocolError(f"server {server} has no slices to measure")
+        self._told[server].append(decode_square_sums(payload, count=len(pieces)))
+
+    def has(self, round_: int) -> bool:
+        return all(
+            self._first_round[server] + len(told) > round_ for server, told in self._told.items()
+        )
+
+    def of(self, round_: int) -> Sequence[SquareSum]:
+        """By parameter; earlier rounds are forgotten."""
+        if self._known[0] != round_:
+            sums = [ZERO] * self._parameters
+            for server, pieces in self._slices.items():
+                told = self._told[server]
+                del told[: round_ - self._first_round[server]]
+                self._first_round[server] = round_
+                for piece, part in zip(pieces, told[0], strict=True):
+                    sums[piece.parameter] = sums[piece.parameter].plus(part)
+            self._known = (round_, sums)
+        return self._known[1]

@@ -28,15 +28,20 @@ class Peer:
         self.stream = stream
         self.sending = threading.Lock()  # frames never interleave, not even the last one
         self.rank = -1
-        """In its frames; of a relay that of its first worker."""
+        """In its frames, once it has greeted; of a relay that of its first worker."""
         self.number = -1
-        """Among the server's peers (`core.peers`)."""
+        """Among the server's peers (`core.peers`), once its manifest is known."""
         self.manifest: Manifest | None = None
         self.incoming: GradientBuffer | None = None
         self.last_push: tuple[int, int] | None = None  # (slice, step)
         self.left = False
         self.connected_at_s = time.monotonic()
         self.receive_started_ns = 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether it takes part: before that nothing it says touches the session."""
+        return self.number >= 0
 
     @property
     def last_step(self) -> int:

@@ -29,6 +29,7 @@ class ServerTask:
 
     index: int
     session_id: str
+    world_size: int
     config: dict[str, object]
     node: int | None
     workers_per_node: int
@@ -44,6 +45,7 @@ class RelayTask:
     """What a node's relay process is told on its command line."""
 
     session_id: str
+    world_size: int
     config: dict[str, object]
     node: int
     workers_per_node: int
@@ -59,10 +61,10 @@ class RelayTask:
 class ServerHandle(Protocol):
     """A server that this process has started."""
 
-    def finish(self, *, kill_after_s: float | None, report: Callable[[], None]) -> None:
-        """Wait for it to end by itself, and end it after a time if one is given.
+    def finish(self, *, kill_after_s: float, report: Callable[[], None]) -> None:
+        """Wait for it to end by itself, and end it after a time.
 
-        Without one ``report`` is called once if it takes long.
+        ``report`` is called once if it takes long.
         """
 
 
@@ -107,12 +109,10 @@ class ProcessServer:
         """Its exit code, or None while it runs."""
         return self._process.poll()
 
-    def finish(self, *, kill_after_s: float | None, report: Callable[[], None]) -> None:
-        if kill_after_s is not None:
-            self._wait(kill_after_s)
-        elif not self._wait(_REPORT_S):
+    def finish(self, *, kill_after_s: float, report: Callable[[], None]) -> None:
+        if not self._wait(min(_REPORT_S, kill_after_s)) and kill_after_s > _REPORT_S:
             report()
-            self._process.wait()
+            self._wait(kill_after_s - _REPORT_S)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -141,12 +141,12 @@ class ThreadServer:
         self._server = server
         self._thread.start()
 
-    def finish(self, *, kill_after_s: float | None, report: Callable[[], None]) -> None:
-        self._thread.join(_REPORT_S if kill_after_s is None else kill_after_s)
-        if kill_after_s is not None:
-            self._server.cancel()
-        elif self._thread.is_alive():
+    def finish(self, *, kill_after_s: float, report: Callable[[], None]) -> None:
+        self._thread.join(min(_REPORT_S, kill_after_s))
+        if self._thread.is_alive() and kill_after_s > _REPORT_S:
             report()
+            self._thread.join(kill_after_s - _REPORT_S)
+        self._server.cancel()
         self._thread.join()
 
 
@@ -163,7 +163,13 @@ def build_server(task: ServerTask, config: Config) -> Server:
     if links is not None and not task.shares_node:
         links.unlink()
     wrap: StreamWrapper | None = links.wrap if links is not None else None
-    server = Server(index=task.index, session_id=task.session_id, config=config, wrap=wrap)
+    server = Server(
+        index=task.index,
+        session_id=task.session_id,
+        config=config,
+        world_size=task.world_size,
+        wrap=wrap,
+    )
     if links is not None:
         weakref.finalize(server, links.close)  # in this process; another one's end closes them
     return server
@@ -187,6 +193,7 @@ def build_relays(
             first_rank=task.node * task.workers_per_node,
             session_id=task.session_id,
             config=config,
+            world_size=task.world_size,
             upstream=stream,
         )
         if links is not None:

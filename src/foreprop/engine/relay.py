@@ -42,6 +42,7 @@ class Relay:
         session_id: str,
         config: Config,
         upstream: Stream,
+        world_size: int | None = None,
     ) -> None:
         self.index = server
         self.link = ServerLink(upstream, server=server, rank=first_rank)
@@ -53,6 +54,7 @@ class Relay:
             index=server,
             session_id=session_id,
             config=config,
+            world_size=world_size,
             make_session=self._make_session,
             peers_of=self._peers_of,
             name=self._name,

@@ -27,6 +27,7 @@ from foreprop.core.rows import (
     UpdateRows,
 )
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.engine.finite import check_finite
 from foreprop.engine.keptrows import limit_bytes as kept_limit_bytes
 from foreprop.engine.rowindex import RowIndex
 from foreprop.engine.rowparts import (
@@ -140,6 +141,7 @@ class RelayRows:
         peers: Peers,
         server: int,
     ) -> None:
+        self._manifest = manifest
         names = [info.name for info in manifest.parameters]
         self._machine = RowsMachine(
             shards, index=server, workers=peers.count, names=names, peers=peers
@@ -203,6 +205,9 @@ class RelayRows:
         part = None
         if len(payload):
             part = decode_part(payload, shard, self._wire_dtypes[shard.parameter])
+            name = self._manifest.parameters[shard.parameter].name
+            aggregation, whose = self._manifest.knobs.aggregation, self._peers.name(worker)
+            check_finite(part.rows, aggregation, whose=whose, name=name, step=step)
         with self._lock:
             if part is not None:
                 gradients = self._gradients.setdefault(key, {})

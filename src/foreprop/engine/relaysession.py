@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ENCODED_BYTES
 from foreprop.core.peers import SERVER, Peers
@@ -39,6 +41,7 @@ from foreprop.core.worker import (
 )
 from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure
+from foreprop.engine.finite import check_finite
 from foreprop.engine.hyperparameters import HyperparameterHistory, decode_groups, with_scale
 from foreprop.engine.keptrows import PULL_BYTES
 from foreprop.engine.norms import NORM_BYTES
@@ -114,8 +117,8 @@ class RelaySession:
         self.has_left = False
 
     def start(self) -> None:
-        """Say hello to the server; when it welcomes all relays, this one welcomes its workers."""
-        self.send_on(Kind.HELLO, 0, CONTROL_PRIORITY, 0, self._manifest.encode())
+        """Tell the server; when it welcomes all relays, this one welcomes its workers."""
+        self.send_on(Kind.MANIFEST, 0, CONTROL_PRIORITY, 0, self._manifest.encode())
 
     # From the workers.
     def destination(self, peer: Peer, header: Header) -> memoryview:
@@ -180,6 +183,8 @@ class RelaySession:
 
     def _on_push(self, peer: Peer, header: Header) -> None:
         buffer, peer.incoming = peer.incoming, None
+        if buffer is not None:
+            self._check_finite(peer.number, header, buffer.tensor)
         event = PushArrived(peer.number, header.slice, header.step, header.priority, header.flags)
         with self._lock:
             if buffer is not None:  # a refused push ends the session, so it is never summed
@@ -188,6 +193,15 @@ class RelaySession:
         peer.last_push = (header.slice, header.step)
         self._span(Stage.PUSH_RECEIVED, header, peer.receive_started_ns)
         self._execute(instructions)
+
+    def _check_finite(self, worker: int, header: Header, gradient: torch.Tensor) -> None:
+        check_finite(
+            gradient,
+            self._manifest.knobs.aggregation,
+            whose=self._peers.name(worker),
+            name=self.names[header.slice],
+            step=header.step,
+        )
 
     def _on_value(self, peer: Peer, header: Header) -> None:
         buffer, peer.incoming = peer.incoming, None
@@ -297,7 +311,7 @@ class RelaySession:
             return self._manifest.blob_bytes[which_blob(header, self._manifest)]
         limits = {
             Kind.STATUS_REPLY: _STATUS_LIMIT_BYTES,
-            Kind.NORM_PART: ENCODED_BYTES,
+            Kind.NORM_PART: max(1, len(self._elems)) * ENCODED_BYTES,
             Kind.NORM: NORM_BYTES,
             Kind.FAILURE: MAX_CONTROL_BYTES,
         }
@@ -321,6 +335,8 @@ class RelaySession:
             self._rows.arrived(header)
         elif kind == Kind.WELCOME:
             self._tell_workers(Kind.WELCOME, header, b"")
+        elif kind == Kind.NORM_PART and self._machine.measures:
+            self._tell_workers(Kind.NORM_PART, header, payload)
         elif kind == Kind.NORM_PART and self._peers.first_rank(0) == 0:
             self._answer(0, Kind.NORM_PART, header, payload)
         elif kind == Kind.NORM and self._peers.first_rank(0) != 0:
@@ -372,7 +388,7 @@ class RelaySession:
     def _sum(self, asked: UpdateSlice) -> Sequence[Any]:
         """Make the one sum that is under way; returns what follows from it."""
         started_ns = time.perf_counter_ns()
-        if asked.ranks:
+        if asked.ranks and not asked.gradient:
             with self._lock:
                 self._hyperparameters.at(asked.step)
         self._store.add_up(asked.slice, asked.ranks)

@@ -43,6 +43,8 @@ from foreprop.core.ring import (
 )
 from foreprop.core.wire import Flag
 from foreprop.engine.aggregation import clip, finish_sum, square_sum
+from foreprop.engine.failure import own_error
+from foreprop.engine.finite import check_finite
 from foreprop.engine.gpu import DeviceWork, HostWork
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import describe_groups
@@ -72,6 +74,9 @@ class Updater(Protocol):
 
     def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
         """``gradient``: the aggregated one, flat. Any thread."""
+
+    def show(self, parameter: int, gradient: torch.Tensor) -> None:
+        """The training thread updates: let it have the aggregated gradient. Any thread."""
 
     def end_step(self, parameter: int) -> None:
         """The parameter's step is over, with an update or without. Any thread."""
@@ -296,11 +301,20 @@ class RingEngine:
         return self._group.lookup_bytes(f"blob/{which}/{step}", what, self.raise_if_failed)
 
     # The end.
+    def give_up(self, error: BaseException) -> None:
+        """Tell all ranks that this one goes on no more, and why: see `WorkerEngine.give_up`."""
+        if not self.failed:
+            self._fail(own_error(error, self._rank))
+
     def close(self, *, failure: BaseException | None = None) -> None:
-        """Finish what is under way on all ranks, or tell the others why not. Idempotent."""
+        """Finish what is under way on all ranks, or tell the others why not. Idempotent.
+
+        Raises `StepTimeout` for ranks that do not come within ``step_timeout_s``.
+        """
         if self._closing:
             return
         error = failure or self.progress.error
+        well = error is None
         if error is None:
             self._dispatch(Finishing())
             self._finished.wait(self._config.step_timeout_s)
@@ -315,6 +329,8 @@ class RingEngine:
         closer.start()
         for thread in (closer, *self._threads):
             thread.join(None if error is None else _LEAVE_S)
+        if well and isinstance(error, StepTimeout):
+            raise error
 
     def _part(self) -> ForepropError | None:
         """Leave together: another rank's last collective may still need this one."""
@@ -441,11 +457,18 @@ class RingEngine:
             itemsize = self._itemsize[parameter]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
             total[start:stop] = self._device.flat(part, DTYPES[info.dtype])
+            check_finite(
+                total[start:stop],
+                self._aggregation,
+                whose=f"rank {self._rank}",
+                name=info.name,
+                step=step,
+            )
         if stop == info.elems:
             marks = (
                 not flags & Flag.NO_GRADIENT,
                 bool(flags & Flag.VALUE_CHANGED),
-                *self._settings_at(step).digest,
+                *self._digest(parameter, step),
             )
             total[stop:] = torch.tensor(marks, dtype=total.dtype, device=total.device)
 
@@ -477,10 +500,14 @@ class RingEngine:
         if not self._aggregation.needs_norm:
             self._aggregate(parameter, step)
         gradient, self._gradients[parameter] = self._gradients[parameter], None
-        if gradient is not None and not self._skip:
+        if self._flags[parameter] & Flag.GRADIENT:
+            if gradient is not None:
+                self._updater.show(parameter, gradient)
+        elif gradient is not None and not self._skip:
             clip(gradient, self._aggregation, self._coefficient)
             self._updater.update(parameter, step, gradient)
-        self._updater.end_step(parameter)
+        if not self._flags[parameter] & Flag.GRADIENT:
+            self._updater.end_step(parameter)
         self._device.finish()
         self._dispatch(ParameterUpdated(parameter))
 
@@ -495,7 +522,7 @@ class RingEngine:
                 f"{info.name} was changed by hand before step {step} on {changed} of"
                 f" {self._group.size} ranks; with architecture='ring' change it on every rank alike"
             )
-        if digests != [self._group.size * bit for bit in self._settings_at(step).digest]:
+        if digests != [self._group.size * bit for bit in self._digest(parameter, step)]:
             raise self._unlike_settings(step)
         if with_gradient:
             total = total[: info.elems]
@@ -505,6 +532,23 @@ class RingEngine:
             reduction = self._aggregation.reduction_of(sparse=info.sparse)
             finish_sum(gradient, reduction, workers=self._group.size, scale=scale)
             self._gradients[parameter] = gradient
+
+    def aggregated(self, parameter: int) -> torch.Tensor:
+        """The aggregated gradient of the parameter's last update, flat. Training thread."""
+        info = self.parameters[parameter]
+        total = self._sum_of(parameter)[: info.elems]
+        if total.dtype == torch.float32 or total.dtype == torch.float64:
+            return total  # finished in place
+        total = total.float()
+        reduction = self._aggregation.reduction_of(sparse=info.sparse)
+        finish_sum(total, reduction, workers=self._group.size)
+        return total
+
+    def _digest(self, parameter: int, step: int) -> list[int]:
+        """What must be alike on every rank: the settings, who updates, and which round it is."""
+        alike = self._flags[parameter] & ~(Flag.NO_GRADIENT | Flag.VALUE_CHANGED)
+        code = zlib.crc32(str(alike).encode()) if alike else 0
+        return [bit ^ (code >> n & 1) for n, bit in enumerate(self._settings_at(step).digest)]
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:
         """Every rank comes to this; they tell each other what they have."""
@@ -517,7 +561,11 @@ class RingEngine:
         for rank, groups in enumerate(told):
             if groups != told[0]:
                 return TrainingLoopError(describe_groups(step, (0, rank), told[0], groups))
-        return TrainingLoopError(f"step {step}: the optimizer's settings differ between ranks")
+        return TrainingLoopError(
+            f"step {step}: the ranks use their gradients differently: the optimizer's settings"
+            " differ, or some have run other backward passes, or read or edited gradients, and"
+            " others have not"
+        )
 
     # Waiting and failing.
     def _describe_wait(self, parameter: int, step: int) -> str:

@@ -27,6 +27,7 @@ from foreprop.core.rows import (
     UpdateRows,
 )
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.engine.finite import check_finite
 from foreprop.engine.hyperparameters import scale_of
 from foreprop.engine.rowparts import decode_pull, pulled_shard
 from foreprop.engine.rowstore import RowStore
@@ -61,6 +62,7 @@ class RowServer:
         lock: threading.RLock,
         barrier: StepBarrier | None = None,
     ) -> None:
+        self._manifest = manifest
         names = [info.name for info in manifest.parameters]
         peers = manifest.peers()
         self._machine = RowsMachine(
@@ -99,7 +101,8 @@ class RowServer:
                 instructions = self._on_pull(rank, header, payload)
             elif header.kind == Kind.ROWS_PUSH:
                 if len(payload):
-                    self.store.put_gradient(number, rank, step, payload)
+                    rows = self.store.put_gradient(number, rank, step, payload)
+                    self._check_finite(rank, number, step, rows)
                 if not header.flags & Flag.MORE:
                     event = RowsPushed(rank, number, step, header.flags)
                     instructions = self._machine.handle(event)
@@ -109,6 +112,11 @@ class RowServer:
                     instructions = self._machine.handle(RowsValued(rank, number, step))
             work = self._decide(instructions)
         self._work(work)
+
+    def _check_finite(self, rank: int, number: int, step: int, rows: torch.Tensor) -> None:
+        name = self._manifest.parameters[self.store.shard(number).parameter].name
+        aggregation, whose = self._manifest.knobs.aggregation, self._manifest.peers().name(rank)
+        check_finite(rows, aggregation, whose=whose, name=name, step=step)
 
     def _on_pull(self, rank: int, header: Header, payload: memoryview) -> Sequence[Any]:
         number = pulled_shard(payload)

@@ -133,11 +133,15 @@ class RowStore:
         tensors = self._shards[number]
         return part_limit_bytes(tensors.shard, tensors.table.dtype.itemsize)
 
-    def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> None:
-        """Keep a part of a worker's gradient; raises `RemoteProtocolError` if it does not fit."""
+    def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> torch.Tensor:
+        """Keep a part of a worker's gradient, and return its rows.
+
+        Raises `RemoteProtocolError` if it does not fit.
+        """
         tensors = self._shards[number]
         part = decode_part(data, tensors.shard, tensors.wire_dtype)
         tensors.gradients.setdefault((step, rank), []).append(part)
+        return part.rows
 
     def put_value(self, number: int, data: memoryview) -> None:
         tensors = self._shards[number]

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
+from foreprop.core.manifest import NO_GROUP, Manifest, decode_manifest, describe_mismatch
 from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Order, takes_turns
 from foreprop.core.window import window_share_bytes
@@ -35,6 +35,7 @@ from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, SendFrame
 from foreprop.engine.failure import Failure, decode_failure, failure_of
 from foreprop.engine.outbox import Outbox
 from foreprop.engine.peer import Peer, Session, SessionHost, bounded
+from foreprop.engine.reception import MAX_GREETING_BYTES, GreetingRefused, Reception
 from foreprop.engine.rowstore import SPARSE_OPTIMIZERS
 from foreprop.engine.serversession import ServerSession
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS
@@ -43,6 +44,7 @@ from foreprop.errors import (
     ForepropError,
     InternalError,
     RemoteProtocolError,
+    StorageError,
     TransportError,
 )
 from foreprop.net.stream import SocketStream, Stream
@@ -59,9 +61,6 @@ _JOIN_SHARE = 0.9
 """A server gives up before the workers do: it knows who is missing."""
 _FIRST_PROCESS = 1000
 """Of servers in traces; workers have their ranks."""
-_MAX_STRANGERS = 1000
-"""Connections at one time that have not said hello; a larger world joins in portions."""
-
 StreamWrapper = Callable[[Stream, int], Stream]
 """Puts an emulated link around the stream to a rank, if there is one."""
 
@@ -82,6 +81,7 @@ class Server:
         index: int,
         session_id: str,
         config: Config,
+        world_size: int | None = None,
         wrap: StreamWrapper | None = None,
         make_session: SessionMaker = ServerSession,
         peers_of: PeersOf = Manifest.peers,
@@ -95,14 +95,16 @@ class Server:
         self._peers_of = peers_of
         self._session_id = session_id
         self._config = config
+        self._join_limit_s = _JOIN_SHARE * config.join_timeout_s
         self._wrap = wrap
         self.lock = threading.RLock()
         self._peers: dict[int, Peer] = {}  # by number
         self._known: Peers | None = None
         """Who is to come, once the first has said so."""
         self._session: Session | None = None
-        self._strangers: list[Peer] = []  # who has not said hello
+        self._reception = Reception(session_id, world_size, self._join_limit_s)
         self._started_at_s = time.monotonic()
+        self._parting_since_s = 0.0
         self._done = threading.Event()
         self._wake = socket.socketpair()  # ends the wait for connections
         self._failure: Failure | None = None
@@ -132,6 +134,7 @@ class Server:
         while not self._done.is_set():
             reporter.look()
             self._look_at_joining()
+            self._look_at_parting()
             ready = selector.select(poll_s)
             if all(key.fileobj is not listener for key, _ in ready):
                 continue
@@ -164,11 +167,6 @@ class Server:
             self._welcome_socket(sock, address[0])
 
     def _welcome_socket(self, sock: socket.socket, address: str) -> None:
-        with self.lock:
-            strangers = len(self._strangers)
-        if strangers >= _MAX_STRANGERS:
-            sock.close()
-            return
         try:
             sock.settimeout(None)
             tune(
@@ -184,9 +182,9 @@ class Server:
 
     def _look_at_joining(self) -> None:
         """Give up on workers that do not come, and on strangers that say nothing."""
-        limit_s, now = _JOIN_SHARE * self._config.join_timeout_s, time.monotonic()
+        limit_s, now = self._join_limit_s, time.monotonic()
         with self.lock:
-            silent = [peer for peer in self._strangers if now > peer.connected_at_s + limit_s]
+            silent = self._reception.silent()
             joined = dict(self._peers)
         for peer in silent:
             peer.stream.close()
@@ -204,12 +202,35 @@ class Server:
                 )
             )
 
+    def _look_at_parting(self) -> None:
+        """Give up on workers that do not leave although others have."""
+        with self.lock:
+            staying = self._staying()
+        now, limit_s = time.monotonic(), self._config.step_timeout_s
+        if staying:
+            self._parting_since_s = self._parting_since_s or now
+        if staying and now > self._parting_since_s + limit_s:
+            text = f"{self._describe_staying(staying)} {limit_s:g} s ago (step_timeout_s)"
+            self.fail(Failure(kind="StepTimeout", message=f"{self.name}: {text}"))
+
+    def _staying(self) -> list[int]:
+        """The workers that have not closed the session, if others have."""
+        staying = [number for number, peer in self._peers.items() if not peer.left]
+        return staying if self._session is not None and len(staying) < len(self._peers) else []
+
+    def _describe_staying(self, staying: list[int]) -> str:
+        known = self._known or Peers(())
+        gone = [number for number in range(known.count) if number not in staying]
+        return f"{known.names(staying)} did not close the session; {known.names(gone)} did"
+
     def serve(self, stream: Stream) -> None:
         """Take one worker's connection; returns at once."""
         peer = Peer(stream)
         with self.lock:
             self._streams.append(stream)
-            self._strangers.append(peer)
+            crowded_out = self._reception.arrived(peer)
+        if crowded_out is not None:
+            crowded_out.stream.close()
         self._spawn("receive", lambda: self._receive(peer))
 
     def wait(self) -> Failure | None:
@@ -225,9 +246,15 @@ class Server:
             thread.join()
         for end in self._wake:
             end.close()
-        if self.trace is not None:
-            self.trace.write()
+        self._write_trace()
         return self._failure
+
+    def _write_trace(self) -> None:
+        try:
+            if self.trace is not None:
+                self.trace.write()
+        except StorageError as error:
+            print(f"foreprop: {self.name}: {error}", file=sys.stderr, flush=True)
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Whether the session has ended within this time."""
@@ -269,16 +296,18 @@ class Server:
             self.fail(failure_of(error))
         except BaseException as error:
             self.broke(error)
-        if peer.rank < 0 or not self._done.is_set():
+        if not peer.joined or not self._done.is_set():
             peer.stream.close()  # otherwise it is still told why the session has ended
         self._on_closed(peer)
 
     def _reject(self, peer: Peer, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
-        who = self._name_of(peer) if peer.rank >= 0 else "a stranger"
+        who = self._name_of(peer) if peer.joined else "a stranger"
         message = f"foreprop: {self.name}: {who} broke the protocol: {error}"
         print(message, file=sys.stderr, flush=True)
-        if peer.rank >= 0:
+        if isinstance(error, GreetingRefused):  # it may be a worker that is one too many
+            self._tell_refused(peer, f"{self.name} refused the greeting: {error}")
+        if peer.joined:
             failure = Failure(
                 kind="RemoteProtocolError",
                 message=f"{who} broke the protocol: {error}",
@@ -287,10 +316,14 @@ class Server:
             )
             self.fail(failure)
 
+    def _tell_refused(self, peer: Peer, why: str) -> None:
+        data = Failure(kind="HandshakeError", message=why).encode()
+        _tell(peer, *_failure_frame(self.index, data))
+
     def _on_closed(self, peer: Peer) -> None:
-        if peer.rank < 0:
+        if not peer.joined:
             with self.lock:
-                self._strangers.remove(peer)
+                self._reception.forget(peer)
                 self._streams.remove(peer.stream)
             return
         if peer.left or self._done.is_set():
@@ -327,21 +360,34 @@ class Server:
         if peer.rank < 0:
             if kind != Kind.HELLO:
                 raise RemoteProtocolError(f"the first frame is {Kind(kind).name}, not HELLO")
-            return bounded(header, MAX_CONTROL_BYTES)
+            return bounded(header, MAX_GREETING_BYTES)
         if header.rank != peer.rank:
             raise RemoteProtocolError(f"rank {peer.rank} sent a frame of rank {header.rank}")
         if kind == Kind.FAILURE:
             return bounded(header, MAX_CONTROL_BYTES)
+        if not peer.joined:
+            return self._manifest_destination(peer, header)
         session = self._session
         if session is None:
             raise RemoteProtocolError(f"{Kind(kind).name} before the session has started")
         return session.destination(peer, header)
 
+    def _manifest_destination(self, peer: Peer, header: Header) -> memoryview:
+        if self._session is not None:
+            raise GreetingRefused(f"the session has begun without rank {peer.rank}")
+        if header.kind not in (Kind.MANIFEST, Kind.HELLO):
+            raise RemoteProtocolError(f"{Kind(header.kind).name} before the session has started")
+        return bounded(header, MAX_CONTROL_BYTES if header.kind == Kind.MANIFEST else 0)
+
     def _on_frame(self, peer: Peer, frame: Frame) -> None:
         header, payload = frame
         kind = header.kind
-        if kind == Kind.HELLO:
-            self._on_hello(peer, header, decode_manifest(payload))
+        if kind == Kind.HELLO and not peer.joined:
+            with self.lock:
+                begun = self._session is not None
+                self._reception.greet(peer, header, payload, begun=begun)
+        elif kind == Kind.MANIFEST and not peer.joined:
+            self._on_manifest(peer, decode_manifest(payload))
         elif kind == Kind.FAILURE:
             failure = decode_failure(payload)
             peer.left = True
@@ -352,20 +398,17 @@ class Server:
             self._session.on_frame(peer, header, payload)
 
     # The start.
-    def _on_hello(self, peer: Peer, header: Header, manifest: Manifest) -> None:
-        if peer.rank >= 0:
-            raise RemoteProtocolError("a second HELLO on one connection")
+    def _on_manifest(self, peer: Peer, manifest: Manifest) -> None:
         if manifest.session != self._session_id:
             raise RemoteProtocolError(f"HELLO for another session: {manifest.session!r}")
-        if header.rank >= manifest.world_size or not manifest.parameters:
-            raise RemoteProtocolError(f"rank {header.rank} of {manifest.world_size}")
-        peers = self._peers_of(manifest)
+        self._reception.check_world_size(peer, manifest.world_size)
+        if peer.rank >= manifest.world_size or not manifest.parameters:
+            raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
+        number = self._peers_of(manifest).number_of(peer.rank)
         with self.lock:
-            number = peers.number_of(header.rank)
             if number in self._peers:
-                raise RemoteProtocolError(f"two workers say that they are rank {header.rank}")
-            peer.rank, peer.number, peer.manifest = header.rank, number, manifest
-            self._strangers.remove(peer)
+                raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
+            peer.number, peer.manifest = number, manifest
             if self._wrap is not None:
                 peer.stream = self._wrap(peer.stream, peer.rank)
             self._peers[number] = peer
@@ -394,7 +437,9 @@ class Server:
     def _compare_all(self, zero: Manifest) -> str | None:
         """How the first peer and the others, or this process, differ."""
         known = (
-            SPARSE_OPTIMIZERS if info.rows else ELEMENTWISE_OPTIMIZERS for info in zero.parameters
+            SPARSE_OPTIMIZERS if info.rows else ELEMENTWISE_OPTIMIZERS
+            for info in zero.parameters
+            if info.group != NO_GROUP
         )
         if any(zero.optimizer.name not in allowed for allowed in known):
             return f"optimizer {zero.optimizer.name!r} is not one that servers apply"
@@ -477,12 +522,10 @@ class Server:
         failure = self._failure
         if failure is None:
             return
-        data = memoryview(failure.encode())
-        header = encode_header(Kind.FAILURE, 0, self.index, 0, 0, CONTROL_PRIORITY, len(data))
+        frame = _failure_frame(self.index, failure.encode())
         tellers = [
-            threading.Thread(target=_tell, args=(peer, header, data), daemon=True)
-            for peer in (*self._peers.values(), *self._strangers)
-            if not peer.left
+            threading.Thread(target=_tell, args=(peer, *frame), daemon=True)
+            for peer in self._reception.everybody()
         ]
         for teller in tellers:
             teller.start()
@@ -497,11 +540,18 @@ class Server:
         if session is None:
             return None
         with self.lock:
+            if staying := self._staying():
+                return -1, 0, f"waits: {self._describe_staying(staying)}"
             return next(session.incomplete(), None)
 
     @property
     def stall_report_s(self) -> float:
         return self._config.stall_report_s
+
+
+def _failure_frame(server: int, data: bytes) -> tuple[bytes, memoryview]:
+    header = encode_header(Kind.FAILURE, 0, server, 0, 0, CONTROL_PRIORITY, len(data))
+    return header, memoryview(data)
 
 
 def _tell(peer: Peer, header: bytes, payload: memoryview) -> None:

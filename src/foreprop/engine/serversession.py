@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.norm import encode_square_sums
 from foreprop.core.peers import Peers
 from foreprop.core.rows import AnswerRows, FailRows
 from foreprop.core.sendqueue import Turns
@@ -26,6 +27,7 @@ from foreprop.core.server import (
     ServerMachine,
     SliceSummed,
     SumSlice,
+    TellSquares,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -35,6 +37,7 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker import CONTROL_PRIORITY, FrameSent, SendFrame
 from foreprop.engine.blobs import BlobShelf
 from foreprop.engine.failure import Failure
+from foreprop.engine.finite import check_finite
 from foreprop.engine.hyperparameters import (
     HyperparameterHistory,
     decode_groups,
@@ -82,7 +85,8 @@ class ServerSession:
         self._peers = peers
         self._barrier: StepBarrier | None = None
         if manifest.knobs.aggregation.needs_norm:
-            owners = [piece.server for piece in slices] + [shard.server for shard in shards]
+            owners = [piece.server for piece in slices if manifest.is_served(piece)]
+            owners += [shard.server for shard in shards]
             self._barrier = StepBarrier(owners.count(index))
         self._machine = ServerMachine(
             slices,
@@ -108,7 +112,7 @@ class ServerSession:
 
     def start(self) -> None:
         """Welcome everybody."""
-        about = Header(Kind.HELLO, 0, 0, 0, 0, 0, 0)
+        about = Header(Kind.MANIFEST, 0, 0, 0, 0, 0, 0)
         for peer in range(self._peers.count):
             self._answer(peer, Kind.WELCOME, about, b"")
 
@@ -156,6 +160,8 @@ class ServerSession:
 
     def _on_push(self, peer: Peer, header: Header) -> None:
         buffer, peer.incoming = peer.incoming, None
+        if buffer is not None:
+            self._check_finite(peer, header, buffer)
         event = PushArrived(peer.number, header.slice, header.step, header.priority, header.flags)
         with self._lock:
             self._store_gradient(event, buffer)
@@ -164,6 +170,15 @@ class ServerSession:
         if self._trace is not None:
             self._span(Stage.PUSH_RECEIVED, header, peer.receive_started_ns)
         self._execute(instructions)
+
+    def _check_finite(self, peer: Peer, header: Header, buffer: GradientBuffer) -> None:
+        check_finite(
+            buffer.tensor,
+            self._manifest.knobs.aggregation,
+            whose=self._peers.name(peer.number),
+            name=self.names[header.slice],
+            step=header.step,
+        )
 
     def _store_gradient(self, event: PushArrived, buffer: GradientBuffer | None) -> None:
         """A refused push ends the session, so what it left behind is never summed."""
@@ -226,6 +241,9 @@ class ServerSession:
             store = self._state_store(header)
             if header.flags & Flag.AVERAGES:
                 data = store.export_average(header.slice)
+            elif header.flags & Flag.GRADIENT:
+                self._machine.owned(header.slice)
+                data = self._store.export_gradient(header.slice)
             elif header.flags & Flag.MASTER:
                 data = store.export_master(header.slice)
             else:
@@ -295,6 +313,8 @@ class ServerSession:
                     following = self._sum(instruction)
                 elif isinstance(instruction, TellNormPart):
                     self.tell_norm_part(instruction)
+                elif isinstance(instruction, TellSquares):
+                    self._tell_squares(instruction)
                 elif isinstance(instruction, FailSession):
                     self._host.fail(failure_told(instruction, self._peers))
                 elif isinstance(instruction, FinishSession):
@@ -312,9 +332,15 @@ class ServerSession:
     def _update(self, update: UpdateSlice) -> Sequence[object]:
         """Do the one update that is under way; returns what follows from it."""
         started_ns = self._trace.now_ns() if self._trace is not None else 0
-        with self._lock:
-            groups = self._hyperparameters.at(update.step) if update.ranks else ()
-        self._store.update(update.slice, update.ranks, groups, self._coefficient)
+        finished = _UPDATE_FINISHED
+        if update.gradient:
+            about = (update.slice, update.ranks)
+            squares = self._store.aggregate_only(*about, measure=update.measure)
+            finished = UpdateFinished(squares)
+        else:
+            with self._lock:
+                groups = self._hyperparameters.at(update.step) if update.ranks else ()
+            self._store.update(update.slice, update.ranks, groups, self._coefficient)
         if self._trace is not None:
             self._trace.span(
                 Stage.UPDATED.value,
@@ -325,7 +351,7 @@ class ServerSession:
             )
             self._updated_ns[update.slice] = self._trace.now_ns()
         with self._lock:
-            return self._machine.handle(_UPDATE_FINISHED)
+            return self._machine.handle(finished)
 
     # Sending.
     def next_after_sent(self, peer: int) -> list[SendFrame]:
@@ -364,6 +390,12 @@ class ServerSession:
     def tell_norm_part(self, told: TellNormPart) -> None:
         about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
         self._answer(0, Kind.NORM_PART, about, told.part.encode())
+
+    def _tell_squares(self, told: TellSquares) -> None:
+        about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
+        data = encode_square_sums(told.squares)
+        for peer in range(self._peers.count):
+            self._answer(peer, Kind.NORM_PART, about, data)
 
     def fail_rows(self, failure: FailRows) -> None:
         self._host.fail(failure_told(FailSession(*failure), self._peers))

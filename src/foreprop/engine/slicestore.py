@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
-from foreprop.core.norm import SquareSum
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.engine.aggregation import (
     clip,
@@ -59,6 +59,8 @@ _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
 AVERAGE = "ema"
 """The name of the one entry of a slice's moving average."""
+GRADIENT = "gradient"
+"""The name of the one entry of a slice's aggregated gradient."""
 MASTER = "master"
 """The name of the one entry of a slice's values in full."""
 _STATE_ENTRIES_LIMIT = 16
@@ -154,6 +156,7 @@ class _SliceTensors:
         "average",
         "extent",
         "gradients",
+        "kept",
         "optimizer",
         "parameter",
         "piece",
@@ -179,6 +182,7 @@ class _SliceTensors:
         self.shown: torch.Tensor | None = None  # the parameter as cast for the last replies
         self.view = bytes_of(self.extent.part(self.parameter))  # what replies carry
         self.gradients: dict[int, GradientBuffer] = {}
+        self.kept: GradientBuffer | None = None  # the aggregated gradient, while replies carry it
         self.staged: GradientBuffer | None = None
         self.average: torch.Tensor | None = None  # moving, if there is one
         self.total: torch.Tensor | None = None  # the gradients' sum, if made before the update
@@ -292,6 +296,25 @@ class SliceStore:
         if changed and tensors.wire_dtype != tensors.parameter.dtype:
             _show(tensors)
 
+    def aggregate_only(
+        self, slice_: int, ranks: Sequence[int], *, measure: bool
+    ) -> SquareSum | None:
+        """Aggregate the gradients of ``ranks``, which is what the replies carry: workers update.
+
+        Returns the sum of its squares, if that is asked for.
+
+        As `update` otherwise. Its last replies have left: each worker has pushed again since.
+        """
+        tensors = self._slices[slice_]
+        squares = ZERO if measure else None
+        if ranks:
+            kept = self._keep(tensors, self._total(tensors, ranks))
+            tensors.view = kept.view
+            if measure:
+                squares = square_sum(tensors.extent.part(kept.tensor))
+        self._drop_gradients(tensors)
+        return squares
+
     def _apply(
         self,
         tensors: _SliceTensors,
@@ -306,6 +329,19 @@ class SliceStore:
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)
         tensors.parameter.grad = None
+        self._keep(tensors, total)
+
+    def _keep(self, tensors: _SliceTensors, total: torch.Tensor) -> GradientBuffer:
+        """The aggregated gradient is read by whoever wants, until all workers have pushed again."""
+        if tensors.kept is not None:
+            self._give_back(tensors.kept)
+        for rank, buffer in tensors.gradients.items():
+            if buffer.tensor is total:
+                tensors.kept = tensors.gradients.pop(rank)
+                return tensors.kept
+        tensors.kept = self.take_buffer(tensors.piece.number)
+        tensors.kept.tensor.copy_(total)  # added up in more than the wire's type
+        return tensors.kept
 
     def _drop_gradients(self, tensors: _SliceTensors) -> None:
         """They have been applied, or the step is left out."""
@@ -357,6 +393,13 @@ class SliceStore:
         """The slice's values in full, as a state of one tensor."""
         tensors = self._slices[slice_]
         return encode_state({MASTER: tensors.extent.part(tensors.parameter)})
+
+    def export_gradient(self, slice_: int) -> bytes:
+        """The aggregated gradient of the slice's last update, as a state of one tensor."""
+        tensors = self._slices[slice_]
+        if tensors.kept is None:
+            raise RemoteProtocolError(f"the gradient of slice {slice_} is not kept")
+        return encode_state({GRADIENT: tensors.extent.part(tensors.kept.tensor)})
 
     # Moving averages.
     def export_average(self, slice_: int) -> bytes:

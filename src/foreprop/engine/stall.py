@@ -17,7 +17,7 @@ class Stallable(Protocol):
         """A wait this long is reported."""
 
     def stalled(self) -> tuple[int, int, str] | None:
-        """(slice, step, description) of a slice that some ranks have pushed and others not."""
+        """(slice, step, description) of what some ranks have done and others not; step 0: none."""
 
 
 class StallReporter:
@@ -37,9 +37,6 @@ class StallReporter:
             self._seen, self._since, self._told = key, now, False
         elif not self._told and now - self._since > self._server.stall_report_s:
             self._told = True
-            print(
-                f"foreprop: {self._server.name}, step {stalled[1]}: for"
-                f" {now - self._since:.0f} s {stalled[2]}",
-                file=sys.stderr,
-                flush=True,
-            )
+            where = self._server.name + (f", step {stalled[1]}" if stalled[1] else "")
+            text = f"foreprop: {where}: for {now - self._since:.0f} s {stalled[2]}"
+            print(text, file=sys.stderr, flush=True)

@@ -48,7 +48,7 @@ from foreprop.core.worker import (
     ValuesOffered,
     WorkerMachine,
 )
-from foreprop.engine.failure import decode_failure, failure_of
+from foreprop.engine.failure import decode_failure, failure_of, own_error
 from foreprop.engine.keptrows import (
     END,
     KeptRows,
@@ -59,7 +59,13 @@ from foreprop.engine.keptrows import (
 )
 from foreprop.engine.keptrows import encode_pull as encode_kept_pull
 from foreprop.engine.keptrows import limit_bytes as kept_limit_bytes
-from foreprop.engine.norms import NORM_BYTES, GradientNorms, decode_norm, encode_norm
+from foreprop.engine.norms import (
+    NORM_BYTES,
+    GradientNorms,
+    MeasuredGradients,
+    decode_norm,
+    encode_norm,
+)
 from foreprop.engine.outbox import Outbox, frames_of
 from foreprop.engine.progress import NOTHING, Progress
 from foreprop.engine.rowexchange import Pull, RowExchange
@@ -71,6 +77,7 @@ from foreprop.errors import (
     InternalError,
     PeerLost,
     RemoteProtocolError,
+    StepTimeout,
     TransportError,
 )
 from foreprop.net.stream import Stream
@@ -79,7 +86,8 @@ from foreprop.observe.trace import TraceRecorder
 
 _EMPTY = memoryview(b"")
 _STATUS_LIMIT_BYTES = 65_536
-_CLOSE_S = 10.0
+_NAMED_S = 2.0
+"""After `step_timeout_s` a server says by itself who has not closed the session."""
 _CAUSE_S = 1.0
 """How long after a connection's end another server may still tell the reason."""
 _GOODBYE_S = 1.0
@@ -96,6 +104,9 @@ class ParameterMemory(Protocol):
         """Part of the gradient, to be sent now. Each part is taken once; the last one ends the
         parameter's hold on the gradient. Sending thread.
         """
+
+    def land_average(self, gradient: torch.Tensor) -> None:
+        """Collectives have aggregated it, and the workers update: flat. Any thread."""
 
 
 class NormOutside(Protocol):
@@ -162,14 +173,18 @@ class WorkerEngine:
             priority_of=self._machine.priority_of,
             changed=self.progress.notify,
         )
-        self._owners = {piece.server for piece in self.slices}
+        self._owners = {piece.server for piece in self.slices if manifest.is_served(piece)}
         self._owners |= {shard.server for shard in self.rows.shards}
         self._norm_combiner = NormCombiner(self._owners)
+        self._measures = False  # gradients are sent to be measured
+        self._squares = MeasuredGradients(self.slices, parameters=len(manifest.parameters))
         self._norm_outside: NormOutside | None = None
         self._rows_step: dict[int, int] = {}
         """By row-wise parameter: the step of its last push."""
         self._lock = threading.Lock()
         self._closing = False
+        self._unparted: StepTimeout | None = None
+        """What kept the others from leaving, too."""
         self._offering = False
         self._finished = threading.Event()
         self._failed = threading.Event()
@@ -205,9 +220,9 @@ class WorkerEngine:
         """
         for thread in self._threads:
             thread.start()
-        hello = self.manifest.encode()
+        manifest = self.manifest.encode()
         for server in range(len(self._streams)):
-            self._send_message(server, Kind.HELLO, 0, CONTROL_PRIORITY, hello)
+            self._send_message(server, Kind.MANIFEST, 0, CONTROL_PRIORITY, manifest)
 
         def welcomed() -> bool:
             look()
@@ -246,6 +261,7 @@ class WorkerEngine:
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """Queue a parameter's gradient; the memory's ``gradient`` must be set. Any thread."""
         self.progress.gradient_ready(parameter, step)
+        self._measures |= bool(flags & Flag.MEASURE)
         if self._trace is not None:
             self._queued_ns[parameter] = self._trace.now_ns()
         self._dispatch(GradientReady(parameter, step, flags, with_value))
@@ -364,6 +380,30 @@ class WorkerEngine:
         self.progress.raise_if_failed()
         return self._norms.of(step) if self.slices or self.rows.shards else 0.0
 
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        """By parameter, of the averaged gradients of the session's so-manieth round.
+
+        Blocks until all of them are averaged. Every round must have been measured.
+        """
+        self.progress.wait_until(
+            lambda: self._squares.has(round_),
+            self._config.step_timeout_s,
+            lambda: f"the norm of the gradients: {self._describe_round()}",
+            self._ask_about_round,
+        )
+        return self._squares.of(round_)
+
+    def _describe_round(self) -> str:
+        waiting = self._incomplete()
+        return self._describe_wait(waiting[0], self._machine.step_of(waiting[0])) if waiting else ""
+
+    def _ask_about_round(self) -> None:
+        for parameter in self._incomplete()[:1]:
+            self._ask_status(parameter)
+
+    def _incomplete(self) -> list[int]:
+        return [p for p in range(len(self.parameters)) if not self.is_complete(p)]
+
     def raise_if_failed(self) -> None:
         self.progress.raise_if_failed()
 
@@ -437,8 +477,23 @@ class WorkerEngine:
         return self.rows.shards[number - len(self.slices)].server
 
     # The end.
+    def give_up(self, error: BaseException) -> None:
+        """Tell the servers, and by them all ranks, that this one goes on no more, and why.
+
+        What is asked of this engine from now on raises the error; it has still to be closed.
+        """
+        if self._closing or self.failed:
+            return
+        self.progress.error = own_error(error, self._rank)
+        self.progress.notify()
+        for server in range(len(self._streams)):
+            self._say_goodbye(server, error)
+
     def close(self, *, failure: BaseException | None = None) -> None:
-        """Send what is queued and say goodbye, or tell the servers why not. Idempotent."""
+        """Send what is queued, say goodbye and wait until all ranks have, or tell why not.
+
+        Idempotent. Raises `StepTimeout` for ranks that do not come within ``step_timeout_s``.
+        """
         if self._closing:
             return
         self._closing = True
@@ -452,9 +507,31 @@ class WorkerEngine:
         for teller in self._tellers:
             teller.join(max(0.0, deadline - time.monotonic()))
         if error is None:
-            for thread in self._threads:  # the servers close once every worker has left
-                thread.join(_CLOSE_S)
+            self._await_the_end()
         self.abort()
+        if self._unparted is not None and error is None:
+            raise self._unparted
+
+    def _await_the_end(self) -> None:
+        """The servers close once every worker has left, or say who has not."""
+        limit_s, started = self._config.step_timeout_s, time.monotonic()
+        report_at, deadline = started + self._config.stall_report_s, started + limit_s + _NAMED_S
+        silent = self._join_receivers(min(report_at, deadline))
+        if silent and report_at < deadline:
+            self.progress.report("is done and waits for ranks that have not closed their session")
+            silent = self._join_receivers(deadline)
+        if silent and self._unparted is None:
+            names = " and ".join(self._servers[server] for server in silent)
+            self._unparted = StepTimeout(
+                f"rank {self._rank} has closed its session and waited {limit_s:g} s"
+                f" (step_timeout_s) for {names}, which does not answer"
+            )
+
+    def _join_receivers(self, deadline: float) -> list[int]:
+        """The servers whose connections are still there."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [server for server, thread in enumerate(self._threads) if thread.is_alive()]
 
     def abort(self) -> None:
         self._closing = True
@@ -683,7 +760,8 @@ class WorkerEngine:
         if kind == Kind.STATUS_REPLY:
             return _STATUS_LIMIT_BYTES
         if kind in (Kind.NORM_PART, Kind.NORM):
-            return ENCODED_BYTES if kind == Kind.NORM_PART else NORM_BYTES
+            most = max(1, len(self.slices)) * ENCODED_BYTES
+            return most if kind == Kind.NORM_PART else NORM_BYTES
         return MAX_CONTROL_BYTES if kind == Kind.FAILURE else 0
 
     def _kept_limit_bytes(self, place: int) -> int:
@@ -729,6 +807,10 @@ class WorkerEngine:
     def _on_norm(self, server: int, header: Header, payload: memoryview) -> None:
         """Rank 0 adds up the servers' parts of a step's norm, and tells all servers the norm."""
         kind, step = header.kind, header.step
+        if kind == Kind.NORM_PART and self._measures:
+            self._squares.arrived(server, payload)
+            self.progress.notify()
+            return
         wanted = Kind.NORM if self._rank else Kind.NORM_PART
         if kind != wanted or not self._aggregation.needs_norm:
             raise RemoteProtocolError(
@@ -852,6 +934,8 @@ class WorkerEngine:
 
     def _fail(self, error: ForepropError) -> None:
         """Keep the first error, and give up all connections: nothing more is coming."""
+        if self._closing and isinstance(error, StepTimeout):
+            self._unparted = error
         if self.progress.error is None and not self._closing:
             self.progress.error = error
         self._failed.set()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -16,7 +17,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     rendezvous,
 )
 
-from foreprop.config import LaunchInfo, launch_info
+from foreprop.config import Config, LaunchInfo, launch_info
+from foreprop.engine.parting import Partings
+from foreprop.engine.storeclient import StoreCaller, StoreClient, unwrap
 from foreprop.errors import StepTimeout, TransportError
 
 Look = Callable[[], None]
@@ -37,7 +40,19 @@ class World:
     raw_store: Store
     in_process: bool = False
     sessions: int = 0
+    loaders: int = 0
+    partings: Partings = field(default_factory=Partings, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        self._caller = StoreCaller(self.raw_store, self.host)
+        self.entries = StoreClient(self.store, self._caller)
+        self.raw_entries = StoreClient(self.raw_store, self._caller)
+
+    def limit_store(self, config: Config) -> None:
+        """No call of the store takes longer than this session would wait for anything."""
+        limits_s = (self._caller.limit_s, config.join_timeout_s, config.step_timeout_s)
+        self._caller.limit_s = min(limits_s)
 
     def next_session(self) -> int:
         """The number of the session about to start; the same on all ranks by program order."""
@@ -45,8 +60,18 @@ class World:
             self.sessions += 1
             return self.sessions - 1
 
+    def next_loader(self) -> int:
+        """The number of the loader about to be sharded; the same on all ranks, likewise."""
+        with self._lock:
+            self.loaders += 1
+            return self.loaders - 1
+
+    def peek(self, key: str) -> bytes | None:
+        """A key's value if it is there; raises `TransportError` if the store is gone."""
+        return self._maybe_value(key, key, raw=False)
+
     def publish(self, key: str, value: str) -> None:
-        self.store.set(key, value)
+        self.entries.set(key, value)
 
     def lookup(
         self,
@@ -82,27 +107,33 @@ class World:
         return found
 
     def _maybe_value(self, key: str, what: str, *, raw: bool) -> bytes | None:
-        store = self.raw_store if raw else self.store
         try:
-            return bytes(store.get(key)) if store.check([key]) else None
-        except (dist.DistError, RuntimeError) as error:
-            raise TransportError(
-                f"rank {self.rank} lost the rendezvous store at {self.host} while it waited for"
-                f" {what}; the process that holds it (torchrun's, or rank 0) is gone"
-            ) from error
+            return (self.raw_entries if raw else self.entries).maybe_get(key)
+        except TransportError as error:
+            raise TransportError(f"rank {self.rank}, which waited for {what}, {error}") from error
 
 
 _current: World | None = None
 _current_lock = threading.Lock()
 
 
-def current_world() -> World:
-    """This process's world: torchrun's, an existing process group's, or one of one."""
+def current_world(timeout_s: float | None = None) -> World:
+    """This process's world: torchrun's, an existing process group's, or one of one.
+
+    The first call waits for at most so long for the rendezvous; by default ``join_timeout_s``.
+    """
     global _current  # noqa: PLW0603 - one rendezvous per process
     with _current_lock:
         if _current is None:
-            _current = _meet(launch_info())
+            _current = _meet(launch_info(), timeout_s or Config.resolve().join_timeout_s)
         return _current
+
+
+def is_alone() -> bool:
+    """Whether `current_world` is one of one; found out without meeting anybody."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == 1
+    return launch_info().world_size == 1
 
 
 def solitary_world() -> World:
@@ -119,7 +150,7 @@ def solitary_world() -> World:
     )
 
 
-def _meet(info: LaunchInfo) -> World:
+def _meet(info: LaunchInfo, timeout_s: float) -> World:
     if dist.is_available() and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -127,11 +158,12 @@ def _meet(info: LaunchInfo) -> World:
         return solitary_world()
     else:
         try:
-            store, rank, size = next(rendezvous("env://"))
+            timeout = timedelta(seconds=timeout_s)
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise TransportError(
                 f"rank {info.rank} cannot reach the rendezvous at {info.master_address}:"
-                f"{info.master_port}: {error}"
+                f"{info.master_port} within {timeout_s:g} s (join_timeout_s): {error}"
             ) from error
     return World(
         rank=rank,
@@ -139,11 +171,5 @@ def _meet(info: LaunchInfo) -> World:
         local_size=info.local_world_size if info.launched else size,
         host=info.master_address,
         store=PrefixStore(f"foreprop/{info.attempt}", store),  # torchrun's restarts start anew
-        raw_store=_unwrap(store),
+        raw_store=unwrap(store),
     )
-
-
-def _unwrap(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store

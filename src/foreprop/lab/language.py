@@ -32,7 +32,7 @@ from foreprop.lab.profile import Layer, Profile, ProfiledArray
 from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import Steps, local_aggregation
 from foreprop.training.lookahead import lookahead
-from foreprop.training.parallelize import parallelize
+from foreprop.training.parallelize import connect
 from foreprop.wikitext import number_words, wikitext2
 
 HYBRID, SERVERS, FEW_SERVERS, RING = "hybrid", "p2p", "ps", "ring"
@@ -223,7 +223,7 @@ class LanguageSystem:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 preexec_fn=die_with_parent,  # it would wait for other sessions
             )
-        session = parallelize(self._model, self._optimizer, config=_config(name, setting))
+        session = connect(self._model, self._optimizer, _config(name, setting))
         self._close = session.close
 
     def steps(self, count: int) -> Steps:

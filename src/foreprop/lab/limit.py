@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from foreprop.lab.profile import Layer
 
-SEGMENT_BYTES = 1448
+PACKET_BYTES = 1448
 """What TCP with timestamps carries in a packet of an MTU of 1500 bytes."""
-_HEADERS_BYTES = 14 + 20 + 32
-"""Ethernet, IPv4, and TCP with timestamps, for each segment."""
-HEADER_FACTOR = (SEGMENT_BYTES + _HEADERS_BYTES) / SEGMENT_BYTES
+HEADERS_BYTES = 14 + 20 + 32
+"""Ethernet, IPv4, and TCP with timestamps, for each packet."""
+HEADER_FACTOR = (PACKET_BYTES + HEADERS_BYTES) / PACKET_BYTES
 """Bytes that a link shaper counts for each byte that TCP carries."""
 BYTES_PER_ELEM = 4
 

@@ -34,7 +34,7 @@ from foreprop.lab.accelerator import DeviceClock
 from foreprop.lab.network import Network
 from foreprop.lab.profile import Layer, Profile, ProfiledArray
 from foreprop.lab.systems import Steps, join_process_group
-from foreprop.training.parallelize import parallelize
+from foreprop.training.parallelize import connect
 
 SERVERS = {"1ps": 1, "2ps": 2, "4ps": 4}
 """Systems with servers on machines of their own, and how many."""
@@ -234,7 +234,7 @@ class MlpSystem:
         if name == DDP:
             self._forward = DistributedDataParallel(self._model)
             return
-        session = parallelize(self._model, self._optimizer, config=_config(name, setting))
+        session = connect(self._model, self._optimizer, _config(name, setting))
         self._pause, self._close = session.flush, session.close
 
     def steps(self, count: int) -> MlpSteps:

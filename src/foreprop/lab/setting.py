@@ -20,7 +20,12 @@ MXNET = ("mxnet-kvstore", "mxnet-p3")
 RING = "ring"
 AUTO = {"auto": "auto", "p3-auto": "p2p"}
 """What plans for itself, slices and all: by name the ``architecture`` that is asked for."""
-SYSTEMS = (*PRESETS, RING, *AUTO, DDP, DDP_TUNED, *MXNET)
+WORKERS = "p3-workers"
+"""The preset p3, whose workers update."""
+CLIPPED = {"p3-clip": "auto", "p3-clip-setting": "servers"}
+"""The preset p3 in a loop that clips: with ``clip_grad_norm_``, or as a setting. By name who
+updates."""
+SYSTEMS = (*PRESETS, RING, *AUTO, WORKERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
 
 SIZE_MARK = "@"
 """``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
@@ -167,7 +172,7 @@ class LabSetting:
 
 def _filling_packets(elems: int) -> int:
     """As many, or so much fewer that their frame fills its packets, if these are few."""
-    packets = (HEADER_BYTES + elems * limit.BYTES_PER_ELEM) // limit.SEGMENT_BYTES
+    packets = (HEADER_BYTES + elems * limit.BYTES_PER_ELEM) // limit.PACKET_BYTES
     if not 1 <= packets < _FEW_PACKETS:
         return elems
-    return (packets * limit.SEGMENT_BYTES - HEADER_BYTES) // limit.BYTES_PER_ELEM
+    return (packets * limit.PACKET_BYTES - HEADER_BYTES) // limit.BYTES_PER_ELEM

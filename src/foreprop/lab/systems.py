@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from foreprop.config import PRESETS, Config, LocalAggregation
 from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.lab.setting import AUTO, RING, SIZE_MARK, LabSetting
-from foreprop.training.parallelize import parallelize
+from foreprop.lab.setting import AUTO, CLIPPED, RING, SIZE_MARK, WORKERS, LabSetting
+from foreprop.training.parallelize import connect
 
 _DEFAULT = Config()
 
@@ -29,6 +29,7 @@ class Steps:
     waited_s: list[float] = field(default_factory=list)
 
 
+_MOST_NORM = 1.0
 DISCARDED_STEPS = 1
 """Of each block: TCP begins anew after a pause."""
 RING_STEPS = 9
@@ -55,10 +56,12 @@ def _train(
     count: int,
     *,
     waits_in_step: Callable[[], bool] = lambda: False,
+    clip: bool = False,
 ) -> Steps:
     """Steps from the end of a forward pass to the end of the next one.
 
     ``waits_in_step``: whether the optimizer's step waits for something, and so the device, too.
+    ``clip``: by the global norm, as most scripts for transformers do.
     """
     clock = model.clock
     x = torch.ones(1, requires_grad=True)
@@ -70,6 +73,10 @@ def _train(
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         model.end_backward()
+        if clip:
+            clipped_at = time.monotonic()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), _MOST_NORM)
+            clock.waited(clipped_at)
         waits, stepped_at = waits_in_step(), time.monotonic()
         optimizer.step()
         if waits:
@@ -108,6 +115,10 @@ def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
         "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
         "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
     }
+    if name == WORKERS:
+        fields["update"] = "workers"
+    if CLIPPED.get(name) == "servers":
+        fields["clip_grad_norm"] = _MOST_NORM
     system = name.partition(SIZE_MARK)[0]
     preset = system if system in PRESETS else None
     return Config.resolve(preset, **(fields | changes))
@@ -118,12 +129,13 @@ class ForepropSystem:
 
     def __init__(self, name: str, setting: LabSetting, rank: int, *, paced: bool) -> None:
         self._nodes = setting.nodes
+        self._clips = CLIPPED.get(name) == "auto"
         trace = None if setting.trace is None else str(setting.trace / name)
         rate = setting.rate if paced else None
         config = foreprop_config(name, setting, link_rate_bits_per_s=rate, trace=trace)
         self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
-        self._session = parallelize(self._model, self._optimizer, config=config)
+        self._session = connect(self._model, self._optimizer, config)
 
     @property
     def slice_elems(self) -> int:
@@ -138,6 +150,7 @@ class ForepropSystem:
             self._optimizer,
             count,
             waits_in_step=lambda: self._session.planning,
+            clip=self._clips,
         )
 
     def close(self) -> None:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from foreprop.core.manifest import MOST_PROCESSES
 from foreprop.errors import ConfigError
 
 FORMAT = "HOST, HOST workers=4 or HOST:0,1,2,3 (GPU ids)"
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")  # never an option of ssh
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_ZONE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,14}")  # the name or number of an interface
 _WORKERS = ("workers", "slots")
+MOST_WORKERS = 1024
+"""On one host: more are a slip of the pen, which would take for ever to start."""
+_MOST_DIGITS = len(str(MOST_WORKERS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +71,16 @@ def parse_resources(text: str, *, source: str, workers_per_node: int) -> tuple[H
         hosts.append(host)
     if not hosts:
         raise ConfigError(f"{source} names no host; write one per line: {FORMAT}")
+    _check_total(hosts, source, workers_per_node)
     return tuple(hosts)
+
+
+def _check_total(hosts: Sequence[Host], source: str, workers_per_node: int) -> None:
+    if workers_per_node > MOST_WORKERS:
+        raise ConfigError(f"workers_per_node is {workers_per_node}; at most {MOST_WORKERS}")
+    total = sum(host.workers for host in hosts)
+    if total > MOST_PROCESSES:
+        raise ConfigError(f"{source} has {total} workers in all; at most {MOST_PROCESSES}")
 
 
 def _parse_line(line: str, workers_per_node: int) -> Host:
@@ -104,6 +119,9 @@ def _split_ids(text: str) -> tuple[str, str | None]:
 
 
 def _is_ipv6(text: str) -> bool:
+    address, percent, zone = text.partition("%")
+    if percent and not _ZONE.fullmatch(zone):
+        raise _BadLine(f"the zone of {address} is {zone!r}; it is an interface's name: %eth0")
     try:
         return ipaddress.ip_address(text).version == 6
     except ValueError:
@@ -111,9 +129,12 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _parse_gpus(ids: str) -> tuple[int, ...]:
-    numbers = [int(part) for part in ids.split(",") if part.isascii() and part.isdigit()]
-    if len(numbers) != ids.count(",") + 1:
+    found = [_maybe_number(part) for part in ids.split(",")]
+    numbers = [number for number in found if number is not None]
+    if len(numbers) != len(found):
         raise _BadLine(f"the GPU ids are {ids!r}; write whole numbers and commas: HOST:0,1,2,3")
+    if max(numbers) >= MOST_WORKERS:
+        raise _BadLine(f"the GPU ids are {ids!r}; they must be under {MOST_WORKERS}")
     if len(set(numbers)) != len(numbers):
         raise _BadLine(f"the GPU ids are {ids!r}; name each GPU once")
     return tuple(numbers)
@@ -127,7 +148,14 @@ def _parse_workers(settings: list[str]) -> int | None:
             raise _BadLine(f"{setting!r} is not known; a line is {FORMAT}")
         if workers is not None:
             raise _BadLine(f"{setting!r}: the number of workers is there already")
-        if not (value.isascii() and value.isdigit()) or int(value) < 1:
-            raise _BadLine(f"{setting!r}: the number of workers must be 1 or more")
-        workers = int(value)
+        workers = _maybe_number(value)
+        if workers is None or not 1 <= workers <= MOST_WORKERS:
+            raise _BadLine(f"{setting!r}: the number of workers must be 1 to {MOST_WORKERS}")
     return workers
+
+
+def _maybe_number(text: str) -> int | None:
+    """None if it is no whole number; what has too many digits is larger than all limits."""
+    if not (text.isascii() and text.isdigit()):
+        return None
+    return int(text.lstrip("0")[: _MOST_DIGITS + 1] or "0")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from foreprop.errors import ConfigError, StorageError
 
 Clock = Callable[[], int]
 
@@ -61,7 +64,7 @@ class TraceRecorder:
         )
 
     def write(self) -> None:
-        """Write the file; once, at the end of the session."""
+        """Write the file; once, at the end of the session. Raises `StorageError`."""
         meta: list[dict[str, object]] = [
             {
                 "ph": "M",
@@ -80,11 +83,15 @@ class TraceRecorder:
             }
             for ident, name in dict(self._thread_names).items()
         ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         events = meta + [self._as_json(event) for event in list(self._events)]
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        partial.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text)
+            partial.replace(self.path)
+        except OSError as error:
+            raise StorageError(f"the trace {self.path} cannot be written: {error}") from error
 
     def _as_json(
         self, event: tuple[str, str, int, int, int, int, int, int, int]
@@ -105,6 +112,18 @@ class TraceRecorder:
                 "priority": priority,
             },
         }
+
+
+def check_trace_folder(folder: str) -> None:
+    """Be sure before the session that its traces can be written; raises `ConfigError`."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"trace is {folder!r}, a folder that cannot be written on this machine: {error}"
+        ) from error
 
 
 def _wall_clock_offset_ns() -> int:

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from foreprop.lab.limit import HEADERS_BYTES
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.link import HEADERS_BYTES, Queue, wire_bytes
+from foreprop.simulate.link import Queue, wire_bytes
 
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foreprop.lab.limit import PACKET_BYTES
 from foreprop.simulate.connection import Kernel
-from foreprop.simulate.link import PACKET_BYTES, LinkSetting
+from foreprop.simulate.link import LinkSetting
 
 _LEAST_BURST_BYTES = 2 * PACKET_BYTES
 _LEAST_WINDOW_BYTES = 2 * PACKET_BYTES

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-PACKET_BYTES = 1448
-"""What TCP carries in a packet of an MTU of 1500 bytes, with timestamps."""
-HEADERS_BYTES = 66
-"""Ethernet, IPv4 and TCP, for each packet."""
+from foreprop.lab.limit import HEADERS_BYTES, PACKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

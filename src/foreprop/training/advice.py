@@ -14,9 +14,9 @@ _SYMPTOM = "modified by an inplace operation"
 _ADVICE = (
     "foreprop: if the modified tensor is a parameter, this backward pass needs a value that the"
     " parameter's update replaces. Run a forward pass of its own for each backward pass after"
-    " optimizer.step() (no retain_graph=True across steps). If several backward passes belong to"
-    " one step, their number was learned in the first step: set it with parallelize(...,"
-    " backward_passes=N). Give a use that takes no gradient a copy of its own:"
+    " optimizer.step() (no retain_graph=True across steps). If one step has more backward passes"
+    " than the first had, set parallelize(..., update='workers'), or backward_passes=N to the"
+    " largest number. Give a use that takes no gradient a copy of its own:"
     " parameter.detach().clone() instead of parameter.detach()."
 )
 

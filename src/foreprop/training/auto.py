@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
 from foreprop.training.board import Board
-from foreprop.training.parameter import SynchronisedParameter
+from foreprop.training.parameter import Watched
 
 _HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
 
@@ -32,7 +32,7 @@ class Choice:
 class SparsityCount:
     """One rank's count of touched rows, step by step."""
 
-    def __init__(self, parameters: Iterable[SynchronisedParameter]) -> None:
+    def __init__(self, parameters: Iterable[Watched]) -> None:
         self._parameters = list(parameters)
         self._shares: dict[str, list[float]] = {p.name: [] for p in self._parameters}
         for parameter in self._parameters:

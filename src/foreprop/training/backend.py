@@ -73,6 +73,9 @@ class Engine(Protocol):
         """Rank 0's bytes of this step; blocks until they are there."""
 
     def raise_if_failed(self) -> None: ...
+    def give_up(self, error: BaseException) -> None:
+        """Tell all ranks that this one goes on no more, and why."""
+
     def close(self, *, failure: BaseException | None = None) -> None:
         """Finish what is under way, or tell the others why not. Idempotent."""
 
@@ -124,6 +127,8 @@ class Setup:
     part: str = ""
     """Of a session that has several backends: what this one is called."""
     loss_scale: LossScale | None = None
+    by_workers: bool = False
+    """Nobody but the workers updates, but for tables by rows."""
     tell_sum: Callable[[int, SquareSum], None] | None = None
     """For collectives, if other parameters have a part in the global norm: see `RingEngine`."""
 
@@ -172,8 +177,20 @@ class Backend(Protocol):
     def drop_state(self) -> None:
         """After it."""
 
+    def leave_updates(self) -> None:
+        """In the first step: from now on the workers update, and have the state."""
+
     def replace_state(self, step: int) -> None:
         """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
+
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        """The aggregated gradient of the parameter's last update, flat."""
+
+    can_measure: bool
+    """Whether it tells `square_sums`."""
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        """By parameter, of the averaged gradients of a round that was measured; blocks."""
 
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         """The parameters in full after ``step``, which they show as they came over the wire."""
@@ -188,7 +205,10 @@ class Backend(Protocol):
         """Tell the others that this rank does not take part."""
 
     def close(self, *, failed: bool) -> None:
-        """After the engine's close."""
+        """The training thread's part of the end: nothing is under way, and nothing follows."""
+
+    def see_off(self, *, failed: bool) -> None:
+        """After the engine's close: end the processes that this rank has started. Any thread."""
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of what only the parent may keep alive."""
@@ -200,3 +220,15 @@ class Backend(Protocol):
 def describe_wire_dtype(config: Config) -> str:
     """For the line that is printed at the start, if it is not the parameters' own."""
     return f" wire_dtype={config.wire_dtype}" if config.wire_dtype is not None else ""
+
+
+def part(engine: Engine, backend: Backend, failure: BaseException | None = None) -> None:
+    """Leave the session together with the other ranks, or tell them why not. Any thread."""
+    failed = failure is not None or engine.failed
+    try:
+        engine.close(failure=failure)
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        backend.see_off(failed=failed)

@@ -16,6 +16,7 @@ import torch
 from foreprop.engine.slicestore import bytes_of
 from foreprop.errors import ConfigError
 from foreprop.training.compiled import WAITS_AT_ENTRY
+from foreprop.training.modelhooks import OwnHook
 
 
 class BufferSource(Protocol):
@@ -32,20 +33,14 @@ class BufferSource(Protocol):
         """The model's forward pass begins."""
 
 
-class ModelHook:
-    """A hook on the model that survives copying and pickling of the model: a copy does nothing."""
+class ModelHook(OwnHook):
+    """A hook that does nothing when its source is gone."""
 
     def __init__(self, source: BufferSource | None = None) -> None:
         self._source = weakref.ref(source) if source is not None else None
 
     def _get(self) -> BufferSource | None:
         return self._source() if self._source is not None else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
-        return type(self), ()
 
 
 class BeforeForward(ModelHook):
@@ -64,6 +59,9 @@ class FirstForward(ModelHook):
 
 class BeforeStateDict(ModelHook):
     def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        _synchronise(self)
+
+    def before_copy(self) -> None:
         _synchronise(self)
 
 

@@ -39,13 +39,18 @@ WAITS_AT_ENTRY = hasattr(eval_frame, _ENTRY)
 def _entering(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for reference in _here.sessions:
-            session = reference()
-            if session is not None:
-                session.compiled_code_entered()
+        entered()
         return run(*args, **kwargs)
 
     return wrapper
+
+
+def entered() -> None:
+    """Code that must see ordinary parameters is about to run in this thread."""
+    for reference in _here.sessions:
+        session = reference()
+        if session is not None:
+            session.compiled_code_entered()
 
 
 _INTERCEPTION = Interception(eval_frame, _ENTRY, _entering)
@@ -53,11 +58,9 @@ _INTERCEPTION = Interception(eval_frame, _ENTRY, _entering)
 
 def watch_entries(session: Enterable) -> Callable[[], None]:
     """Tell the session, in this thread, about compiled code; the returned function ends it."""
-    if not WAITS_AT_ENTRY:
-        return lambda: None
     sessions, reference = _here.sessions, weakref.ref(session)
     sessions.append(reference)
-    release = _INTERCEPTION.hold()
+    release = _INTERCEPTION.hold() if WAITS_AT_ENTRY else lambda: None
 
     def stop() -> None:
         sessions.remove(reference)

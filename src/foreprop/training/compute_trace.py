@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from foreprop.observe.trace import TraceRecorder
+from foreprop.training.modelhooks import CallingHook, before_forward
 
 
 class ComputeTrace:
@@ -42,8 +43,8 @@ class ComputeTrace:
                     "forward", name, started_ns, stop_ns=self._mark_ns, step=self._current_step()
                 )
 
-        self._handles.append(module.register_forward_pre_hook(before))
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(before_forward(module, CallingHook(before)))
+        self._handles.append(torch.nn.Module.register_forward_hook(module, CallingHook(after)))
 
     def gradient_ready(self, parameter_name: str) -> None:
         """A parameter's gradient has been computed: its layer's backward pass ends here."""

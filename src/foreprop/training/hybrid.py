@@ -13,12 +13,14 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
+from foreprop.core.norm import SquareSum
 from foreprop.engine.keptrows import KeptRows
 from foreprop.engine.launch import Connections
 from foreprop.engine.progress import Counters, Progress
 from foreprop.engine.rowexchange import Pull
 from foreprop.engine.rowparts import RowPart
 from foreprop.engine.worker import ParameterMemory
+from foreprop.errors import ForepropError, InternalError
 from foreprop.observe.trace import TraceRecorder
 from foreprop.training.backend import Backend, Engine, RowEngine, Setup, Starting
 from foreprop.training.buffers import ModelBuffers
@@ -30,20 +32,21 @@ from foreprop.training.served import ServedBackend
 def connect(setup: Setup) -> Backend:
     """The backend for the architecture that is asked for and the parameters that there are."""
     rows = [info.rows for info in setup.infos]
-    if _is_served(setup.config) or all(rows):
+    if is_served(setup.config) or all(rows):
         return ServedBackend(setup)
     return HybridBackend(setup) if any(rows) else RingBackend(setup)
 
 
 def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
     """Whether a session must connect anew for these settings, its parameters being as they are."""
-    if _is_served(after) != _is_served(before):
+    if is_served(after) != is_served(before):
         return True
     sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
-    return _is_served(after) and len(sizes) > 1
+    return is_served(after) and len(sizes) > 1
 
 
-def _is_served(config: Config) -> bool:
+def is_served(config: Config) -> bool:
+    """Whether servers have the dense parameters, too, and not collectives."""
     return config.architecture not in ("ring", "hybrid", "auto")
 
 
@@ -124,9 +127,20 @@ class HybridBackend:
     def drop_state(self) -> None:
         self._sparse.drop_state()
 
+    def leave_updates(self) -> None:
+        self._dense.leave_updates()
+
     def replace_state(self, step: int) -> None:
         self._dense.replace_state(step)
         self._sparse.replace_state(step)
+
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        return self._dense.pull_gradient(self._dense_numbers.index(parameter), step)
+
+    can_measure = False
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        raise InternalError("collectives do not tell sums of squares")
 
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         return self._in_order(self._dense.pull_masters(step), self._sparse.pull_masters(step))
@@ -153,6 +167,9 @@ class HybridBackend:
     def close(self, *, failed: bool) -> None:
         self._sparse.close(failed=failed)
         self._dense.close(failed=failed)
+
+    def see_off(self, *, failed: bool) -> None:
+        self._sparse.see_off(failed=failed)
 
     def forget_in_child(self) -> None:
         self._sparse.forget_in_child()
@@ -304,7 +321,15 @@ class HybridEngine:
         self._dense.raise_if_failed()
         self._sparse.raise_if_failed()
 
+    def give_up(self, error: BaseException) -> None:
+        self._sparse.give_up(error)
+        self._dense.give_up(error)
+
     def close(self, *, failure: BaseException | None = None) -> None:
         failure = failure or self._sparse.progress.error or self._dense.progress.error
-        self._dense.close(failure=failure)
+        try:
+            self._dense.close(failure=failure)
+        except ForepropError as error:
+            self._sparse.close(failure=error)
+            raise
         self._sparse.close(failure=failure or self._dense.progress.error)

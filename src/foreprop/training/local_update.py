@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from foreprop.core.manifest import NO_GROUP
+from foreprop.engine.worker import ParameterMemory
 from foreprop.training.moving_average import LocalAverages
 
 Groups = tuple[Mapping[str, Any], ...]
@@ -58,8 +60,12 @@ class LocalUpdater:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
         averages: LocalAverages | None = None,
+        *,
+        memory: Sequence[ParameterMemory] = (),
     ) -> None:
+        """``memory``: of the parameters, for gradients that the training thread applies."""
         self._averages = averages
+        self._memory = memory
         self._optimizer = optimizer
         self._parameters = parameters
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
@@ -69,7 +75,8 @@ class LocalUpdater:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._group_of = [group_of[id(parameter)] for parameter in parameters]
+        # the optimizer need not have all, and those others are never updated
+        self._group_of = [group_of.get(id(parameter), NO_GROUP) for parameter in parameters]
         self._announced: list[tuple[int, Groups]] = []
         self._stand_ins: list[torch.nn.Parameter | None] = [None] * len(parameters)
         self._own = [self._optimizer_of_its_own() for _ in parameters]
@@ -97,6 +104,10 @@ class LocalUpdater:
         stand_in.grad = gradient.view(stand_in.shape).to(stand_in)
         self._step(own)
         stand_in.grad = None
+
+    def show(self, parameter: int, gradient: torch.Tensor) -> None:
+        """The training thread applies it: let it have the aggregated gradient. Any thread."""
+        self._memory[parameter].land_average(gradient)
 
     def end_step(self, parameter: int) -> None:
         """The step is over, with an update or without. Any thread, without gradients."""

@@ -14,6 +14,9 @@ import torch
 Path = tuple[Any, ...]
 """How to get from a batch to one of its tensors: indices and keys."""
 
+_NONE_LEFT = object()
+"""No batch: None may be one."""
+
 
 class Lookahead:
     """The batch at hand and the one after it, of the loader that was used last."""
@@ -37,10 +40,11 @@ class Lookahead:
         if not self.users:
             yield from batches
             return
-        following = next(batches, None)
-        while following is not None:
-            current, following = following, next(batches, None)
-            self.current, self.upcoming = current, following
+        following = next(batches, _NONE_LEFT)
+        while following is not _NONE_LEFT:
+            current, following = following, next(batches, _NONE_LEFT)
+            self.current = current
+            self.upcoming = None if following is _NONE_LEFT else following
             yield current
         self.current = self.upcoming = None
 

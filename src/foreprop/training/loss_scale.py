@@ -17,42 +17,30 @@ from torch.amp.grad_scaler import OptState
 from foreprop.errors import TrainingLoopError
 
 _UNSCALE_HINT = (
-    "scaler.unscale_(optimizer) cannot be called: the gradients may have been sent already, and are"
-    " unscaled when they have been aggregated. To clip them, use parallelize(...,"
-    " clip_grad_norm=...) or clip_grad_value=...; session.grad_norm is their norm."
+    "scaler.unscale_(optimizer) is called, and the scaler was given to parallelize(): servers"
+    " unscale what they have added up. Leave scaler= out there, and unscale_ and clip as without"
+    " foreprop. Or clip with parallelize(..., clip_grad_norm=...) or clip_grad_value=...;"
+    " session.grad_norm is the norm."
 )
 
 
 _SCALER_HINT = (
-    "a GradScaler that foreprop does not know has called optimizer.step(): the gradients have been"
-    " sent with the loss's scale in them. Give it to parallelize(..., scaler=scaler): then they are"
-    " unscaled, and a step is skipped on all ranks alike."
+    "a GradScaler that foreprop does not know has called optimizer.step(): servers have been sent"
+    " the gradients with the loss's scale in them. Set parallelize(..., update='workers'), or give"
+    " it to parallelize(..., scaler=scaler), which keeps the overlap: then gradients are unscaled,"
+    " and a step is skipped on all ranks alike."
 )
-_SUPPORTS = "_step_supports_amp_scaling"
 
 
-def announce_scalers(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Have a scaler say that it calls the optimizer's step; the returned function ends this.
-
-    Torch's own way: a scaler sets ``grad_scale`` on an optimizer that has this mark. Otherwise it
-    edits the gradients, which leaves no trace (their version stays the same).
-    """
-    before = vars(optimizer).get(_SUPPORTS)
-    setattr(optimizer, _SUPPORTS, True)
-
-    def end() -> None:
-        if before is None:
-            vars(optimizer).pop(_SUPPORTS, None)
-        else:
-            setattr(optimizer, _SUPPORTS, before)
-
-    return end
+def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaler calls `step()` of an optimizer that unscales by itself (a fused one)."""
+    return "grad_scale" in vars(optimizer)
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Called first in the optimizer's step: raise if it is a scaler that calls it."""
-    attributes = vars(optimizer)
-    if "grad_scale" in attributes:
+    """Called first in a step that servers make: raise if it is a scaler that calls it."""
+    if is_scaled(optimizer):
+        attributes = vars(optimizer)
         attributes.pop("grad_scale")
         attributes.pop("found_inf", None)
         raise TrainingLoopError(_SCALER_HINT)

@@ -27,6 +27,8 @@ class Memory(Protocol):
     """The bytes of one parameter, and of its gradient on the way out."""
 
     values: memoryview
+    receives_values: bool
+    """Whether replies, and nothing else, make what the parameter shows next."""
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         """Call ``ready`` with the gradient's bytes, in the order of the flattened parameter.
@@ -47,6 +49,8 @@ class Memory(Protocol):
 class DirectMemory:
     """A contiguous CPU parameter: no copies at all."""
 
+    receives_values = True
+
     def __init__(self, parameter: torch.Tensor) -> None:
         self.values = bytes_of(parameter)
 
@@ -65,6 +69,8 @@ class DirectMemory:
 
 class StagedMemory:
     """Another layout, or a device without streams: through contiguous host memory."""
+
+    receives_values = True
 
     def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
         self._parameter = parameter
@@ -159,6 +165,7 @@ class DeviceMemory:
     """
 
     values = memoryview(b"")
+    receives_values = False
 
     def __init__(self, stager: Stager) -> None:
         self._stager = stager
@@ -217,6 +224,7 @@ class NoMemory:
     """Of a remote table, which is on the meta device: the servers have its rows."""
 
     values = memoryview(b"")
+    receives_values = False
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         raise InternalError("a remote table's gradient is not sent as a whole")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foreprop.core.manifest import ITEMSIZE_BYTES, Hyperparameters, OptimizerInfo
+from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
 from foreprop.engine.rowstore import SPARSE_OPTIMIZERS
 from foreprop.engine.slicestore import ELEMENTWISE_OPTIMIZERS
 from foreprop.errors import ConfigError
@@ -28,16 +28,24 @@ _REASONS = {
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse, with the reason, what cannot be applied slice by slice on the servers."""
-    cls = type(optimizer)
-    if ELEMENTWISE_OPTIMIZERS.get(cls.__name__) is not cls:
-        own = "it is not one of torch.optim's, and servers build the optimizer from its name"
-        reason = _REASONS.get(cls.__name__, own) if cls.__module__.startswith("torch.") else own
+    reason = why_not_elementwise(optimizer)
+    if reason is not None:
         allowed = ", ".join(sorted(ELEMENTWISE_OPTIMIZERS))
         raise ConfigError(
-            f"optimizer is {cls.__name__}, which is not element-wise as far as servers know:"
-            f" {reason}. The servers update each slice by itself. Use one of {allowed}."
+            f"optimizer is {type(optimizer).__name__}, which is not element-wise as far as servers"
+            f" know: {reason}. Servers update each slice by itself. Say update='workers', or use"
+            f" one of {allowed}."
         )
     check_groups(optimizer)
+
+
+def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why servers cannot apply it slice by slice; None if they can."""
+    cls = type(optimizer)
+    if ELEMENTWISE_OPTIMIZERS.get(cls.__name__) is cls:
+        return None
+    own = "it is not one of torch.optim's, and servers build the optimizer from its name"
+    return _REASONS.get(cls.__name__, own) if cls.__module__.startswith("torch.") else own
 
 
 def can_be_served(optimizer: torch.optim.Optimizer) -> bool:
@@ -84,10 +92,6 @@ def check_groups(optimizer: torch.optim.Optimizer) -> None:
         for name, value in group.items():
             if isinstance(value, float):
                 _finite(value, name)
-
-
-def optimizer_info(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-    return OptimizerInfo(name=type(optimizer).__name__, groups=hyperparameters(optimizer))
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, ...]:
@@ -149,7 +153,8 @@ def named_parameters(
 ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
     """The optimizer's parameters in the model's order: (name, parameter, group).
 
-    Those that the model does not have come last, under the name of their group.
+    Those that the model does not have come last, under the name of their group. Their gradients
+    are not the only ones: see `others_named`.
     """
     group_of: dict[int, tuple[int, int, torch.nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -161,3 +166,13 @@ def named_parameters(
             yield name, parameter, found[0]
     for number, position, parameter in group_of.values():
         yield f"group{number}.{position}", parameter, number
+
+
+def others_named(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """The model's parameters that require a gradient, and that the optimizer does not have."""
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in ours and not parameter.is_meta:
+            yield name, parameter, NO_GROUP

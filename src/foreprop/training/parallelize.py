@@ -8,14 +8,17 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
-from foreprop.engine.world import World, current_world
+from foreprop.engine.world import World, current_world, is_alone
 from foreprop.errors import ConfigError
-from foreprop.training.session import Session
+from foreprop.training import wrappers
+from foreprop.training.alone import LoneSession, needs_servers
+from foreprop.training.contract import Session
+from foreprop.training.session import ConnectedSession
 
 
 def parallelize(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     preset: str | None = None,
     config: Config | None = None,
@@ -27,15 +30,18 @@ def parallelize(
 
     Call it on every rank, after the model is on its device and all parameter groups are there,
     before the first forward pass. Rank 0's parameters, buffers and optimizer state become
-    everybody's. Ranks and addresses come from torchrun; started plainly the world is this process.
+    everybody's. Ranks and addresses come from torchrun; started plainly the world is this process,
+    and this is plain PyTorch, without servers, unless the model has remote tables.
 
     Args:
         model: any module; its parameters keep their identity, names and class. Embeddings with
             sparse gradients may be on the meta device: their rows are on the servers only.
-        optimizer: an element-wise ``torch.optim`` optimizer over (some of) its parameters.
+        optimizer: any; over (some of) its parameters. Without one gradients are averaged when
+            they are read.
         preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp`` or ``tensorflow``.
         config: all settings at once, instead of ``preset`` and ``settings``.
-        world: who takes part; by default found from the environment.
+        world: who takes part, connected as with several, though it be one process; by default
+            found from the environment.
         scaler: the ``GradScaler`` that scales this optimizer's loss; changed in place, too.
         **settings: single fields of `Config`, over preset and environment.
 
@@ -48,14 +54,32 @@ def parallelize(
         raise ConfigError("give either config, or preset and single settings, not both")
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer"
         )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
     config = config or Config.resolve(preset, **settings)
-    session = Session(model, optimizer, world or current_world(), config, scaler)
+    model = wrappers.bare_model(model)
+    optimizer = wrappers.bare_optimizer(optimizer)
+    if world is None and is_alone() and not needs_servers(model, optimizer, config):
+        return LoneSession(model, optimizer, config, scaler)
+    return connect(model, optimizer, config, world=world, scaler=scaler)
+
+
+def connect(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    *,
+    world: World | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> ConnectedSession:
+    """With servers, or a ring, in a world of one, too: for what measures them."""
+    world = world or current_world(config.join_timeout_s)
+    session = ConnectedSession(model, optimizer, world, config, scaler)
+    session.add_undo(*wrappers.watch())
     if session.rank == 0 and session.world_size > 1:
         print(f"foreprop: {session.describe()}", file=sys.stderr, flush=True)
     return session

@@ -7,29 +7,50 @@ values. Everything that would silently give other results than plain PyTorch rai
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
+from foreprop.core.norm import SquareSum
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
 from foreprop.training.backend import Engine
+from foreprop.training.heldgradient import HeldGradient
 from foreprop.training.memory import Memory
-from foreprop.training.waiting import is_waiting, make_wait, stop_waiting
+from foreprop.training.seengradient import SeenGradient
+from foreprop.training.stalereaders import StaleReaders
+from foreprop.training.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
 
 _LEARNING_STEPS = 2
-_CLIP_HINT = (
-    "After backward() a gradient belongs to foreprop, which may have sent it already. Do not edit"
-    " gradients between backward() and step() (clip_grad_norm_, GradScaler.unscale_, p.grad.mul_)."
-    " To clip, use parallelize(..., clip_grad_norm=...) or clip_grad_value=..., which clip the"
-    " aggregated gradients; give a GradScaler to parallelize(..., scaler=scaler); for other factors"
-    " scale the loss instead."
+_EDIT_HINT = (
+    "Set parallelize(..., update='workers'): then every worker applies the optimizer, and gradients"
+    " may be read, clipped and edited as with DDP (without clip_grad_norm=, clip_grad_value=, ema="
+    " and scaler=, which are for servers)."
 )
+_ANY_NUMBER_HINT = (
+    "Set parallelize(..., update='workers'): then every worker applies the optimizer, and backward"
+    " passes may vary, and steps be left out, as with DDP."
+)
+_CLIP_HINT = f"Servers update it as soon as all ranks have sent theirs. {_EDIT_HINT}"
+
+
+class Watched(Protocol):
+    """A parameter as whoever looks at a step sees it."""
+
+    index: int
+    name: str
+    parameter: torch.nn.Parameter
+    counts_rows: bool
+    touched_rows: int
+
+    def watch(self) -> None:
+        """Report the next differentiable use as the first."""
+
+    def unwatch(self) -> None:
+        """Nobody asks any more."""
 
 
 class SessionState(Protocol):
@@ -45,6 +66,9 @@ class SessionState(Protocol):
     reduces_by_kind: bool
     """Whether other things are made of sparse gradients than of dense ones."""
 
+    stale_readers: StaleReaders | None
+    """Told about what is pending, with ``check_stale``."""
+
     fixed_passes: int | None
     """Backward passes per step as configured; None: to be learned."""
 
@@ -58,17 +82,42 @@ class SessionState(Protocol):
     def begin_pushing(self) -> None:
         """Called before a step's pushes."""
 
-    def first_use_begins(self, parameter: SynchronisedParameter) -> None:
+    def first_use_begins(self, parameter: Watched) -> None:
         """An operation with a watched parameter begins; `is_first_use` follows, with its result."""
 
-    def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
+    def is_first_use(self, parameter: Watched, result: Any) -> bool:
         """Whether an operation's result makes this the parameter's first use; notes the order."""
 
     def check_layout(self, parameter: int, layout: torch.layout) -> None:
         """Raise `ConfigError` if a gradient of this layout cannot be taken."""
 
-    def gradient_ready(self, parameter: SynchronisedParameter) -> None:
+    def gradient_ready(self, parameter: Watched) -> None:
         """Autograd has just computed a gradient."""
+
+    def aggregated_gradient(self, parameter: int) -> torch.Tensor:
+        """What the last update of the parameter was made with, flat, from who made it."""
+
+    def gradients_read(self, parameter: Watched, *, norm: bool = False) -> None:
+        """Somebody reads or edits this rank's own gradient: have it averaged.
+
+        ``norm``: no more is asked for than its norm.
+        """
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        """By parameter, of a round's averages; blocks until the servers have told them."""
+
+
+class ValueMark:
+    """By which it is known whether somebody has changed a parameter's value by hand."""
+
+    __slots__ = ("address", "exposed", "version")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.address = parameter.data_ptr()
+            self.version = parameter._version
+        self.exposed = False
+        """Somebody holds `.data`, through which edits leave no trace."""
 
 
 class SynchronisedParameter:
@@ -93,22 +142,16 @@ class SynchronisedParameter:
         self.expected_discards = 0  # passes before them whose gradients are discarded (a GAN's)
         self._session = session
         self._memory: Memory = session.memory_of(parameter)
-        self._address = parameter.data_ptr()
-        self._version = parameter._version
+        self._value = ValueMark(parameter)
         self._watched = False
-        self._exposed = False  # somebody holds `.data`, through which edits leave no trace
         self._hook: RemovableHandle | None = None
         self._passes = 0  # since the gradient was last discarded
         self._discards = 0  # passes in this step before that
-        self._seen: weakref.ref[torch.Tensor] | None = None
-        self._seen_version = 0
+        self._seen = SeenGradient(_Reader(self))
         self._applied = False  # the gradient in `p.grad` has been used by a step already
         self._pushed_step = 0
-        self._held: torch.Tensor | None = None  # the gradient while it is being sent
-        self._gradient: Any = None  # its bytes
+        self._held = HeldGradient(name)
         self._guarded = False  # nobody may write to the gradient: it is being sent
-        self._unsent_bytes = 0
-        self._taking = threading.Lock()  # one thread per server sends
         self.attach_hook()
 
     # The memory that the engine reads and writes.
@@ -117,28 +160,60 @@ class SynchronisedParameter:
         return self._memory.values
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
-        held, whole = self._held, self._gradient
-        if held is None or whole is None:
-            raise InternalError(f"no gradient of {self.name} is held")
-        with self._taking:
-            self._unsent_bytes -= stop_bytes - start_bytes
-            if self._unsent_bytes <= 0:
-                self._held = self._gradient = None
-        return whole[start_bytes:stop_bytes]
+        return self._held.take(start_bytes, stop_bytes)
+
+    def land_average(self, gradient: torch.Tensor) -> None:
+        raise InternalError(f"the workers do not update {self.name}")
+
+    @property
+    def left(self) -> bool:
+        """Whether the coming step's gradient has been sent."""
+        return self._pushed_step > self._session.completed
+
+    def read_gradient(self, *, in_place: bool) -> None:
+        """Somebody reads or edits ``p.grad``, which the servers have been sent, or will be."""
+        session = self._session
+        ahead = self.left or (self._passes > 0 and not self._applied)
+        if ahead and (in_place or not self.left):
+            what = "edited" if in_place else "read"
+            raise TrainingLoopError(
+                f"the gradient of {self.name} is {what} between backward() and step(), in step"
+                f" {session.completed + 1}, but servers update it as soon as all ranks have sent"
+                f" theirs. {_EDIT_HINT}"
+            )
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._memory.await_staged()
+            session.engine.wait(self.index, self._pushed_step)
+            gradient = self._seen.tensor
+            if gradient is not None and self._pushed_step and not in_place:
+                self._check_unedited()
+                gradient.copy_(session.aggregated_gradient(self.index).view(gradient.shape))
+                self._seen.see(gradient)
+            self._seen.release()
 
     def _check_unedited(self) -> None:
         """Raise if somebody has written to the gradient since its push.
 
         Asked in the training thread, where nobody writes to it rightfully before its reply is in.
         """
-        gradient = self._seen() if self._guarded and self._seen is not None else None
-        if gradient is not None and gradient._version != self._seen_version:
+        gradient = self._seen.tensor if self._guarded else None
+        if gradient is not None and gradient._version != self._seen.version:
             raise TrainingLoopError(
                 f"the gradient of {self.name} was changed while it was being sent. Use"
                 " optimizer.zero_grad() (which knows), or zero_grad(set_to_none=True)."
             )
 
     # Gradients.
+    def take_over(
+        self, gradient: torch.Tensor | None, mark: ValueMark, *, passes: int, discards: int
+    ) -> None:
+        """In the middle of the first step: go on from what has been seen of it."""
+        self._passes, self._discards = passes, discards
+        self._value = mark
+        if gradient is not None:
+            self._seen.see(gradient)
+            self._seen.wait()
+
     def attach_hook(self) -> None:
         """Watch for gradients, if the parameter can have any."""
         if self._hook is None and self._leaf.requires_grad:
@@ -149,25 +224,26 @@ class SynchronisedParameter:
         """Autograd has added to ``parameter.grad``. Runs in the backward pass."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient = parameter.grad
-        if gradient is None:
-            return
+            if gradient is not None:
+                self._take_gradient(gradient)
+
+    def _take_gradient(self, gradient: torch.Tensor) -> None:
         self._check_gradient(gradient)
         session = self._session
         session.gradient_ready(self)
         step = session.completed + 1
-        kept = self._seen is not None and self._seen() is gradient
+        kept = self._seen.tensor is gradient
         if self._pushed_step == step:
             self._refuse_another_pass(kept)
         if kept:
             self._check_unedited()
         self._guarded = False
-        continued = kept and gradient._version == self._seen_version + 1
-        if not continued:  # a new gradient, or a zeroed one: what was there is discarded
-            self._discard()
+        if not self._seen.is_continued_by(gradient):
+            self._discard()  # a new gradient, or a zeroed one: what was there does not count
             self._applied = False
         self._passes += 1
-        self._seen = weakref.ref(gradient)
-        self._seen_version = gradient._version
+        self._seen.see(gradient)
+        self._seen.wait()
         if session.eager and not self._applied and self._is_last_pass():
             session.begin_pushing()
             self._push(gradient, step)
@@ -183,6 +259,7 @@ class SynchronisedParameter:
         """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count."""
         if self._pushed_step <= self._session.completed:
             self._discard()
+            self._seen.release()
 
     def _check_gradient(self, gradient: torch.Tensor) -> None:
         session = self._session
@@ -193,50 +270,62 @@ class SynchronisedParameter:
         if kept:
             raise TrainingLoopError(
                 f"{self.name} received another gradient after {self.expected_passes} backward"
-                " pass(es), the number learned in the first step, had been pushed. If the number"
-                " varies, set backward_passes to the largest one: parallelize(...,"
-                " backward_passes=N); fewer are sent at step()."
+                " pass(es), the number of the first steps: servers have been sent those already."
+                f" {_ANY_NUMBER_HINT} Or set backward_passes=N to the largest number: fewer are"
+                " sent at step()."
             )
         raise TrainingLoopError(
             f"the gradient of {self.name} was pushed in step {self._pushed_step}, then discarded,"
-            " and optimizer.step() was never called. Call optimizer.step() after every backward"
-            " pass, or decide before backward() whether to make the step. If some passes are always"
-            " discarded (a GAN's generator's, in its discriminator), they must be so from the first"
-            " two steps on."
+            f" and optimizer.step() was never called. {_ANY_NUMBER_HINT} Or decide before"
+            " backward() whether to make the step. If some passes are always discarded (a GAN's"
+            " generator's, in its discriminator), they must be so from the first two steps on."
         )
 
     def _push(self, gradient: torch.Tensor | None, step: int) -> None:
         """Hand the gradient (or word that there is none) to the engine; from now on pending."""
         flags, with_value = self._note_changed_value()
         increment_version(self.parameter)  # whoever saved the old value must not use it
-        self._version = self.parameter._version
+        self._value.version = self.parameter._version
         self._pushed_step = step
         self._watched = False
         if gradient is None or gradient.numel():
             make_wait(self.parameter, self)
+            self._note_pending(replaced=step > 1 and not with_value)
         engine = self._session.engine
         if gradient is None:
             engine.push(self.index, step, flags=flags | Flag.NO_GRADIENT, with_value=with_value)
             return
 
         def enqueue(gradient_bytes: Any) -> None:
-            self._gradient = gradient_bytes
+            self._held.ready(gradient_bytes)
             engine.push(self.index, step, flags=flags, with_value=with_value)
 
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        self._held, self._guarded = gradient, gradient.numel() > 0
-        self._unsent_bytes = gradient.numel() * gradient.element_size()
+        self._held.hold(gradient)
+        self._guarded = gradient.numel() > 0
         self._memory.stage_gradient(gradient.detach(), enqueue)
+
+    def _note_pending(self, *, replaced: bool) -> None:
+        """``replaced``: nobody needs the old values, which may be in the engine's hands."""
+        readers = self._session.stale_readers
+        if readers is not None:
+            replaced = replaced and self._memory.receives_values
+            readers.pending(self.name, self.parameter, poisoned=replaced)
+
+    def _note_settled(self) -> None:
+        readers = self._session.stale_readers
+        if readers is not None:
+            readers.settled(self.parameter)
 
     def _note_changed_value(self) -> tuple[int, bool]:
         """Flags and whether rank 0 must send the values, if the parameter was changed by hand."""
         parameter = self.parameter
-        changed = parameter._version != self._version
-        if parameter.data_ptr() != self._address:
+        changed = parameter._version != self._value.version
+        if parameter.data_ptr() != self._value.address:
             self._rebind()
             changed = True
-        exposed, self._exposed = self._exposed, False
+        exposed, self._value.exposed = self._value.exposed, False
         if (changed or exposed) and self._session.engine.is_rank_zero:
             self._memory.before_sending_values()
             return (Flag.VALUE_CHANGED if changed else 0), True
@@ -251,7 +340,7 @@ class SynchronisedParameter:
                 f" {tuple(self.parameter.shape)} now; change the model before parallelize()"
             )
         self._memory = self._session.memory_of(self.parameter)
-        self._address = self.parameter.data_ptr()
+        self._value.address = self.parameter.data_ptr()
 
     # The end of a step.
     def finish_step(self, step: int) -> None:
@@ -268,8 +357,7 @@ class SynchronisedParameter:
             self.settle()
             if gradient is not None:
                 self._check_gradient(gradient)
-                self._seen = weakref.ref(gradient)
-                self._seen_version = gradient._version
+                self._seen.see(gradient)
             self._session.begin_pushing()
             self._push(gradient, step)
         if self.counts_rows:
@@ -289,8 +377,7 @@ class SynchronisedParameter:
             )
 
     def _check_still_ours(self, gradient: torch.Tensor | None) -> None:
-        seen = self._seen() if self._seen is not None else None
-        if gradient is None or gradient is not seen:
+        if gradient is None or gradient is not self._seen.tensor:
             raise TrainingLoopError(
                 f"the gradient of {self.name} was discarded or replaced between backward() and"
                 f" step(), after it had been pushed. {_CLIP_HINT}"
@@ -298,14 +385,14 @@ class SynchronisedParameter:
         self._check_not_edited(gradient)
 
     def _check_not_edited(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None or self._applied or self._seen is None or self._passes == 0:
+        if gradient is None or self._applied or self._passes == 0:
             return
-        if self._seen() is not gradient:
+        if self._seen.tensor is not gradient:
             raise TrainingLoopError(
                 f"the gradient of {self.name} was replaced between backward() and step()."
                 f" {_CLIP_HINT}"
             )
-        if gradient._version != self._seen_version:
+        if gradient._version != self._seen.version:
             raise TrainingLoopError(
                 f"the gradient of {self.name} was edited in place between backward() and step()."
                 f" {_CLIP_HINT}"
@@ -332,7 +419,7 @@ class SynchronisedParameter:
         """Other ranks: block until rank 0's values are here."""
         self._session.engine.wait(self.index, 0)
         self._memory.land()
-        self._version = self.parameter._version
+        self._value.version = self.parameter._version
 
     # First use.
     def watch(self) -> None:
@@ -344,6 +431,11 @@ class SynchronisedParameter:
         if self._watched:
             self._watched = False
             stop_waiting(self.parameter)
+
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return NotImplemented
 
     def before_use(
         self,
@@ -357,7 +449,7 @@ class SynchronisedParameter:
         self.check_stepped()
         if self._watched:
             self._session.first_use_begins(self)
-            self._exposed |= func == GET_DATA
+            self._value.exposed |= func == GET_DATA
             with torch._C.DisableTorchFunctionSubclass():
                 stop_waiting(self.parameter)
             return True
@@ -365,21 +457,27 @@ class SynchronisedParameter:
             raise TrainingLoopError(
                 f"{self.name} is changed by hand while its update is pending: the update would"
                 " overwrite the change. Call session.flush() after optimizer.step(), then change"
-                " it, on every rank alike."
+                " it, on every rank alike; or set parallelize(..., update='workers'), with which"
+                " the update is made first."
             )
         self.settle()
         if func == GET_DATA:
-            self._exposed = True
+            self._value.exposed = True
         return False
+
+    def meets_compiler(self) -> None:
+        """Compiled code waits at its entry, where parameters are settled."""
+        refuse_to_be_compiled()
 
     def check_stepped(self) -> None:
         """Raise if the gradient of a step has been pushed that has not been made."""
         if self._pushed_step > self._session.completed:
             raise TrainingLoopError(
-                f"{self.name} is used between its backward pass and optimizer.step(): its gradient"
-                f" is pushed and its value may be replaced at any moment. Call optimizer.step()"
-                " first. If several backward passes belong to one step, their number was learned"
-                " in the first step; set it with parallelize(..., backward_passes=N)."
+                f"{self.name} is used between backward() and optimizer.step(), in step"
+                f" {self._session.completed + 1}: servers have been sent its gradient, and may"
+                " replace its value at any moment. Call optimizer.step() first. If there are more"
+                " backward passes here than in the first step, or a step was left out:"
+                f" {_ANY_NUMBER_HINT}"
             )
 
     def after_use(self, result: Any) -> None:
@@ -396,11 +494,13 @@ class SynchronisedParameter:
             return
         self._memory.await_staged()
         self._session.engine.wait(self.index, self._pushed_step)
-        self._check_unedited()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_unedited()
         self._guarded = False
         stop_waiting(self.parameter)
+        self._note_settled()
         self._memory.land()
-        self._version = self.parameter._version
+        self._value.version = self.parameter._version
 
     def settle_whole(self) -> None:
         """Make every element show the last step's result."""
@@ -416,6 +516,7 @@ class SynchronisedParameter:
         self._watched = False
         if is_waiting(self.parameter):
             stop_waiting(self.parameter)
+        self._seen.release()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -431,3 +532,32 @@ def count_rows(gradient: torch.Tensor | None) -> int:
 
 
 GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class _Reader:
+    """Whom a waiting gradient asks."""
+
+    def __init__(self, parameter: SynchronisedParameter) -> None:
+        self._parameter = parameter
+
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return NotImplemented
+
+    def before_use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_place: bool,
+    ) -> bool:
+        self._parameter.read_gradient(in_place=in_place)
+        return False
+
+    def after_use(self, result: Any) -> None:
+        """Nothing is watched."""
+
+    def meets_compiler(self) -> None:
+        """It looks at gradients of parameters that it uses; who reads them was seen before."""

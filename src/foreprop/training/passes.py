@@ -12,7 +12,13 @@ import torch
 from foreprop.training import buffers, compiled
 from foreprop.training.attribution import PassRecord
 from foreprop.training.untouched import Untouched
-from foreprop.training.waiting import is_differentiable, is_waiting, make_wait, stop_waiting
+from foreprop.training.waiting import (
+    is_differentiable,
+    is_waiting,
+    make_wait,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
 
 Mark = Any
 """A moment by a `Clock`."""
@@ -151,6 +157,11 @@ class _Array:
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._watch.ready[self.number] = self._watch.mark()  # of several passes the last one
 
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return NotImplemented
+
     def before_use(
         self,
         func: Callable[..., Any],
@@ -163,6 +174,10 @@ class _Array:
         self._asked = self._watch.mark()
         stop_waiting(self.parameter)
         return True
+
+    def meets_compiler(self) -> None:
+        """Compiled code is profiled by its passes, not by its arrays."""
+        refuse_to_be_compiled()
 
     def after_use(self, result: Any) -> None:
         if self._watch.counts(result):

@@ -39,7 +39,7 @@ from foreprop.simulate.slicesize import choose_slice_elems
 from foreprop.training.auto import SparsityCount, agree_on_shares, choose, describe
 from foreprop.training.board import Board
 from foreprop.training.linkprobe import Links, measure_links
-from foreprop.training.parameter import SynchronisedParameter
+from foreprop.training.parameter import Watched
 from foreprop.training.stepprobe import StepProbe
 
 MEASURED_STEPS = 4
@@ -78,7 +78,7 @@ class Planning:
         self,
         config: Config,
         world: World,
-        parameters: Sequence[SynchronisedParameter],
+        parameters: Sequence[Watched],
         infos: Sequence[ParameterInfo],
         candidates: Collection[str],
         name: str,

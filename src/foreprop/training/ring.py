@@ -14,6 +14,7 @@ import torch
 
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo, WireDtype, describe_mismatch
+from foreprop.core.norm import SquareSum
 from foreprop.engine.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.engine.group import Group
 from foreprop.engine.hyperparameters import with_scale
@@ -52,12 +53,16 @@ class RingBackend:
     """Collectives of torch.distributed in a planned order, updates on the workers."""
 
     def __init__(self, setup: Setup) -> None:
-        _check_optimizer(setup.optimizer)
+        if not setup.by_workers:
+            _check_optimizer(setup.optimizer)
         _check_wire_dtype(setup.config.wire_dtype, setup.world.size)
         self._setup = setup
         decay = setup.config.ema
         self._averages = LocalAverages(setup.parameters, decay) if decay is not None else None
-        self._updater = LocalUpdater(setup.optimizer, setup.parameters, self._averages)
+        self._updater = LocalUpdater(
+            setup.optimizer, setup.parameters, self._averages, memory=setup.memory
+        )
+        self._by_workers = setup.by_workers
         self._group = Group(setup.world, setup.config)
         try:
             self._device = self._meet()
@@ -137,7 +142,8 @@ class RingBackend:
             self._share_state()
         for parameter in parameters:
             parameter.receive_initial_value()
-        self._updater.take_state()
+        if not self._by_workers:
+            self._updater.take_state()
         if self._averages is not None:
             self._averages.start()
 
@@ -149,9 +155,9 @@ class RingBackend:
             data = io.BytesIO()
             own_states = {numbers[id(p)]: dict(s) for p, s in state.items() if id(p) in numbers}
             torch.save(own_states, data)
-            self._group.publish_bytes("state", data.getvalue())
+            self._group.publish_bytes("optimizer", data.getvalue())
             return
-        found = self._group.lookup_bytes("state", "rank 0's optimizer state")
+        found = self._group.lookup_bytes("optimizer", "rank 0's optimizer state")
         state.clear()
         theirs = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
         for number, own in theirs.items():
@@ -180,14 +186,28 @@ class RingBackend:
         return json.dumps(self.numbers(), default=repr)
 
     def pull_state(self, step: int) -> None:
-        self._updater.show_state()
+        if not self._by_workers:
+            self._updater.show_state()
 
     def drop_state(self) -> None:
         """It stays where it is: on every rank."""
 
+    def leave_updates(self) -> None:
+        self.pull_state(0)
+        self._by_workers = True
+
     def replace_state(self, step: int) -> None:
         """Every rank goes on from what it has loaded itself."""
-        self._updater.take_state()
+        if not self._by_workers:
+            self._updater.take_state()
+
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        return self._engine.aggregated(parameter)
+
+    can_measure = False
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        raise InternalError("collectives do not tell sums of squares")
 
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         return self._setup.parameters
@@ -207,7 +227,10 @@ class RingBackend:
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()
         if not failed:
-            self._updater.show_state()
+            self.pull_state(0)
+
+    def see_off(self, *, failed: bool) -> None:
+        """There is nobody else: the ranks have parted."""
 
     def forget_in_child(self) -> None:
         """Nothing is held that a child could keep alive."""
@@ -226,6 +249,7 @@ class OutgoingMemory:
     """A parameter whose gradient goes out, and whose values are updated in place."""
 
     values = _NO_VALUES
+    receives_values = False
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from foreprop.engine.rowexchange import Pull, gradient_rows
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.training.backend import RowEngine
 from foreprop.training.lookahead import RowSources, lookahead
 from foreprop.training.parameter import GET_DATA, SessionState, SynchronisedParameter
@@ -54,6 +54,14 @@ class RowParameter(SynchronisedParameter):
                 " sparse=False"
             )
 
+    def read_gradient(self, *, in_place: bool) -> None:
+        """Nobody has the ranks' rows together but the servers, and they do not keep them."""
+        raise TrainingLoopError(
+            f"the gradient of {self.name} is {'edited' if in_place else 'read'}: it is this rank's"
+            " rows only, for the table is held row by row. Name it in dense_parameters, or give the"
+            " embedding sparse=False; to clip use parallelize(..., clip_grad_norm=...)"
+        )
+
     def _push(self, gradient: torch.Tensor | None, step: int) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
             self._push_rows(gradient, step)
@@ -61,7 +69,7 @@ class RowParameter(SynchronisedParameter):
     def _push_rows(self, gradient: torch.Tensor | None, step: int) -> None:
         flags, with_value = self._note_changed_value()
         increment_version(self.parameter)  # whoever saved the old value must not use it
-        self._version = self.parameter._version
+        self._value.version = self.parameter._version
         if with_value:
             self._rows.send_row_values(self.index, step, self.parameter.detach())
         self._pushed_step = step
@@ -98,7 +106,7 @@ class RowParameter(SynchronisedParameter):
                 self.settle_whole()
             stop_waiting(self.parameter)
         if func == GET_DATA:
-            self._exposed = True
+            self._value.exposed = True
         return True
 
     def after_use(self, result: Any) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import msgspec
 import torch
 
-from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, Hyperparameters, Manifest
+from foreprop.core.manifest import (
+    BUFFERS_BLOB,
+    ITEMSIZE_BYTES,
+    NO_GROUP,
+    Hyperparameters,
+    Manifest,
+    OptimizerInfo,
+)
+from foreprop.core.norm import SquareSum
 from foreprop.core.rows import Shard
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
@@ -19,6 +27,7 @@ from foreprop.engine.launch import Connections
 from foreprop.engine.slicestore import (
     AVERAGE,
     DTYPES,
+    GRADIENT,
     MASTER,
     decode_state,
     encode_state,
@@ -33,7 +42,6 @@ from foreprop.training.optimizer import (
     check_elementwise,
     check_groups,
     hyperparameters,
-    optimizer_info,
 )
 from foreprop.version import __version__
 
@@ -48,10 +56,15 @@ class ServedBackend:
     """Servers sum the gradients, apply the optimizer and send the parameters back."""
 
     def __init__(self, setup: Setup) -> None:
-        if not all(info.rows for info in setup.infos):
+        served = [info for info in setup.infos if info.group != NO_GROUP]
+        self._serves = bool(served)
+        """Whether servers apply the optimizer to anything."""
+        if not all(info.rows for info in served):
             check_elementwise(setup.optimizer)
-        check_groups(setup.optimizer)
+        if self._serves:
+            check_groups(setup.optimizer)
         self._setup = setup
+        self._by_workers = setup.by_workers
         self._optimizer = setup.optimizer
         self._memory_factory = MemoryFactory()
         self._loaded: dict[Any, Any] | None = None
@@ -84,6 +97,11 @@ class ServedBackend:
         """Those of tables that workers have, too."""
         return [shard for shard in self._engine.rows.shards if not shard.remote]
 
+    @property
+    def _slices(self) -> Sequence[Slice]:
+        """Those that servers update."""
+        return () if self._by_workers else self._engine.slices
+
     def _manifest(self) -> Manifest:
         setup = self._setup
         return Manifest(
@@ -96,7 +114,9 @@ class ServedBackend:
             knobs=msgspec.structs.replace(
                 setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
             ),
-            optimizer=optimizer_info(setup.optimizer),
+            optimizer=OptimizerInfo(
+                name=type(setup.optimizer).__name__, groups=self._hyperparameters()
+            ),
             parameters=tuple(setup.infos),
             blob_bytes=(
                 setup.buffers.size_bytes,
@@ -123,7 +143,8 @@ class ServedBackend:
         if rank_zero:
             for parameter in parameters:
                 parameter.before_offering()
-            self._send_state(0)  # first: who has the values may ask for it
+            if self._serves:
+                self._send_state(0)  # first: who has the values may ask for it
             self._engine.offer_values()
             for number, info in enumerate(self._setup.infos):
                 if info.rows and info.init is None:
@@ -137,14 +158,17 @@ class ServedBackend:
                 parameter.receive_initial_value()
             for number, tensors in enumerate(shared, _FROZEN):
                 buffers.unpack_into(tensors, self.engine.fetch_blob(number, 0))
-        self._optimizer.state.clear()
+        self._forget_state()
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
         return self._memory_factory.memory_of(parameter)
 
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        return with_scale(hyperparameters(self._optimizer), self._setup.scale)
+        return with_scale(self._hyperparameters(), self._setup.scale)
+
+    def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
+        return hyperparameters(self._optimizer) if self._serves else ()
 
     def announce(self, step: int) -> None:
         self._engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
@@ -156,7 +180,7 @@ class ServedBackend:
             return
         self._engine.settle_rows()
         pieces: dict[int, list[dict[str, Any]]] = {}
-        slices, shards = self._engine.slices, self._shards
+        slices, shards = self._slices, self._shards
         answers = self._engine.fetch_states(_numbers(slices, shards), step)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
@@ -183,7 +207,21 @@ class ServedBackend:
                 own[key] = value
 
     def drop_state(self) -> None:
-        self._optimizer.state.clear()
+        self._forget_state()
+
+    def _forget_state(self) -> None:
+        """Of what servers update, they have the state."""
+        if not self._by_workers:
+            self._optimizer.state.clear()
+        for shard in self._shards:
+            self._optimizer.state.pop(self._setup.parameters[shard.parameter], None)
+
+    def leave_updates(self) -> None:
+        """In the first step: from now on the workers update, and have the state."""
+        if not self._by_workers:
+            self.pull_state(0)
+            self._by_workers = True
+            self._forget_state()
 
     def replace_state(self, step: int) -> None:
         """From the next step on rank 0's counts.
@@ -194,13 +232,13 @@ class ServedBackend:
             self._engine.settle_rows()  # the updates so far go by the old state
             self._send_state(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
-        self._optimizer.state.clear()
+        self._forget_state()
 
     def _send_state(self, step: int) -> None:
         state = self._optimizer.state
         if not state and step == 0:
             return
-        for piece in self._engine.slices:
+        for piece in self._slices:
             parameter = self._setup.parameters[piece.parameter]
             part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
             self._engine.send_state(piece.number, step, encode_state(part))
@@ -214,12 +252,27 @@ class ServedBackend:
             }
             self._engine.send_state(shard.number, step, encode_state(own))
 
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
+        numbers = [piece.number for piece in pieces]
+        answers = self._engine.fetch_states(numbers, step, flags=Flag.GRADIENT)
+        parts = [
+            decode_state(memoryview(answers[piece.number]), elems=piece.elems)[GRADIENT]
+            for piece in pieces
+        ]
+        return torch.cat(parts)
+
+    can_measure = True
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        return self._engine.square_sums(round_)
+
     # The servers' copy of the values.
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         parameters, cast = self._setup.parameters, self._wire_dtypes
         if step == 0 or not any(cast):  # all ranks have started in full
             return parameters
-        pieces: list[Slice | Shard] = [*self._engine.slices, *self._shards]
+        pieces: list[Slice | Shard] = [*self._slices, *self._shards]
         pieces = [piece for piece in pieces if cast[piece.parameter] is not None]
         numbers = [piece.number for piece in pieces]
         answers = self._engine.fetch_states(numbers, step, flags=Flag.MASTER)
@@ -249,7 +302,7 @@ class ServedBackend:
         if step == 0:  # rank 0's values may still be on their way to the servers
             return [start_average(parameter) for parameter in self._setup.parameters]
         pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
-        slices, shards = self._engine.slices, self._shards
+        slices, shards = self._slices, self._shards
         answers = self._engine.fetch_states(_numbers(slices, shards), step, flags=Flag.AVERAGES)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
@@ -268,7 +321,7 @@ class ServedBackend:
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
         """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
         if self.engine.is_rank_zero:
-            for piece in self._engine.slices:
+            for piece in self._slices:
                 flat = averages[piece.parameter].reshape(-1)
                 data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
                 self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
@@ -283,8 +336,10 @@ class ServedBackend:
         self.connections.meeting.refuse(error)
 
     def close(self, *, failed: bool) -> None:
-        self.connections.close(kill=failed)
         self._memory_factory.stop()
+
+    def see_off(self, *, failed: bool) -> None:
+        self.connections.close(kill=failed)
 
     def forget_in_child(self) -> None:
         self.connections.forget_in_child()

@@ -1,4 +1,4 @@
-"""A model, its optimizer and the engine between them: what `parallelize` returns."""
+"""A model, its optimizer and the engine between them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,47 +18,71 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.config import Config
-from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, ParameterInfo
+from foreprop.core.manifest import BUFFERS_BLOB, ITEMSIZE_BYTES, NO_GROUP, ParameterInfo
+from foreprop.core.norm import SquareSum
 from foreprop.core.rowinit import RowInit
 from foreprop.engine.keptrows import VALUES
+from foreprop.engine.parting import wait_for_all
 from foreprop.engine.slicestore import AVERAGE
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.training import buffers, compiled
 from foreprop.training.advice import give_advice
-from foreprop.training.backend import Engine, Setup
+from foreprop.training.averaged import AveragedParameter
+from foreprop.training.averaging import Averaging
+from foreprop.training.backend import Engine, Setup, part
 from foreprop.training.board import Board
 from foreprop.training.compute_trace import ComputeTrace
+from foreprop.training.contract import Session
 from foreprop.training.embeddings import Embeddings, check_kind, check_rest
-from foreprop.training.hybrid import connect, needs_another_backend
+from foreprop.training.firsterror import error_under_way, put_behind
+from foreprop.training.hybrid import connect, is_served, needs_another_backend
 from foreprop.training.lookahead import lookahead
-from foreprop.training.loss_scale import LossScale, announce_scalers, refuse_scaler
+from foreprop.training.loss_scale import LossScale, is_scaled, refuse_scaler
 from foreprop.training.memory import Memory
+from foreprop.training.modelhooks import (
+    BeforeModule,
+    CallingHook,
+    before_forward,
+    before_loading,
+    keep_copies_plain,
+)
 from foreprop.training.moving_average import averaged_state_dict, averages_from
-from foreprop.training.optimizer import can_be_served, check_row_wise, named_parameters
-from foreprop.training.parameter import SynchronisedParameter
+from foreprop.training.optimizer import (
+    can_be_served,
+    check_row_wise,
+    named_parameters,
+    others_named,
+)
+from foreprop.training.optimizercopies import OWN_ATTRIBUTES, keep_copy_plain
+from foreprop.training.parameter import SynchronisedParameter, Watched
 from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
+from foreprop.training.scripted import watch_scripts
+from foreprop.training.settlingstate import give_plain_state
+from foreprop.training.stalereaders import StaleReaders
 from foreprop.training.tables import RemoteTables
+from foreprop.training.uncaught import watch_uncaught_errors
+from foreprop.training.update import Needs, SettingsMark, agree, settled_beforehand
 from foreprop.training.waiting import is_differentiable
 
 if TYPE_CHECKING:  # what only architecture="auto" and slice_elems="auto" need
     from foreprop.training.planning import Outlook, Planning
     from foreprop.training.stepprobe import StepProbe
 
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_managed: dict[int, str] = {}
-"""The parameters of all open sessions, by id: their names."""
+_open_sessions: weakref.WeakSet[ConnectedSession] = weakref.WeakSet()
+_managed: dict[int, tuple[str, weakref.ref[ConnectedSession]]] = {}
+"""The parameters of all open sessions, by id: their names there."""
 
 
-class Session:
-    """One model and optimizer in synchronous data-parallel training. Made by `parallelize`."""
+class ConnectedSession(Session):
+    """A session of several processes, or of one with servers. See `Session` for what it offers."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         world: World,
         config: Config,
         scaler: torch.amp.GradScaler | None = None,
@@ -68,16 +93,33 @@ class Session:
         self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
         self._world = world
         self._model = model
-        self._optimizer = optimizer
         self._closed = False
+        self._optimizer = optimizer or torch.optim.SGD(model.parameters())
+        own = list(named_parameters(model, self._optimizer))
+        self._embeddings = Embeddings(model, own, self._optimizer, config)
+        scaled = scaler is not None and scaler.is_enabled()
+        self._choice = settled_beforehand(
+            config,
+            optimizer,
+            scaler=scaled,
+            dense=len(own) > len(self._embeddings.row_wise),
+            collectives=not is_served(config),
+        )
+        """Who updates; None until the first step has shown it."""
+        self._needs = Needs()
+        self._settings: SettingsMark | None = None  # when the first gradient came
+        self._stepped = optimizer is None  # or there is nothing to step
+        self._handled_before = sys.exception()
+        self.thread_id = threading.get_ident()
         self._loss_scale: LossScale | None = None
-        if scaler is not None and scaler.is_enabled():
-            self._loss_scale = LossScale(scaler, optimizer)
-        self._named = list(named_parameters(model, optimizer))
-        self._embeddings = Embeddings(model, self._named, optimizer, config)
-        check_rest(model, self._named)
+        if scaler is not None and scaled and not self._by_workers:
+            self._loss_scale = LossScale(scaler, self._optimizer)
+        check_rest(model, own)
+        _check_unmanaged(own)
+        self._optimized = len(own)
+        others = others_named(model, self._optimizer)
+        self._named = own + [entry for entry in others if id(entry[1]) not in _managed]
         self._managed_ids = {id(parameter) for _, parameter, _ in self._named} | _managed.keys()
-        _check_unmanaged(self._named)
         self._buffers = buffers.ModelBuffers(model)
         self._compute_trace: ComputeTrace | None = None
         self._restore: list[Callable[[], None]] = [self._embeddings.restore]
@@ -89,6 +131,7 @@ class Session:
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
         self.leaves_rows = False
+        self.stale_readers = StaleReaders() if config.check_stale else None
         try:
             self._connect(self._embeddings.row_wise)
             if self.rank != 0:
@@ -107,8 +150,12 @@ class Session:
         self._announced: Any = None
         self._announced_step = 0
         self._use_order: list[int] = []
+        self._begun = False
         self._in_first_forward = False
-        self._parameters: list[SynchronisedParameter] = []
+        self._parameters: list[SynchronisedParameter | AveragedParameter] = []
+        self._averaging = Averaging(
+            self._optimizer, self.fixed_passes, collectives=not is_served(self.config)
+        )
         self._tables: list[RowParameter | RemoteTable] = []
         self._backend = connect(self._setup(row_wise))
         self.engine: Engine = self._backend.engine
@@ -130,9 +177,8 @@ class Session:
             raise
         for parameter in self._parameters:
             parameter.watch()
-            _managed[id(parameter.parameter)] = parameter.name
-        model: Any = self._model
-        self._forward_hook = model.register_forward_pre_hook(buffers.FirstForward(self))
+            _managed[id(parameter.parameter)] = (parameter.name, weakref.ref(self))
+        self._forward_hook = before_forward(self._model, buffers.FirstForward(self))
 
     def _setup(self, row_wise: Collection[str]) -> Setup:
         model_parameters = self._model.parameters()
@@ -148,23 +194,42 @@ class Session:
                     sparse=entry[0] in self._embeddings.sparse,
                     init=self._embeddings.remote.get(entry[0]),
                 )
-                for entry in self._named
+                for entry in self._with_groups(row_wise)
             ],
             frozen=[p for p in model_parameters if id(p) not in self._managed_ids],
             buffers=self._buffers,
             memory=self._parameters,
             make_trace=self._make_trace,
             loss_scale=self._loss_scale,
+            by_workers=self._by_workers,
         )
+
+    def _with_groups(
+        self, row_wise: Collection[str]
+    ) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+        """With the group that servers need to know, if they are to update the parameter."""
+        for name, parameter, group in self._named:
+            served = not self._by_workers or name in row_wise
+            yield name, parameter, group if served else NO_GROUP
+
+    @property
+    def _by_workers(self) -> bool:
+        """Whether it is settled that workers update all but tables by rows."""
+        return self._choice is not None and self._choice.by_workers
 
     def _synchronised(
         self, index: int, name: str, parameter: torch.nn.Parameter
-    ) -> SynchronisedParameter:
+    ) -> SynchronisedParameter | AveragedParameter:
         if self.engine.parameters[index].init is not None:
             return RemoteTable(index, name, parameter, self, self._backend.rows)
         if self.engine.parameters[index].rows:
             return RowParameter(index, name, parameter, self, self._backend.rows)
-        return SynchronisedParameter(index, name, parameter, self)
+        wanted = index < self._optimized
+        if wanted and self._choice is not None and not self._choice.by_workers:
+            return SynchronisedParameter(index, name, parameter, self)
+        averaged = AveragedParameter(index, name, parameter, self, self._averaging, wanted=wanted)
+        self._averaging.parameters.append(averaged)
+        return averaged
 
     def _find_remote_tables(self) -> RemoteTables:
         return RemoteTables(
@@ -188,7 +253,10 @@ class Session:
         if self._loss_scale is not None:
             session = weakref.ref(self)
             self._restore.append(self._loss_scale.adopt(lambda: _alive(session).grad_norm))
-        self._restore += [*give_advice(), compiled.watch_entries(self)]
+        self._restore += [*give_advice(), compiled.watch_entries(self), *watch_scripts()]
+        self._restore += keep_copies_plain()
+        if self.stale_readers is not None:
+            self._restore.append(self.stale_readers.watch())
         if self._embeddings.row_wise or self._embeddings.candidates:
             self._restore.append(lookahead.join())
         _open_sessions.add(self)
@@ -202,21 +270,36 @@ class Session:
         had = {name: name in vars(optimizer) for name in ("step", "zero_grad")}
 
         @torch.optim.Optimizer.profile_hook_step
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            refuse_scaler(self)
+        def later(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if not _alive(session)._by_workers:
+                refuse_scaler(self)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            _alive(session)._step()
-            self._opt_called = True  # type: ignore[attr-defined]  # schedulers look at this
+            with _alive(session).told_if_it_fails():
+                _alive(session)._step()
             return loss
+
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            alive = _alive(session)
+            alive._stepped = True
+            if alive._choice is None and is_scaled(self):
+                alive._need("a GradScaler leaves it to the optimizer to unscale gradients")
+                alive._begin()
+            if alive._makes_whole_steps():
+                with alive.told_if_it_fails():
+                    result = alive._step_whole(own_step, *args, **kwargs)
+            else:
+                result = later(self, *args, **kwargs)
+            self._opt_called = True  # type: ignore[attr-defined]  # schedulers look at this
+            return result
 
         def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             _alive(session)._discard_gradients(set_to_none)
             own_zero_grad(set_to_none=set_to_none)
 
-        self._restore.append(announce_scalers(optimizer))
+        before = {k: v for k, v in vars(optimizer).items() if k in OWN_ATTRIBUTES}
         if hasattr(own_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -228,15 +311,26 @@ class Session:
                     setattr(optimizer, name, own)
                 else:
                     vars(optimizer).pop(name, None)
+            give_plain_state(optimizer)
 
         self._restore.append(restore)
+
+        def pull_state(*_: Any) -> None:
+            _alive(session)._pull_state()
+
+        def drop_state(*_: Any) -> None:
+            _alive(session)._backend.drop_state()
+
+        self._restore.append(keep_copy_plain(optimizer, before, pull_state, drop_state))
         handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: _alive(session)._pull_state()),
-            optimizer.register_state_dict_post_hook(
-                lambda *_: _alive(session)._backend.drop_state()
+            optimizer.register_state_dict_pre_hook(CallingHook(pull_state)),
+            optimizer.register_state_dict_post_hook(CallingHook(drop_state)),
+            optimizer.register_load_state_dict_pre_hook(
+                # the updates so far go by the old state
+                CallingHook(lambda *_: _alive(session)._settle_all())
             ),
             optimizer.register_load_state_dict_post_hook(
-                lambda _: _alive(session)._replace_state()
+                CallingHook(lambda _: _alive(session)._replace_state())
             ),
         ]
         self._restore += [handle.remove for handle in handles]
@@ -247,18 +341,24 @@ class Session:
             self._compute_trace = ComputeTrace(model, self._trace, lambda: self.completed + 1)
             self._restore.append(self._compute_trace.remove)
         handles = [
-            module.register_load_state_dict_pre_hook(buffers.BeforeLoadStateDict(self))
+            before_loading(module, buffers.BeforeLoadStateDict(self))
             for module in model.modules()  # a part may be loaded by itself
             if next(module.parameters(recurse=False), None) is not None
         ]
+        if self.config.wait == "modules":
+            handles += [before_forward(module, BeforeModule()) for module in model.modules()]
         if self.config.whole_tables not in (None, "all"):
             handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(self)))
             handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(self)))
         handles += self._remote.watch(self._embeddings.modules_of)
         if self._buffers:
-            handles.append(model.register_forward_pre_hook(buffers.BeforeForward(self)))
+            handles.append(before_forward(model, buffers.BeforeForward(self)))
             handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(self)))
         self._restore += [handle.remove for handle in handles]
+
+    def add_undo(self, *functions: Callable[[], None]) -> None:
+        """Call these when the session ends."""
+        self._restore += functions
 
     # What a user asks for.
     @property
@@ -271,11 +371,9 @@ class Session:
 
     @property
     def planning(self) -> bool:
-        """Whether ``architecture="auto"`` or ``slice_elems="auto"`` is still to be decided."""
         return self._planning is not None
 
     def flush(self) -> None:
-        """Wait until every parameter shows the result of the last `optimizer.step()`."""
         self._settle_all()
         self._settle_tables()
 
@@ -297,20 +395,9 @@ class Session:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global 2-norm of the last step's aggregated gradients, before clipping.
-
-        What ``torch.nn.utils.clip_grad_norm_`` returns. Blocks until all ranks' gradients of that
-        step are aggregated, so ask late: after the next forward pass it is there. None before the
-        first step, and unless ``clip_grad_norm`` is set or a scaler was given.
-        """
         return self.engine.grad_norm(self.completed) if self.completed else self._norm_before
 
     def ema_state_dict(self) -> dict[str, Any]:
-        """A copy of the model's state dict with the moving averages instead of the parameters.
-
-        Any rank may ask by itself, between steps. The averages are in float32 at least. Needs
-        ``ema``; raises `ConfigError` otherwise.
-        """
         self._check_averages()
         self.flush()
         averages = self._backend.pull_averages(self.completed)
@@ -318,7 +405,6 @@ class Session:
             return averaged_state_dict(self._model, self._own_parameters(), averages)
 
     def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `ema_state_dict` gave, on every rank alike; buffers are left alone."""
         self._check_averages()
         self.flush()
         with self._remote.aside():
@@ -326,11 +412,6 @@ class Session:
         self._backend.replace_averages(self.completed, averages)
 
     def master_state_dict(self) -> dict[str, Any]:
-        """A copy of the model's state dict with the parameters in full.
-
-        With ``wire_dtype`` servers keep more of them than the workers see; otherwise, and with
-        ``architecture="ring"``, it is just a copy. Any rank may ask by itself, between steps.
-        """
         self.flush()
         masters = self._backend.pull_masters(self.completed)
         with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
@@ -338,12 +419,6 @@ class Session:
 
     # Tables row by row.
     def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """A copy of some rows of a parameter as they are after the last `optimizer.step()`.
-
-        ``numbers``: integers of any shape, on any device; the result has that shape and the rows'.
-        Only these rows are fetched. Any rank may ask by itself, between steps. Raises `IndexError`
-        for rows that are not there.
-        """
         found = self._parameter(name)
         if isinstance(found, RemoteTable):
             return found.rows(numbers)
@@ -352,30 +427,15 @@ class Session:
             return torch.nn.functional.embedding(on_its_device, found.parameter)
 
     def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
-        """Change some rows of a remote table by hand, between steps, on every rank alike.
-
-        ``numbers``: (N,), each once; ``values``: (N, elements per row); rank 0's count. Their
-        optimizer state stays. Blocks until the servers have them.
-        """
         self._remote.set_rows(name, numbers, values)
 
     def save_tables(self, folder: str | os.PathLike[str]) -> None:
-        """Write all remote tables into a folder: values, optimizer state and averages, in full.
-
-        Any rank may, by itself, between steps; nobody needs room for a table. Rows that were never
-        updated or set take no space: they begin alike again.
-        """
         self._remote.save(folder)
 
     def load_tables(self, folder: str | os.PathLike[str]) -> None:
-        """Go on from what `save_tables` wrote, with any number of servers and workers.
-
-        On every rank alike, between steps; rank 0 reads. Raises `ConfigError` on all ranks for
-        tables that do not fit, of which nothing is loaded.
-        """
         self._remote.load(folder)
 
-    def _parameter(self, name: str) -> SynchronisedParameter:
+    def _parameter(self, name: str) -> SynchronisedParameter | AveragedParameter:
         for parameter in self._parameters:
             if parameter.name == name:
                 return parameter
@@ -402,7 +462,6 @@ class Session:
             )
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
         counters = self.engine.counters
         names = [info.name for info in self.engine.parameters]
         return {
@@ -421,12 +480,15 @@ class Session:
         }
 
     def close(self) -> None:
-        """Finish what is under way, say goodbye, stop this process's servers. Idempotent.
+        first = error_under_way(self._handled_before)
+        try:
+            self._close(first)
+        except ForepropError as error:
+            if first is None:
+                raise
+            put_behind(first, error)
 
-        Called at exit by itself. Afterwards model and optimizer are ordinary PyTorch again; the
-        optimizer's state has stayed with the servers, if there are any: take ``state_dict()``
-        before.
-        """
+    def _close(self, first: BaseException | None) -> None:
         if self._closed:
             return
         try:
@@ -435,25 +497,41 @@ class Session:
                 self.saving(True)
                 self._settle_tables()
         except ForepropError as error:
-            self._release(failure=error)
+            self._release(failure=first or error)
             raise
         self._release(failure=None)
 
-    def __enter__(self) -> Session:
+    @contextlib.contextmanager
+    def told_if_it_fails(self) -> Iterator[None]:
+        """What is broken off here cannot be gone on with: the other ranks need not wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank's training has ended with an error: tell the others, whatever comes after."""
+        if self._connected and not self.engine.failed:
+            self.engine.give_up(error)
+
+    def __enter__(self) -> ConnectedSession:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        else:
+            return
+        try:
             self._release(failure=error)
+        except ForepropError as second:
+            put_behind(error, second)
 
     def __repr__(self) -> str:
         step = self._completed_before + self.completed
         return f"<foreprop.Session rank {self.rank} of {self.world_size}, step {step}>"
 
     def describe(self) -> str:
-        """One line: who takes part, how, and over which interface."""
         interface = f" (interface={self.config.interface})" if self.config.interface else ""
         return self._backend.describe() + interface
 
@@ -472,6 +550,9 @@ class Session:
         step = self.completed + 1
         if self._announced_step == step:
             return
+        self._begin()
+        if self._by_workers and not self._tables:
+            return
         self._check_same_parameters()
         numbers = self._backend.numbers()
         if numbers != self._announced:
@@ -487,11 +568,11 @@ class Session:
             for parameter in self._parameters:
                 parameter.watch()
 
-    def first_use_begins(self, parameter: SynchronisedParameter) -> None:
+    def first_use_begins(self, parameter: Watched) -> None:
         if self._probe is not None:
             self._probe.asked(parameter)
 
-    def is_first_use(self, parameter: SynchronisedParameter, result: Any) -> bool:
+    def is_first_use(self, parameter: Watched, result: Any) -> bool:
         if not self._in_first_forward and not is_differentiable(result):
             return False
         if self._probe is not None:
@@ -502,18 +583,103 @@ class Session:
     def memory_of(self, parameter: torch.Tensor) -> Memory:
         return self._backend.memory_of(parameter)
 
-    def gradient_ready(self, parameter: SynchronisedParameter) -> None:
+    def gradient_ready(self, parameter: Watched) -> None:
         if self._compute_trace is not None:
             self._compute_trace.gradient_ready(parameter.name)
         if self._probe is not None:
             self._probe.ready(parameter)
+        if self._choice is None and self._settings is None:
+            self._settings = SettingsMark(self._optimizer)
+
+    def aggregated_gradient(self, parameter: int) -> torch.Tensor:
+        """What the last update of the parameter was made with, flat, from who made it."""
+        return self._backend.pull_gradient(parameter, self.completed)
+
+    def gradients_read(self, parameter: Watched, *, norm: bool = False) -> None:
+        """Somebody reads or edits this rank's own gradient: have it averaged, and the others'."""
+        # collectives average all or nothing, and what they update themselves is not to be had yet
+        if parameter.index < self._optimized or self.engine.every_parameter:
+            what = "the norm of gradients is taken" if norm else f"{parameter.name}.grad is used"
+            self._need(f"{what} between backward() and step()", norm=norm)
+        self._begin()
+        self._averaging.average_all(every=self.engine.every_parameter)
 
     def check_layout(self, parameter: int, layout: torch.layout) -> None:
         info = self.engine.parameters[parameter]
         sparse = layout != torch.strided
-        if sparse:
+        if sparse and info.group != NO_GROUP and not self._by_workers:
             check_row_wise(self._optimizer, {info.name: info.group})
         check_kind(info, self.config.aggregation, sparse=sparse)
+
+    def _begin(self) -> None:
+        """Before the first gradient leaves: who updates, and the priorities."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._choice is None or self._choice.by_workers:
+            self._choose()
+        self._learn_priorities()
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        return self._backend.square_sums(round_)
+
+    def _need(self, reason: str, *, norm: bool = False) -> None:
+        """The first step shows something that servers cannot do."""
+        if self._needs.reason is None:
+            self._needs = Needs(reason, norm)
+
+    def _choose(self) -> None:
+        """What the first step has shown, on whatever rank, decides."""
+        self._look_at_first_step()
+        self._choice = choice = agree(self._board("update"), self._needs, self._choice)
+        self._tell(choice.text)
+        if choice.by_workers:
+            self._averaging.measures = choice.norm and self._backend.can_measure
+            self._backend.leave_updates()
+            return
+        for averaged in [p for p in self._averaging.parameters if p.index < self._optimized]:
+            self._averaging.parameters.remove(averaged)
+            self._parameters[averaged.index] = self._served_instead(averaged)
+        if self._planning is not None:
+            self._planning = self._begin_planning()
+
+    def _look_at_first_step(self) -> None:
+        """What leaves no other trace."""
+        replaced = [p.name for p in self._averaging.parameters if p.is_replaced]
+        if replaced:
+            self._need(f"the gradient of {replaced[0]} is replaced after backward()")
+        several = [p.passes for p in self._averaging.parameters if p.passes - p.discards > 1]
+        if several and self.fixed_passes is None:
+            self._need(f"{max(several)} backward passes make the first step, and may vary")
+        if self._settings is not None and self._settings.is_set():
+            self._need("the optimizer's settings (lr, ...) change between backward() and step()")
+
+    def _served_instead(self, averaged: AveragedParameter) -> SynchronisedParameter:
+        averaged.detach()
+        served = SynchronisedParameter(averaged.index, averaged.name, averaged.parameter, self)
+        passes, discards = averaged.passes - averaged.discards, averaged.discards
+        served.take_over(averaged.gradient, averaged.start, passes=passes, discards=discards)
+        return served
+
+    def _board(self, key: str) -> Board:
+        about = f"{key}/{self._backend.session_id}"
+        return Board(self._world, self.config, about, self.engine.raise_if_failed)
+
+    def _makes_whole_steps(self) -> bool:
+        """Whether the user's own step is called, when all gradients are here."""
+        return self._by_workers and not self._averaging.defers()
+
+    def _step_whole(self, own_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The user's own `step()`, on averaged gradients; it may have a closure that makes them."""
+        self.engine.raise_if_failed()
+        if not (args or kwargs):
+            self._finish_rounds()
+            self._averaging.receive_all()
+        result = own_step(*args, **kwargs)
+        if args or kwargs:
+            self._finish_rounds()
+        self._end_step()
+        return result
 
     def _step(self) -> None:
         self.engine.raise_if_failed()
@@ -521,21 +687,30 @@ class Session:
         if self._loss_scale is not None:
             self._loss_scale.check_stepping()
         self._check_optimizer_unchanged()
+        self._finish_rounds()
+        if self._by_workers:
+            self._averaging.defer_step()
+        self._end_step()
+
+    def _finish_rounds(self) -> None:
+        """All gradients of the step leave that have not left."""
         if self._probe is not None:
             self._probe.end()
-        if self.completed == 0:
-            self._learn_priorities()
+        self._begin()
         step = self.completed + 1
         self.begin_pushing()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.finish_step(step)
-        self.completed = step
+
+    def _end_step(self) -> None:
+        self._averaging.end_step(learning=not self.eager)
+        step = self.completed = self.completed + 1
         for parameter in self._tables:
             parameter.prefetch()
         if self.rank == 0 and self.world_size > 1:
             self._publish_buffers(step)
-        self.engine.end_step(step)
+        self.engine.end_step(self._averaging.rounds.step - 1)
         self._plan()
 
     # architecture="auto", slice_elems="auto".
@@ -609,30 +784,28 @@ class Session:
 
     def _check_same_parameters(self) -> None:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        if count != len(self._parameters):
+        if count != self._optimized:
             raise ConfigError(
-                f"the optimizer had {len(self._parameters)} parameters at parallelize() and has"
+                f"the optimizer had {self._optimized} parameters at parallelize() and has"
                 f" {count} now; call add_param_group() before parallelize()"
             )
 
     def _check_optimizer_unchanged(self) -> None:
+        if self._by_workers and not self._tables:
+            return
         self._check_same_parameters()
         pushed = self._announced_step == self.completed + 1
         if pushed and self._backend.numbers() != self._announced:
             raise TrainingLoopError(
                 "the optimizer's settings (lr, ...) were changed between backward() and"
-                " step(), when gradients had been pushed with the old ones. Change them after"
-                " step(), as LR schedulers do, or before backward()."
+                " step(), when servers had been sent gradients with the old ones. Change them after"
+                " step(), as LR schedulers do, or before backward(); or set parallelize(...,"
+                " update='workers'), with which step() takes what it finds."
             )
 
     def _learn_priorities(self) -> None:
         """Rank 0's order of first use becomes everybody's priorities."""
-        board = Board(
-            self._world,
-            self.config,
-            f"priorities/{self._backend.session_id}",
-            self.engine.raise_if_failed,
-        )
+        board = self._board("priorities")
         for parameter in self._parameters:
             parameter.unwatch()
         self._forget_forward_hook()
@@ -700,6 +873,8 @@ class Session:
             return
         self._closed = True
         _open_sessions.discard(self)
+        if failure is None:
+            self._tell(self._missing_steps())
         try:
             if self._connected:
                 self._disconnect(failure)
@@ -709,21 +884,51 @@ class Session:
                 undo()
             self._restore.clear()
             if self._trace is not None:
-                self._trace.write()
+                self._trace.write()  # last: it may raise
+
+    def _missing_steps(self) -> str | None:
+        """What to say of a loop that never made a step with the optimizer that was given."""
+        if self._stepped or not any(p.passes for p in self._averaging.parameters):
+            return None
+        text = "step() of the optimizer that was given to parallelize() was never called"
+        if self._begun:
+            return f"{text}: gradients were averaged when they were read, with no overlap"
+        return f"{text}, and no gradient was read: nothing has been synchronised, ranks may differ"
 
     def _disconnect(self, failure: BaseException | None) -> None:
         failed = failure is not None or self.engine.failed
         self._connected = False
-        try:
-            self.engine.close(failure=failure)
-        finally:
-            self._backend.close(failed=failed)
+        engine, backend, partings = self.engine, self._backend, self._world.partings
+        backend.close(failed=failed)
+        if self._closed and self._has_siblings and not failed:
+            partings.begin(lambda: part(engine, backend))
+            return
+        part(engine, backend, failure)
+        if not failed:
+            partings.wait()
+
+    @property
+    def _has_siblings(self) -> bool:
+        """Whether this rank has another session open."""
+        return any(session._world is self._world for session in _open_sessions)
 
     def _let_go(self) -> None:
         self._forget_forward_hook()
         for parameter in self._parameters:
             parameter.detach()
-            _managed.pop(id(parameter.parameter), None)
+            _, session = _managed.get(id(parameter.parameter), ("", None))
+            if session is not None and session() is self:
+                del _managed[id(parameter.parameter)]
+
+    def _give_away(self, parameter: torch.Tensor) -> bool:
+        """Another session's optimizer has it; False if this one's has, too."""
+        for averaged in self._averaging.parameters:
+            if averaged.parameter is parameter and averaged.index >= self._optimized:
+                self._averaging.parameters.remove(averaged)
+                averaged.give_away()
+                del _managed[id(parameter)]
+                return True
+        return False
 
     def _forget_in_child(self) -> None:
         self._backend.forget_in_child()
@@ -755,10 +960,15 @@ def _parameter_info(
 
 
 def _check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> None:
+    """Take over what another session only reads; refuse what it updates."""
     for name, parameter, _ in named:
-        if id(parameter) in _managed:
+        if id(parameter) not in _managed:
+            continue
+        theirs, reference = _managed[id(parameter)]
+        session = reference()
+        if session is None or not session._give_away(parameter):
             raise ConfigError(
-                f"parameter {name} belongs to another open session, as {_managed[id(parameter)]}:"
+                f"parameter {name} belongs to another open session, as {theirs}:"
                 " give each parameter to one optimizer, and close() a session before another one"
                 " takes its parameters"
             )
@@ -769,7 +979,7 @@ def is_managed(parameter: torch.Tensor) -> bool:
     return id(parameter) in _managed
 
 
-def _alive(session: weakref.ref[Session]) -> Session:
+def _alive(session: weakref.ref[ConnectedSession]) -> ConnectedSession:
     found = session()
     if found is None or found._closed:
         raise TrainingLoopError("this optimizer's foreprop session has been closed")
@@ -784,6 +994,7 @@ def _close_at_exit() -> None:
     if not _exit_registered:
         _exit_registered = True
         atexit.register(close_all)
+        watch_uncaught_errors(_open_sessions)
         os.register_at_fork(after_in_child=_forget_all_in_child)
 
 
@@ -791,11 +1002,14 @@ def close_all() -> None:
     """Close every open session of this process; after an uncaught error, tell the others why."""
     failure = getattr(sys, "last_value", None)
     for session in list(_open_sessions):
-        with contextlib.suppress(ForepropError):
+        try:
             if failure is not None:
                 session._release(failure=failure)
             else:
                 session.close()
+        except ForepropError as error:
+            print(f"foreprop: at the end: {error}", file=sys.stderr, flush=True)
+    wait_for_all()
 
 
 def _forget_all_in_child() -> None:

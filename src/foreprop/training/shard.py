@@ -2,137 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from foreprop.engine.world import World, current_world
+from foreprop.engine.world import World, current_world, is_alone
 from foreprop.errors import ConfigError
-from foreprop.training.lookahead import lookahead
+from foreprop.training.divided import check_divided, pipeline_stages
+from foreprop.training.loadercopy import Share, divide_loader
+from foreprop.training.order import SharedOrder
+from foreprop.training.ordercheck import OrderCheck
+from foreprop.training.shardedloader import ShardedIterator, ShardedLoader
+from foreprop.training.sharedstream import SharedStream
+from foreprop.training.turns import Turn
 
-T = TypeVar("T")
-
-
-class ShardedLoader:
-    """Iterates over this rank's share; each pass is one epoch, and shuffles anew.
-
-    Batches stay as large as the loader's: N ranks make an N-fold batch. All ranks get equally
-    many batches; the last ones are filled up from the beginning, as DistributedSampler does.
-    """
-
-    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
-        self._loader = loader
-        self._sampler = sampler
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next pass is; for resuming a run."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        self._sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return lookahead.follow(iter(self._loader))
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-class _ShardedBatches(Sampler[list[int]]):
-    """Every world-th batch of somebody's own batch sampler; incomplete rounds are dropped."""
-
-    def __init__(self, batches: Any, world: World) -> None:
-        self._batches = batches
-        self._world = world
-
-    def __iter__(self) -> Iterator[list[int]]:
-        mine: list[int] = []
-        for number, batch in enumerate(self._batches):
-            if number % self._world.size == self._world.rank:
-                mine = batch
-            if number % self._world.size == self._world.size - 1:
-                yield mine
-
-    def __len__(self) -> int:
-        return len(self._batches) // self._world.size
+L = TypeVar("L")
 
 
 def shard(
-    loader: DataLoader[Any], *, seed: int = 0, world: World | None = None
-) -> DataLoader[Any] | ShardedLoader:
+    loader: L, *, seed: int = 0, world: World | None = None, divided: bool = False
+) -> L | ShardedLoader:
     """This rank's share of ``loader``; the loader itself in a world of one.
 
-    A loader that shuffles is shuffled anew in every pass, alike on all ranks, from ``seed``. The
-    batches of a batch sampler of one's own are dealt out in turn, so it must make the same ones on
-    every rank: let it draw from a generator of its own.
-    Raises `ConfigError` for an iterable-style data set, which only its author can divide.
+    ``loader`` is a `DataLoader` of any kind, or any other iterable of batches. Batches stay as
+    large as its own: N ranks make an N-fold batch. All ranks draw the same order, anew in every
+    pass, from ``seed`` and the epoch or from the sampler's own generator, and keep every N-th
+    sample (of one's own batch sampler, and of a plain iterable: batch), beginning with number rank.
+    All get equally many: the last ones are filled up from the beginning, as DistributedSampler
+    does; of batches that come ready-made in a stream, an incomplete last round is left out.
+    What is divided already is taken as it is: a loader with a DistributedSampler or its like, or
+    prepared by accelerate; ``divided=True`` says so of what does not show it. docs/data.md has all.
+
+    Raises `ConfigError` for what cannot be divided, and what is divided for another rank.
     """
-    world = world or current_world()
-    if world.size == 1:
+    alone = world.size == 1 if world is not None else is_alone()
+    if alone or isinstance(loader, ShardedLoader):
         return loader
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigError(
-            "dataset is an IterableDataset, which cannot be divided from outside: yield every"
-            " world_size-th item, starting at rank, in its __iter__"
-        )
-    batches = loader.batch_sampler
-    if batches is None:
-        raise ConfigError("batch_size is None: shard() needs a loader that makes batches")
-    options: dict[str, Any] = {
-        name: getattr(loader, name)
-        for name in (
-            "num_workers",
-            "collate_fn",
-            "pin_memory",
-            "timeout",
-            "worker_init_fn",
-            "multiprocessing_context",
-            "generator",
-            "persistent_workers",
-        )
-    }
-    if loader.num_workers:
-        options["prefetch_factor"] = loader.prefetch_factor
-    if type(batches) is not BatchSampler:
-        return DataLoader(loader.dataset, batch_sampler=_ShardedBatches(batches, world), **options)
-    _check_sampler(batches.sampler)
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        loader.dataset,
-        num_replicas=world.size,
-        rank=world.rank,
-        shuffle=isinstance(batches.sampler, RandomSampler),
-        seed=seed,
-        drop_last=False,
-    )
-    shares: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_size=batches.batch_size,
-        sampler=sampler,
-        drop_last=batches.drop_last,
-        **options,
-    )
-    return ShardedLoader(shares, sampler)
+    world = world or current_world()
+    _check_kind(loader)
+    kind = ShardedIterator if isinstance(loader, Iterator) else ShardedLoader
+    if divided or check_divided(loader, world):
+        return kind(loader, None, loader)
+    shares, share = _divide(loader, Turn(rank=world.rank, size=world.size), seed)
+    if isinstance(share, SharedOrder):
+        share.check = OrderCheck(world, share.sampler)
+    return kind(shares, share, loader)
 
 
-def _check_sampler(sampler: Any) -> None:
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigError("the loader has a DistributedSampler already; do not shard it again")
-    if type(sampler) not in (RandomSampler, SequentialSampler):
+def _check_kind(loader: Any) -> None:
+    ordered = isinstance(loader, IterableDataset) or not isinstance(loader, Dataset)
+    if not ordered or not hasattr(loader, "__iter__"):
         raise ConfigError(
-            f"sampler is {type(sampler).__name__}; shard() divides random and sequential loaders."
-            " Give it as batch_sampler, whose batches are dealt out to the ranks in turn"
+            f"loader is a {type(loader).__name__}: shard() takes a DataLoader, as in"
+            " shard(DataLoader(dataset, batch_size=..., shuffle=True)), or an iterable of batches"
         )
+
+
+def _divide(loader: Any, turn: Turn, seed: int) -> tuple[Any, Share]:
+    if isinstance(loader, DataLoader):
+        return divide_loader(loader, turn, seed)
+    stages = pipeline_stages(loader)
+    if stages and isinstance(stages[0], DataLoader):  # webdataset's WebLoader
+        inner, share = divide_loader(stages[0], turn, seed)
+        changed = copy.copy(loader)
+        changed.pipeline = [inner, *stages[1:]]
+        return changed, share
+    stream = SharedStream(loader, replace(turn, fill=isinstance(loader, Sequence)), seed)
+    return stream, stream

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from foreprop.lab.profile import Profile
 from foreprop.training.attribution import PassRecord, attribute
-from foreprop.training.parameter import SynchronisedParameter
+from foreprop.training.parameter import Watched
 from foreprop.training.passes import Clock, Mark, clock_of
 from foreprop.training.profile import profile_from
 
@@ -24,7 +24,7 @@ class StepProbe:
     What the loop does beside them (loading data, say) counts as computing before the first use.
     """
 
-    def __init__(self, parameters: Sequence[SynchronisedParameter]) -> None:
+    def __init__(self, parameters: Sequence[Watched]) -> None:
         self.records: list[PassRecord] = []
         self._parameters = list(parameters)
         self._clock = _clock_for(parameters)
@@ -45,16 +45,16 @@ class StepProbe:
         self._clock.settle()
         self._began = self._clock.mark()
 
-    def asked(self, parameter: SynchronisedParameter) -> None:
+    def asked(self, parameter: Watched) -> None:
         """An operation with it is about to begin; `used` tells whether it was a use."""
         if self.watches:
             self._asked[parameter.index] = self._clock.mark()
 
-    def used(self, parameter: SynchronisedParameter) -> None:
+    def used(self, parameter: Watched) -> None:
         if self.watches and parameter.index in self._asked:
             self._used.setdefault(parameter.index, self._asked[parameter.index])
 
-    def ready(self, parameter: SynchronisedParameter) -> None:
+    def ready(self, parameter: Watched) -> None:
         if self.watches:
             self._ready[parameter.index] = self._clock.mark()  # of several passes the last one
 
@@ -105,7 +105,7 @@ class StepProbe:
         return profile_from(found, named, numbered, name=name)
 
 
-def _clock_for(parameters: Sequence[SynchronisedParameter]) -> Clock:
+def _clock_for(parameters: Sequence[Watched]) -> Clock:
     devices = {parameter.parameter.device for parameter in parameters}
     gpus = [device for device in devices if device.type == "cuda"]
     return clock_of((gpus or list(devices))[0])

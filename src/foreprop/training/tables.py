@@ -7,8 +7,6 @@ that a step has updated, or somebody has set; the others begin as they always do
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +25,8 @@ from foreprop.training.backend import Backend, RowEngine
 from foreprop.training.board import Board
 from foreprop.training.buffers import ModelHook
 from foreprop.training.remote import RemoteTable
+from foreprop.training.tablefolder import TableFolder
 
-INDEX = "tables.json"
-"""Written last: a folder without it has no complete tables."""
 _PARTS_IN_A_FILE = 16
 _AT_ONCE_ELEMS = 1 << 20
 _MORE, _DONE, _FAILED = "more", "done", "failed: "
@@ -74,19 +71,17 @@ class RemoteTables:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write what the servers keep: values, optimizer state, averages. Any rank by itself."""
         self._check_any()
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / INDEX).unlink(missing_ok=True)
+        files = TableFolder(Path(folder))
         self._rows.settle_rows()
+        files.save(lambda: self._write_to(files))
+
+    def _write_to(self, folder: TableFolder) -> dict[str, Any]:
         described = {}
         for number, (name, table) in enumerate(self._by_name.items()):
-            files: list[str] = []
-            for parts in _in_groups(self._rows.kept_rows(table.index), _PARTS_IN_A_FILE):
-                files.append(f"table-{number}-{len(files)}.pt")
-                _replace(path / files[-1], functools.partial(torch.save, parts))
+            groups = _in_groups(self._rows.kept_rows(table.index), _PARTS_IN_A_FILE)
+            files = [folder.write_part(number, n, parts) for n, parts in enumerate(groups)]
             described[name] = {**self._describe(name), "files": files}
-        text = json.dumps({"tables": described}, indent=1)
-        _replace(path / INDEX, lambda file: file.write_text(text))
+        return described
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Go on from what `save` has written. Every rank calls it alike; rank 0 reads."""
@@ -132,16 +127,11 @@ class RemoteTables:
                     yield
 
     def _read_index(self, folder: Path) -> Mapping[str, Any]:
-        try:
-            found = json.loads((folder / INDEX).read_text())["tables"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"{folder} has no complete tables, as session.save_tables() writes them: {error}"
-            ) from error
+        found = TableFolder(folder).read_index()
         for name in self._by_name:
-            theirs = found.get(name)
+            theirs = found.get(name, {})
             for key, value in self._describe(name).items():
-                other = theirs.get(key) if theirs is not None else None
+                other = theirs.get(key)
                 if other != value:
                     raise ConfigError(
                         f"the tables in {folder} do not fit: {key} of {name} is {value!r} here and"
@@ -150,8 +140,7 @@ class RemoteTables:
             for file in theirs["files"]:
                 if not (folder / file).is_file():
                     raise ConfigError(f"the tables in {folder} are not complete: {file} is missing")
-        tables: Mapping[str, Any] = found
-        return tables
+        return found
 
     def _describe(self, name: str) -> dict[str, Any]:
         info = self._infos[name]
@@ -266,17 +255,10 @@ def _in_groups(parts: Iterator[KeptRows], size: int) -> Iterator[list[Any]]:
 def _parts_in(path: Path) -> Iterator[KeptRows]:
     try:
         parts = torch.load(path, map_location="cpu", weights_only=True)
+        rows = [KeptRows(numbers, entries) for numbers, entries in parts]
     except Exception as error:  # whatever torch makes of a file that is not its own
         raise ConfigError(f"{path} cannot be read as a part of tables: {error}") from error
-    for numbers, entries in parts:
-        yield KeptRows(numbers, entries)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Whoever reads the file sees all of it or none."""
-    unfinished = path.with_name(path.name + ".part")
-    write(unfinished)
-    unfinished.replace(path)
+    yield from rows
 
 
 # What a module's state_dict() has of its table.

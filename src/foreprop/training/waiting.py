@@ -8,6 +8,7 @@ operation. So the wait sits exactly at the first use, whatever uses it: a layer,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -19,6 +20,11 @@ from foreprop.errors import TrainingLoopError
 
 class Pending(Protocol):
     """What the class asks of whoever made the parameter wait."""
+
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The operation's result without waiting, or ``NotImplemented``."""
 
     def before_use(
         self,
@@ -33,11 +39,19 @@ class Pending(Protocol):
     def after_use(self, result: Any) -> None:
         """An operation with the parameter has returned ``result``; None if it has failed."""
 
+    def meets_compiler(self) -> None:
+        """Dynamo looks at it: what it is, or to use it. Raise if it must not be compiled."""
+
 
 _COMPILING = (
     "torch.compile meets a parameter whose update is pending. Enter compiled code in the thread"
     " that called parallelize(), where this is waited for, or call session.flush() before."
 )
+
+
+def refuse_to_be_compiled() -> None:
+    raise TrainingLoopError(_COMPILING)
+
 
 _pending: dict[int, Pending] = {}
 _classes: dict[type, type] = {}
@@ -76,8 +90,8 @@ _IN_PLACE_DUNDERS = frozenset(
 ) | {"__setitem__"}
 
 
-def make_wait(parameter: torch.nn.Parameter, pending: Pending) -> None:
-    """Swap the parameter's class; from now on ``pending`` is asked before each use."""
+def make_wait(parameter: torch.Tensor, pending: Pending) -> None:
+    """Swap the class of a parameter, or a gradient; ``pending`` is asked before each use."""
     cls = type(parameter)
     waiting = _classes.get(cls)
     if waiting is None:
@@ -87,7 +101,7 @@ def make_wait(parameter: torch.nn.Parameter, pending: Pending) -> None:
     parameter.__class__ = waiting
 
 
-def stop_waiting(parameter: torch.nn.Parameter) -> None:
+def stop_waiting(parameter: torch.Tensor) -> None:
     """Give the parameter its own class back."""
     if id(parameter) in _pending:
         cls = type(parameter)
@@ -96,8 +110,25 @@ def stop_waiting(parameter: torch.nn.Parameter) -> None:
         _pending.pop(id(parameter), None)  # last: until then another thread finds it and waits too
 
 
-def is_waiting(parameter: torch.Tensor) -> bool:
-    return id(parameter) in _pending
+def forget(identity: int, pending: Pending) -> None:
+    """The tensor of this ``id`` may be gone, still waiting: nobody waits for it any more."""
+    if _pending.get(identity) is pending:
+        del _pending[identity]
+
+
+def waits_for(tensor: Any) -> Pending | None:
+    """Whoever is asked before each use of it, if it waits."""
+    return _pending.get(id(tensor)) if isinstance(tensor, _Waiting) else None
+
+
+def is_waiting(tensor: torch.Tensor) -> bool:
+    return id(tensor) in _pending and isinstance(tensor, _Waiting)
+
+
+def waiting_parameters() -> list[torch.Tensor]:
+    """All of this process."""
+    owned = [getattr(pending, "parameter", None) for pending in list(_pending.values())]
+    return [tensor for tensor in owned if isinstance(tensor, _Waiting)]  # type: ignore[misc]
 
 
 def is_differentiable(result: Any) -> bool:
@@ -117,12 +148,20 @@ class _Waiting:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            raise TrainingLoopError(_COMPILING)
         if func in NEEDS_NO_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        waited = _waiting_in((args, kwargs)).values()  # none: another thread has just settled it
+        waited = waiting_in((args, kwargs)).values()  # none: another thread has just settled it
+        if torch.compiler.is_compiling():
+            for _, pending in waited:
+                pending.meets_compiler()
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for _, pending in waited:
+            answer = pending.answer(func, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+            break
         targets = _targets(func, args, kwargs)
         watching = [
             pending
@@ -130,34 +169,63 @@ class _Waiting:
             if pending.before_use(func, args, kwargs, in_place=id(tensor) in targets)
         ]
         result = None
+        keeps_on = any(is_waiting(tensor) for tensor, _ in waited)  # a gradient that is only read
+        inside = torch._C.DisableTorchFunctionSubclass() if keeps_on else contextlib.nullcontext()
         try:
-            result = func(*args, **kwargs)
+            with inside:
+                result = func(*args, **kwargs)
         finally:
             for pending in watching:
                 pending.after_use(result)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _outside_torch(self, lambda: copy.deepcopy(self, memo))
+        return _outside_torch(self, lambda plain: copy.deepcopy(plain, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _outside_torch(
-            self, lambda: object.__getattribute__(self, "__reduce_ex__")(protocol)
+            self, lambda plain: object.__getattribute__(plain, "__reduce_ex__")(protocol)
         )
 
+    def __repr__(self) -> str:
+        text: str = _outside_torch(self, repr)
+        return text
 
-def _outside_torch(tensor: Any, use: Callable[[], Any]) -> Any:
+
+def _outside_torch(tensor: Any, use: Callable[[Any], Any]) -> Any:
     """A use that torch would not tell us about, because it starts from the object's class."""
-    pending = _pending[id(tensor)]
-    watching = pending.before_use(use, (), {}, in_place=False)
+
+    def copied() -> Any:
+        if not is_waiting(tensor):
+            results.append(use(tensor))
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient, which goes on waiting
+            plain = tensor.detach()
+        results.append(use(plain))
+        return results[0]
+
+    results: list[Any] = []
+    used([tensor], copied)
+    return results[0]
+
+
+def used(tensors: Iterable[torch.Tensor], use: Callable[[], Any]) -> Any:
+    """Run what uses tensors in a way that torch does not tell; wait for those that are waiting."""
+    watching = [
+        pending
+        for _, pending in waiting_in(list(tensors)).values()
+        if pending.before_use(use, (), {}, in_place=False)
+    ]
+    result = None
     try:
-        return use()
+        result = use()
     finally:
-        if watching:
-            pending.after_use(None)
+        for pending in watching:
+            pending.after_use(result)
+    return result
 
 
-def _waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:
+def waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:
     """All waiting parameters among a call's arguments, however they are nested."""
     found: dict[int, tuple[torch.Tensor, Pending]] = {}
     rest = [value]
@@ -165,7 +233,7 @@ def _waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:
         item = rest.pop()
         if isinstance(item, torch.Tensor):
             pending = _pending.get(id(item))
-            if pending is not None:
+            if pending is not None and isinstance(item, _Waiting):
                 found[id(item)] = (item, pending)
         elif isinstance(item, (list, tuple)):
             rest.extend(reversed(item))

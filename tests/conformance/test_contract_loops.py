@@ -1,0 +1,125 @@
+"""Loops whose passes, steps and discards vary: each step applies what plain PyTorch would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.conformance.averaging_by_hand import (
+    Average,
+    ReadingLoop,
+    backward,
+    check_contract,
+    gradients,
+)
+from tests.conformance.parity import Batch, with_sgd
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "workers": {"update": "workers"},
+    "ring": {"update": "workers", "architecture": "ring"},
+    "tensorflow": {"update": "workers", "preset": "tensorflow"},
+}
+
+
+def accumulating(passes: Sequence[int]) -> ReadingLoop:
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        rest = list(batches)
+        for count in passes:
+            optimizer.zero_grad()
+            for _ in range(count):
+                backward(model, rest.pop(0), 1 / count)
+            average(model)
+            optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("passes", [(2, 3, 1), (1, 2, 3, 4), (3, 3, 1, 1, 3)], ids=str)
+def test_passes_vary(passes: tuple[int, ...], setting: str) -> None:
+    check_contract(with_sgd(), accumulating(passes), steps=sum(passes), **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_skipped_steps(setting: str, zeroed: bool) -> None:
+    """Without `zero_grad()` the next step is made with both batches."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        for number, batch in enumerate(batches):
+            backward(model, batch)
+            if number == 2:
+                if zeroed:
+                    optimizer.zero_grad()
+                continue
+            average(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check_contract(with_sgd(), loop, steps=5, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_that_are_read_and_added_to(setting: str) -> None:
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
+        seen = []
+        for number, batch in enumerate(batches):
+            backward(model, batch)
+            average(model)
+            seen += gradients(model)
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return seen
+
+    check_contract(with_sgd(), loop, steps=6, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_model_zeroes_gradients(setting: str, set_to_none: bool) -> None:
+    """After `step()`, whose updates are still pending; and between two passes."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        for number, batch in enumerate(batches):
+            if number == 2:
+                backward(model, batches[0])
+                model.zero_grad(set_to_none=set_to_none)
+            backward(model, batch)
+            average(model)
+            optimizer.step()
+            model.zero_grad(set_to_none=set_to_none)
+
+    check_contract(with_sgd(), loop, steps=5, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("settings", [{}, *SETTINGS.values()], ids=str)
+def test_the_rate_changes_between_backward_and_step(settings: dict[str, Any]) -> None:
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            backward(model, batch)
+            average(model)
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 2)
+            optimizer.step()
+
+    check_contract(with_sgd(), loop, steps=4, **settings)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_loop_that_starts_anew_without_zeroing(setting: str) -> None:
+    """What an epoch's last passes have left is part of the next one's first step."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        for epoch in (batches[:3], batches[3:]):
+            for number, batch in enumerate(epoch):
+                backward(model, batch)
+                if number % 2:
+                    average(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    check_contract(with_sgd(), loop, steps=7, **SETTINGS[setting])

@@ -1,0 +1,185 @@
+"""Who greets late, twice or wrongly is refused on its own connection; the session goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from foreprop.core.manifest import ParameterInfo
+from foreprop.core.wire import Kind
+from foreprop.engine import reception, server
+from tests.faults.test_malformed import resident_bytes
+from tests.faults.test_malformed_to_relays import MANIFEST, node
+from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, session
+
+pytestmark = pytest.mark.timeout(60)
+
+LATE: dict[str, Callable[[Client], None]] = {
+    "a rank of a larger world": lambda c: c.hello(manifest_of(9)),
+    "a rank that is there": lambda c: c.hello(),
+    "a greeting alone": lambda c: c.greet(),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_a_late_greeting_is_refused_alone(name: str, rank: int) -> None:
+    with session() as running:
+        running.make_a_step()
+        stranger = running.stranger(rank)
+        LATE[name](stranger)
+        failure = stranger.expect_failure()
+        assert failure.kind == "HandshakeError"
+        assert f"rank {rank} says hello and the session has begun" in failure.message
+        stranger.expect_end()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def test_a_late_greeting_to_a_relay_is_refused_alone() -> None:
+    with node() as running:
+        port = running.workers[0].sock.getpeername()[1]
+        for rank in (2, 3, 5):
+            stranger = Client(port, rank)
+            stranger.hello(MANIFEST)
+            assert "the session has begun" in stranger.expect_failure().message
+            stranger.close()
+        running.make_a_step()
+
+
+def joins_all_the_same(running: Session) -> None:
+    running.join()
+    running.make_a_step()
+    running.say_goodbye()
+
+
+def greet_and(client: Client, then: Callable[[], None]) -> None:
+    client.greet()
+    then()
+
+
+IMPOSSIBLE: dict[str, Callable[[Client], None]] = {
+    "not JSON": lambda c: greet_and(c, lambda: c.send(Kind.MANIFEST, b"\xff\x00 no")),
+    "deep JSON": lambda c: greet_and(c, lambda: c.send(Kind.MANIFEST, b"[" * 200_000)),
+    "no parameters": lambda c: c.hello(manifest_of(parameters=())),
+    "a smaller world": lambda c: c.hello(manifest_of(1)),
+    "an endless world": lambda c: c.hello(manifest_of(2**40)),
+    "endless servers": lambda c: c.hello(manifest_of(servers=2**40)),
+    "a push": lambda c: greet_and(c, lambda: c.send(Kind.PUSH, b"x" * 24, step=1)),
+    "gone again": lambda c: greet_and(c, lambda: c.sock.shutdown(1)),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_worker_can_join_after_a_stranger_with_its_rank(name: str) -> None:
+    with session(joined=False) as running:
+        stranger = running.stranger(1)
+        IMPOSSIBLE[name](stranger)
+        stranger.expect_end()
+        joins_all_the_same(running)
+
+
+@pytest.mark.parametrize("manifest", [manifest_of(9), manifest_of(2)])
+def test_a_rank_that_the_world_does_not_have(manifest: object) -> None:
+    """The server knows its world before the first worker comes."""
+    with session(joined=False) as running:
+        running.server._reception._world_size = 2
+        stranger = running.stranger(5)
+        stranger.hello(manifest)  # type: ignore[arg-type]
+        assert "rank 5 of 2" in stranger.expect_failure().message
+        joins_all_the_same(running)
+
+
+def test_a_manifest_of_another_world_is_refused_alone() -> None:
+    with session(joined=False) as running:
+        running.server._reception._world_size = 2
+        stranger = running.stranger(1)
+        stranger.hello(manifest_of(9))
+        assert "rank 1 of 9 in a world of 2" in stranger.expect_failure().message
+        stranger.expect_end()
+        joins_all_the_same(running)
+
+
+def test_a_second_rank_1_is_told_and_the_first_goes_on() -> None:
+    with session(joined=False) as running:
+        first, second = running.stranger(1), running.stranger(1)
+        first.hello()
+        deadline = time.monotonic() + 10
+        while 1 not in running.server._peers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        second.hello()
+        assert "two workers say that they are rank 1" in second.expect_failure().message
+        zero = running.stranger(0)
+        zero.hello()
+        for worker in (zero, first):
+            worker.expect(Kind.WELCOME)
+
+
+def test_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest makes room, so there are never many, and workers come through."""
+    monkeypatch.setattr(reception, "MAX_STRANGERS", 5)
+    with session(joined=False) as running:
+        idle = [running.stranger() for _ in range(30)]
+        for silent in idle[:25]:
+            silent.expect_end()
+        assert receiving_threads() <= 7
+        joins_all_the_same(running)
+
+
+def test_who_does_not_greet_in_time_loses_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "GREETING_S", 0.3)
+    monkeypatch.setattr(server, "_MOST_POLL_S", 0.1)
+    with session() as running:
+        idle = [running.stranger() for _ in range(5)]
+        for half, silent in enumerate(idle):
+            silent.raw(reception.greeting(SESSION, 1)[: half * 7])
+            silent.expect_end()
+        deadline = time.monotonic() + 10
+        while receiving_threads() > 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.make_a_step()
+        running.say_goodbye()
+
+
+def receiving_threads() -> int:
+    names = [thread.name for thread in threading.enumerate()]
+    return names.count("foreprop-server0-receive")
+
+
+def test_what_a_stranger_says_is_neither_kept_nor_decoded() -> None:
+    """40 connections with as much as they can say take no memory, and no time of a step's."""
+    with session() as running:
+        running.make_a_step()
+        before = resident_bytes()
+        strangers = [running.stranger(1) for _ in range(40)]
+        for stranger in strangers:
+            stranger.send(Kind.HELLO, b"[" * 100_000, says_bytes=2**26)
+        started = time.monotonic()
+        running.make_a_step()
+        assert time.monotonic() - started < 2.0
+        assert resident_bytes() - before < 2**25
+        running.say_goodbye()
+
+
+def test_the_manifest_of_a_model_with_many_parameters_fits() -> None:
+    """5,000 parameters, each in a group of its own: larger than a greeting may ever be."""
+    with session(joined=False) as running:
+        made = manifest_of()
+        groups = made.optimizer.groups * 5_000
+        parameters = tuple(
+            ParameterInfo(name=f"{'layer.' * 9}{n}.weight", shape=(6,), dtype="float32", group=n)
+            for n in range(5_000)
+        )
+        optimizer = msgspec.structs.replace(made.optimizer, groups=groups)
+        made = msgspec.structs.replace(made, parameters=parameters, optimizer=optimizer)
+        assert len(made.encode()) > 2**20
+        workers = [running.stranger(rank) for rank in range(2)]
+        for worker in workers:
+            worker.hello(made)
+        for worker in workers:
+            worker.expect(Kind.WELCOME)

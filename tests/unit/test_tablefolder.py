@@ -1,0 +1,220 @@
+"""Whatever happens to a save, and whenever, the tables that were there before can be loaded."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foreprop.errors import ConfigError, StorageError
+from foreprop.training import tablefolder
+from foreprop.training.tablefolder import INDEX, TableFolder
+
+PARTS = 3
+
+
+class PowerCut(BaseException):
+    """From here on the process does nothing any more."""
+
+
+class Disk:
+    """Stands for the module's ``open`` and ``os``; trouble begins with operation number ``at``.
+
+    ``cut``: nothing after that happens, and what was not synced is lost. Otherwise the disk is
+    full: nothing more can be written, but files can be removed and renamed.
+    """
+
+    def __init__(self, at: int | None = None, *, cut: bool = False) -> None:
+        self.done = 0
+        self._at = at
+        self._cut = cut
+        self._unsynced: dict[int, Path] = {}  # by descriptor
+        self.fired = False
+
+    def act(self, *, writes: bool = True) -> None:
+        self.done += 1
+        if self._at is None or self.done < self._at or not (writes or self._cut):
+            return
+        if self._cut and not self.fired:
+            for path in self._unsynced.values():
+                os.truncate(path, 0)
+        self.fired = True
+        raise PowerCut if self._cut else OSError(errno.ENOSPC, "No space left on device")
+
+    def open(self, path: Path, mode: str | int) -> Any:
+        if isinstance(mode, int):
+            return os.open(path, mode)  # the folder, to be synced
+        self.act()
+        file = builtins.open(path, mode)  # noqa: SIM115
+        self._unsynced[file.fileno()] = path
+        return File(self, file)
+
+    def fsync(self, descriptor: int) -> None:
+        self.act()
+        self._unsynced.pop(descriptor, None)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self.act(writes=False)
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self.act(writes=False)
+        os.unlink(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+class File:
+    def __init__(self, disk: Disk, file: Any) -> None:
+        self._disk, self._file = disk, file
+
+    def write(self, data: bytes) -> int:
+        half = memoryview(data).cast("B")
+        self._file.write(half[: len(half) // 2])
+        self._disk.act()
+        self._file.write(half[len(half) // 2 :])
+        return len(half)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def save(folder: Path, value: int) -> None:
+    files = TableFolder(folder)
+
+    def write_parts() -> dict[str, Any]:
+        parts = [torch.full((50,), value + number) for number in range(PARTS)]
+        return {"t": {"files": [files.write_part(0, n, part) for n, part in enumerate(parts)]}}
+
+    files.save(write_parts)
+
+
+def load(folder: Path) -> list[int]:
+    names = TableFolder(folder).read_index()["t"]["files"]
+    return [int(torch.load(folder / name, weights_only=True)[7]) for name in names]
+
+
+def on(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    monkeypatch.setattr(tablefolder, "open", disk.open, raising=False)
+    monkeypatch.setattr(tablefolder, "os", disk)
+
+
+def operations(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    """How many a second save into one folder takes."""
+    with monkeypatch.context() as patch:
+        save(folder, 100)
+        on(patch, disk := Disk())
+        save(folder, 200)
+    return disk.done
+
+
+OLD, NEW = [100, 101, 102], [200, 201, 202]
+
+
+def test_killed_or_without_power_at_every_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = operations(monkeypatch, tmp_path / "count")
+    found = []
+    for at in range(1, count + 1):
+        folder = tmp_path / str(at)
+        save(folder, 100)
+        disk = Disk(at, cut=True)
+        on(monkeypatch, disk)
+        with contextlib.suppress(PowerCut, RuntimeError):  # torch's, from a write
+            save(folder, 200)
+        monkeypatch.undo()
+        assert disk.fired
+        found.append(load(folder))
+        save(folder, 300)
+        assert load(folder) == [300, 301, 302]
+        assert len(list(folder.iterdir())) == PARTS + 1, "leftovers"
+    assert count > 20
+    last_old = max(at for at, loaded in enumerate(found) if loaded == OLD)
+    assert found == [OLD] * (last_old + 1) + [NEW] * (count - last_old - 1)
+    assert NEW in found
+
+
+def test_a_full_disk_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = operations(monkeypatch, tmp_path / "count")
+    for at in range(1, count + 1):
+        folder = tmp_path / str(at)
+        save(folder, 100)
+        on(monkeypatch, disk := Disk(at))
+        told = ""
+        try:
+            save(folder, 200)
+        except StorageError as error:
+            told = str(error)
+        monkeypatch.undo()
+        assert told.startswith(f"cannot save tables in {folder}: ") == disk.fired
+        assert disk.fired or at > count - 2 * PARTS  # only removing was left
+        assert len(list(folder.iterdir())) in (PARTS + 1, 2 * PARTS + 1)
+        assert load(folder) in (OLD, NEW)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot save tables in .*file/tables"):
+        save(tmp_path / "file" / "tables", 1)
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    for name in ("table-of-contents.pt", "model.pt", "table-0-0.pt.bak"):
+        (tmp_path / name).touch()
+    save(tmp_path, 100)
+    save(tmp_path, 200)
+    assert len(list(tmp_path.iterdir())) == PARTS + 4
+
+
+NAMES: list[Any] = ["../x.pt", "/etc/passwd", "table-0-0.pt/../../x.pt", "", 7, None, ["table"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: Any) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"tables": {"t": {"files": [name]}}}))
+    with pytest.raises(ConfigError, match="has no complete tables"):
+        TableFolder(tmp_path).read_index()
+
+
+INDICES: dict[str, Callable[[], str]] = {
+    "nothing": lambda: "",
+    "a list": lambda: "[]",
+    "no tables": lambda: "{}",
+    "a number": lambda: '{"tables": 3}',
+    "a table that is a number": lambda: '{"tables": {"t": 3}}',
+    "files that are a number": lambda: '{"tables": {"t": {"files": 3}}}',
+    "very deep": lambda: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_that_is_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX).write_text(INDICES[name]())
+    with pytest.raises(ConfigError, match="has no complete tables"):
+        TableFolder(tmp_path).read_index()
+
+
+def test_a_save_of_the_first_format_loads_and_is_replaced(tmp_path: Path) -> None:
+    """Whose parts had no number of their save."""
+    torch.save(torch.full((50,), 5), tmp_path / "table-0-0.pt")
+    (tmp_path / INDEX).write_text(json.dumps({"tables": {"t": {"files": ["table-0-0.pt"]}}}))
+    assert load(tmp_path) == [5]
+    save(tmp_path, 100)
+    assert load(tmp_path) == OLD
+    assert not (tmp_path / "table-0-0.pt").exists()
