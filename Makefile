@@ -5,12 +5,16 @@
 #                     make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   PYTHON        interpreter that makes the environment (default: python3)
 #   PYTEST_ARGS   what pytest runs and how, e.g. PYTEST_ARGS="tests/unit -x"
+#   PROGRAMS_DIR  where clones of other people's programs are, for test-programs
+#   PROGRAMS      parts of their names, and options, e.g. PROGRAMS="nanoGPT --worlds 2"
 #
 # pip's own settings (PIP_FIND_LINKS, PIP_INDEX_URL, pip.conf) apply as usual.
 
 PYTHON      ?= python3
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+PROGRAMS_DIR ?= runs/programs/sources
+PROGRAMS    ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -20,10 +24,10 @@ PARALLEL := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo check clean
+.PHONY: help setup test test-programs demo check clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv and install foreprop into it, with the development tools
 
@@ -37,6 +41,11 @@ ifeq ($(PYTEST_ARGS),)
 else
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 endif
+
+test-programs: $(STAMP) ## run other people's training programs beside DDP (docs/programs.md)
+	@[ -d $(PROGRAMS_DIR)/site ] || $(PIP) install -q --no-deps --target $(PROGRAMS_DIR)/site \
+	    -r tests/programs/requirements.txt
+	PROGRAMS_DIR=$(PROGRAMS_DIR) $(BIN)/python -m tests.programs $(PROGRAMS)
 
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
 	$(BIN)/foreprop demo
