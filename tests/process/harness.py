@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ class Run:
     """Processes of one test. Leaving the block ends whatever is still there."""
 
     folder: Path
+    temporary: Path  # TMPDIR of its processes
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[psutil.Process] = field(default_factory=list)
     outputs: list[Path] = field(default_factory=list)
@@ -53,12 +55,6 @@ class Run:
     def environment(self, scenario: Scenario, **more: str) -> dict[str, str]:
         variables = {"SCENARIO": scenario.encode(), "RESULTS": str(self.folder)}
         return environment(self.mark, {**variables, "TMPDIR": str(self.temporary), **more})
-
-    @property
-    def temporary(self) -> Path:
-        folder = self.folder / "tmp"
-        folder.mkdir(exist_ok=True)
-        return folder
 
     def start(
         self,
@@ -164,11 +160,13 @@ class Run:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Run]:
-    run = Run(folder)
-    try:
-        yield run
-    finally:
-        run.end()
+    # not in pytest's folder: the path of a loader's socket may have 107 bytes and no more
+    with tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True) as temporary:
+        run = Run(folder, Path(temporary))
+        try:
+            yield run
+        finally:
+            run.end()
 
 
 class Zygote:
