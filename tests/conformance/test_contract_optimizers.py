@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from foreprop.errors import TrainingLoopError
 from tests.conformance.averaging_by_hand import (
     Average,
     ReadingLoop,
@@ -22,6 +24,15 @@ WORKERS: dict[str, dict[str, Any]] = {
     "auto": {},
     "workers": {"update": "workers"},
     "ring": {"update": "workers", "architecture": "ring"},
+}
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "servers": {"update": "servers"},
+    "workers": WORKERS["workers"],
+    "ring": WORKERS["ring"],
+    "ring's own": {"architecture": "ring", "update": "servers"},
+    "hybrid": {"architecture": "hybrid"},
 }
 
 
@@ -254,9 +265,9 @@ def _looked_at(model: Any, optimizer: Any, batches: Sequence[Batch], average: Av
     return seen
 
 
-@pytest.mark.parametrize("setting", ["workers", "ring"])
+@pytest.mark.parametrize("setting", STATES)
 def test_the_optimizer_s_state_is_there_after_step(setting: str) -> None:
-    check_contract(made_by(OPTIMIZERS["Adam"]), _looked_at, **WORKERS[setting])
+    check_contract(made_by(OPTIMIZERS["Adam"]), _looked_at, **STATES[setting])
 
 
 def _reset(model: Any, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
@@ -270,8 +281,44 @@ def _reset(model: Any, optimizer: Any, batches: Sequence[Batch], average: Averag
                 optimizer.state[parameter]["exp_avg"].zero_()
         if number == 2:
             optimizer.state.clear()
+        if number == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if number == 4:
+            optimizer.state = defaultdict(dict)
+        if number == 5:
+            assert optimizer.state[parameter]  # and another look, with a state_dict in between
+            optimizer.state_dict()
+            optimizer.state[parameter]["exp_avg"].mul_(0.5)
 
 
-@pytest.mark.parametrize("setting", ["workers", "ring"])
+@pytest.mark.parametrize("setting", STATES)
 def test_the_optimizer_s_state_may_be_reset(setting: str) -> None:
-    check_contract(made_by(OPTIMIZERS["Adam"]), _reset, steps=5, **WORKERS[setting])
+    check_contract(made_by(OPTIMIZERS["Adam"]), _reset, steps=7, **STATES[setting])
+
+
+def _cleared(optimizer: Any) -> None:
+    if len(optimizer.state):
+        optimizer.state.clear()
+
+
+def _assigned(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [(_cleared, "state is used between backward"), (_assigned, "state was changed between")],
+)
+def test_the_optimizer_s_state_may_be_reset_just_before_step(edit: Any, told: str) -> None:
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch], average: Average) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            backward(model, batch)
+            average(model)
+            edit(optimizer)
+            optimizer.step()
+
+    build = made_by(OPTIMIZERS["Adam"])
+    check_contract(build, loop, steps=5, **WORKERS["workers"])
+    with pytest.raises(TrainingLoopError, match=told):
+        check_contract(build, loop, steps=5, update="servers")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.programs.compare import EQUAL, REFUSED
 from tests.programs.examine import Examination
-from tests.programs.own import SOURCES, TINY, WRAPPED
+from tests.programs.own import REDUCED, SOURCES, TINY, WRAPPED
 from tests.programs.program import after
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -42,5 +42,12 @@ def test_what_a_program_says_when_it_fails_is_told(examination: Examination) -> 
 def test_ddp_left_in_has_ddps_bits(examination: Examination) -> None:
     """Given to `parallelize`, used around the model that was given, and made afterwards."""
     examination.run(WRAPPED, 2)
+    found = examination.comparisons[0]
+    assert found.verdict == EQUAL, found
+
+
+def test_a_script_that_averages_its_gradients_itself(examination: Examination) -> None:
+    """The average of averages is the average, however all_reduce is given it."""
+    examination.run(REDUCED, 2)
     found = examination.comparisons[0]
     assert found.verdict == EQUAL, found

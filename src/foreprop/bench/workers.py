@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -18,7 +18,6 @@ def run_workers(
     count: int,
     work: Callable[..., Any],
     *arguments: Any,
-    environment: Mapping[str, str] | None = None,
 ) -> dict[int, Any]:
     """Run ``work(*arguments)`` in ``count`` processes on this machine; the results by rank.
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from foreprop.bench.exchange import Exchange, measure_exchange
 from foreprop.bench.jitter import simulate_jitter
+from foreprop.bench.loopback import MODELS, measure_loopback
 from foreprop.bench.overhead import measure_scheduling, measure_waiting
 from foreprop.bench.plain import measure_alone
 from foreprop.bench.tables import measure_tables
@@ -83,6 +84,34 @@ def alone(
         shown.add_column(heading, justify="right")
     for cost in measure_alone(rounds=rounds, steps=steps):
         shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.3f}", f"{cost.ratio:.3f}")
+    Console().print(shown)
+
+
+@bench.command("loopback")
+def loopback(
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; by default all.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks, on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind in a round.")] = 20,
+) -> None:
+    """Where the network costs nothing: step and CPU time beside DDP's; kinds alternate.
+
+    "ddp, again" shows how far to believe the others. CPU time is that of all ranks together, in
+    milliseconds per step: of threads that train, of the ranks' other threads, of servers.
+    """
+    unknown = sorted(set(model or ()) - set(MODELS))
+    if unknown:
+        raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {list(MODELS)}")
+    shown = Table(title=f"{ranks} ranks, medians of {rounds} rounds of {steps} steps each")
+    for heading in ("", "", "step, ms", "of DDP's", "CPU: training", "others", "servers"):
+        shown.add_column(heading, justify="right")
+    kinds, models = ["p2p", "ring"], model or list(MODELS)
+    costs = measure_loopback(models=models, kinds=kinds, ranks=ranks, rounds=rounds, steps=steps)
+    for cost in costs:
+        cpu = [f"{used_s * 1e3:.1f}" for used_s in cost.cpu]
+        shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.1f}", f"{cost.ratio:.2f}", *cpu)
     Console().print(shown)
 
 

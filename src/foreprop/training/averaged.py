@@ -58,6 +58,9 @@ class Together(Protocol):
     def close_round(self) -> None:
         """Some gradients have changed since they left."""
 
+    def gradient_added(self) -> None:
+        """There is one that has not been averaged."""
+
 
 class AveragedParameter:
     """The life of one parameter between `backward()`, `step()` and its next use."""
@@ -175,6 +178,7 @@ class AveragedParameter:
     def _note_own(self, gradient: torch.Tensor) -> None:
         """What is in ``p.grad`` is this rank's own: who reads it waits for the average."""
         self._own = True
+        self._together.gradient_added()
         self._fresh |= self._seen.see(gradient)
         self._seen.wait()
 

@@ -25,6 +25,8 @@ class Averaging:
         self.measures = False
         """Whether servers tell every round's sums of squares."""
         self.parameters: list[AveragedParameter] = []
+        self._averaged: tuple[int, bool, bool] | None = None
+        """The round of which nothing is left to be averaged, and how it was."""
         self._stepper = LocalStepper(optimizer, self.settle)
 
     @property
@@ -41,15 +43,23 @@ class Averaging:
             parameter.leave_out()
         self.rounds.begin_again()
 
+    def gradient_added(self) -> None:
+        """There is one that has not been averaged."""
+        self._averaged = None
+
     def average_all(self, *, every: bool) -> None:
         """Somebody reads a gradient: have all averaged that are there.
 
         ``every``: tell also of parameters without one, for whom the others wait.
         """
+        asked = (self.rounds.serial, every, self.measures)
+        if asked == self._averaged:  # whoever clips asks once for each gradient
+            return
         for parameter in self.parameters:
             parameter.average()
             if (every or self.measures) and not parameter.left:
                 parameter.leave_out()
+        self._averaged = asked
 
     def defer_step(self) -> None:
         """Make the optimizer's step for each parameter when its average is here."""

@@ -61,6 +61,7 @@ from foreprop.training.remote import RemoteTable
 from foreprop.training.rows import RowParameter
 from foreprop.training.scripted import watch_scripts
 from foreprop.training.settlingstate import give_plain_state
+from foreprop.training.shownstate import ShownState
 from foreprop.training.stalereaders import StaleReaders
 from foreprop.training.tables import RemoteTables
 from foreprop.training.uncaught import watch_uncaught_errors
@@ -128,6 +129,13 @@ class ConnectedSession(Session):
         self._norm_before: float | None = None  # of the last of those steps
         self._planning: Planning | None = None
         self._outlook: Outlook | None = None
+        session = weakref.ref(self)
+        self._state = ShownState(
+            self._optimizer,
+            fetch=lambda: _alive(session)._pull_state(),
+            forget=lambda: _alive(session)._backend.drop_state(),
+            replace=lambda: _alive(session)._replace_state(),
+        )
         self._forward_hook: RemovableHandle | None = None
         self._connected = False
         self.leaves_rows = False
@@ -314,12 +322,14 @@ class ConnectedSession(Session):
             give_plain_state(optimizer)
 
         self._restore.append(restore)
+        if not self._by_workers:
+            self._state.watch()
 
         def pull_state(*_: Any) -> None:
-            _alive(session)._pull_state()
+            _alive(session)._state.lend()
 
         def drop_state(*_: Any) -> None:
-            _alive(session)._backend.drop_state()
+            _alive(session)._state.take_back()
 
         self._restore.append(keep_copy_plain(optimizer, before, pull_state, drop_state))
         handles = [
@@ -330,7 +340,7 @@ class ConnectedSession(Session):
                 CallingHook(lambda *_: _alive(session)._settle_all())
             ),
             optimizer.register_load_state_dict_post_hook(
-                CallingHook(lambda _: _alive(session)._replace_state())
+                CallingHook(lambda _: _alive(session)._state.loaded())
             ),
         ]
         self._restore += [handle.remove for handle in handles]
@@ -550,6 +560,7 @@ class ConnectedSession(Session):
         step = self.completed + 1
         if self._announced_step == step:
             return
+        self._state.take()
         self._begin()
         if self._by_workers and not self._tables:
             return
@@ -631,11 +642,14 @@ class ConnectedSession(Session):
     def _choose(self) -> None:
         """What the first step has shown, on whatever rank, decides."""
         self._look_at_first_step()
+        self._state.take()
         self._choice = choice = agree(self._board("update"), self._needs, self._choice)
         self._tell(choice.text)
         if choice.by_workers:
             self._averaging.measures = choice.norm and self._backend.can_measure
-            self._backend.leave_updates()
+            with self._state.quietly():
+                self._backend.leave_updates()
+            self._state.end()
             return
         for averaged in [p for p in self._averaging.parameters if p.index < self._optimized]:
             self._averaging.parameters.remove(averaged)
@@ -687,6 +701,8 @@ class ConnectedSession(Session):
         if self._loss_scale is not None:
             self._loss_scale.check_stepping()
         self._check_optimizer_unchanged()
+        if self._announced_step > self.completed:
+            self._state.check_unedited()
         self._finish_rounds()
         if self._by_workers:
             self._averaging.defer_step()
@@ -758,7 +774,8 @@ class ConnectedSession(Session):
         before, self.config = self.config, plan.applied_to(self.config)
         row_wise = {info.name for info in self.engine.parameters if info.rows}
         if needs_another_backend(before, self.config, planning.nodes) or plan.row_wise != row_wise:
-            self._reconnect(plan.row_wise)
+            with self._state.quietly():
+                self._reconnect(plan.row_wise)
         self._outlook = plan.outlook()
 
     def _tell(self, text: str | None) -> None:
@@ -860,6 +877,13 @@ class ConnectedSession(Session):
     # Optimizer state passes through the user's optimizer for checkpoints.
     def _pull_state(self) -> None:
         self._remote.check_whole()
+        if self._announced_step > self.completed and not self._by_workers:
+            raise TrainingLoopError(
+                "the optimizer's state is used between backward() and step(), in step"
+                f" {self.completed + 1}: servers have been sent gradients, and some may be of the"
+                " next state already. Use it after step(), or set parallelize(...,"
+                " update='workers')."
+            )
         self._settle_all()
         self._backend.pull_state(self.completed)
 
@@ -877,7 +901,8 @@ class ConnectedSession(Session):
             self._tell(self._missing_steps())
         try:
             if self._connected:
-                self._disconnect(failure)
+                with self._state.quietly():
+                    self._disconnect(failure)
         finally:
             self._let_go()
             for undo in reversed(self._restore):

@@ -1,4 +1,4 @@
-"""Two programs of our own, with which the harness and the wrappers are tested."""
+"""Programs of our own, with which the harness, wrappers and gradients are tested."""
 
 from __future__ import annotations
 
@@ -53,5 +53,23 @@ WRAPPED = Program(
             "if way == 'inside': session = foreprop.parallelize(inner, optimizer)",
         ),
         before('    print(way, "done")', "session.close()"),
+    ],
+)
+
+REDUCED = Program(
+    name="reduced",
+    repository="own/reduced",
+    commit="",
+    licence="Apache-2.0",
+    path="train.py",
+    about="averages its gradients with torch.distributed itself",
+    group=True,
+    common=[
+        after("        optimizer.step()", "recorder.step(loss)"),
+        after("    model = torch.nn.Sequential(", "recorder.model(model)"),
+    ],
+    foreprop=[
+        after("    optimizer = torch.optim", "session = foreprop.parallelize(model, optimizer)"),
+        before('    print(average.__name__, "done")', "session.close()"),
     ],
 )
