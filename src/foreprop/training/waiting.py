@@ -8,9 +8,8 @@ operation. So the wait sits exactly at the first use, whatever uses it: a layer,
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +89,9 @@ _IN_PLACE_DUNDERS = frozenset(
 ) | {"__setitem__"}
 
 
+_NONE: frozenset[int] = frozenset()
+
+
 def make_wait(parameter: torch.Tensor, pending: Pending) -> None:
     """Swap the class of a parameter, or a gradient; ``pending`` is asked before each use."""
     cls = type(parameter)
@@ -151,33 +153,18 @@ class _Waiting:
         if func in NEEDS_NO_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        waited = waiting_in((args, kwargs)).values()  # none: another thread has just settled it
+        waited = waiting_in((args, kwargs))  # empty: another thread has just settled it
         if torch.compiler.is_compiling():
-            for _, pending in waited:
+            for _, pending in waited.values():
                 pending.meets_compiler()
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for _, pending in waited:
+        for _, pending in waited.values():
             answer = pending.answer(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
             break
-        targets = _targets(func, args, kwargs)
-        watching = [
-            pending
-            for tensor, pending in waited
-            if pending.before_use(func, args, kwargs, in_place=id(tensor) in targets)
-        ]
-        result = None
-        keeps_on = any(is_waiting(tensor) for tensor, _ in waited)  # a gradient that is only read
-        inside = torch._C.DisableTorchFunctionSubclass() if keeps_on else contextlib.nullcontext()
-        try:
-            with inside:
-                result = func(*args, **kwargs)
-        finally:
-            for pending in watching:
-                pending.after_use(result)
-        return result
+        return _used_by(waited, func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _outside_torch(self, lambda plain: copy.deepcopy(plain, memo))
@@ -190,6 +177,35 @@ class _Waiting:
     def __repr__(self) -> str:
         text: str = _outside_torch(self, repr)
         return text
+
+
+def _used_by(
+    waited: Mapping[int, tuple[torch.Tensor, Pending]],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Wait for all of them, and call; tell who watches what has come of it."""
+    targets = _targets(func, args, kwargs)
+    watching = []
+    goes_on = False
+    for identity, (tensor, pending) in waited.items():
+        if pending.before_use(func, args, kwargs, in_place=identity in targets):
+            watching.append(pending)
+        goes_on |= isinstance(tensor, _Waiting)  # a gradient that is only read
+    if not (watching or goes_on):
+        return func(*args, **kwargs)
+    result = None
+    try:
+        if goes_on:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+    finally:
+        for pending in watching:
+            pending.after_use(result)
+    return result
 
 
 def _outside_torch(tensor: Any, use: Callable[[Any], Any]) -> Any:
@@ -244,12 +260,15 @@ def waiting_in(value: Any) -> dict[int, tuple[torch.Tensor, Pending]]:
 
 def _targets(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> set[int]:
+) -> Set[int]:
     """The ids of the tensors that the call would write to."""
-    written: list[Any] = []
     name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or name in _IN_PLACE_DUNDERS or func == _SET_DATA:
+    in_place = (name[-1:] == "_" and name[-2:] != "__") or name in _IN_PLACE_DUNDERS
+    in_place = in_place or func == _SET_DATA
+    if not in_place and "out" not in kwargs:
+        return _NONE
+    written: list[Any] = []
+    if in_place:
         first = args[0] if args else next(iter(kwargs.values()), None)  # nn.init names it
         written += first if isinstance(first, (list, tuple)) else [first]
     out = kwargs.get("out")

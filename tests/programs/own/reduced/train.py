@@ -21,7 +21,7 @@ def by_gradient(model):
 
 def later(model):
     handles = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]
-    for handle, parameter in zip(handles, model.parameters()):
+    for handle, parameter in zip(handles, model.parameters(), strict=True):
         handle.wait()
         parameter.grad /= world
 
@@ -31,7 +31,8 @@ def in_one(model):
     flat = torch._utils._flatten_dense_tensors(gradients)
     dist.all_reduce(flat)
     flat /= world
-    for own, average in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients)):
+    averages = torch._utils._unflatten_dense_tensors(flat, gradients)
+    for own, average in zip(gradients, averages, strict=True):
         own.copy_(average)
 
 
