@@ -123,10 +123,10 @@ class Relay:
         event: object
         if kind == Kind.NORM_PART:
             self._parts.append(story)
-            token = len(self._parts) - 1
-            self.links.expect(step, CONTROL_PRIORITY, 0, 0)
-            event = AnswerReady(0, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, token)
-        elif kind == Kind.NOTIFY:
+            for worker in range(self._workers if self._cluster.setup.measures else 1):
+                self._pass_norm_part(worker, step)
+            return
+        if kind == Kind.NOTIFY:
             event = NoticeArrived(slice_, step, flags)
         else:
             assert self._machine.awaits(slice_, step)
@@ -135,6 +135,12 @@ class Relay:
             self._priorities.setdefault(key, priority)
             self._expect(key)
             event = AnswerArrived(slice_, step, priority, flags)
+        self._do(self._machine.handle(event))
+
+    def _pass_norm_part(self, worker: int, step: int) -> None:
+        token = len(self._parts) - 1
+        self.links.expect(step, CONTROL_PRIORITY, 0, worker)
+        event = AnswerReady(worker, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, token)
         self._do(self._machine.handle(event))
 
     def _expect(self, key: tuple[int, int], without: int = -1) -> None:

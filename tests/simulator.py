@@ -15,7 +15,7 @@ from typing import Any
 
 from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
-from foreprop.core.norm import SquareSum
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Turns
 from foreprop.core.server import (
     AnswerReady,
@@ -27,6 +27,7 @@ from foreprop.core.server import (
     ServerMachine,
     SliceSummed,
     SumSlice,
+    TellSquares,
     UpdateFinished,
     UpdateSlice,
     ValueArrived,
@@ -34,7 +35,7 @@ from foreprop.core.server import (
 )
 from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.window import PushWindow
-from foreprop.core.wire import Flag, Kind
+from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.core.worker import (
     CONTROL_PRIORITY,
     Closing,
@@ -55,7 +56,9 @@ from foreprop.core.worker import (
 from tests.simulated_relay import Relay
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
-"""The updates of a slice: (step, the server's peers that had a gradient)."""
+"""The updates of a slice: (step, the server's peers that had a gradient).
+
+Of an average: the start's, and (the round's serial number, the peers)."""
 
 INITIAL: Story = ((0, ()),)
 
@@ -84,6 +87,12 @@ class Setup:
     """Updates wait for the sums of all slices."""
     turns: Turns = USUAL_TURNS
     """Of the servers at each worker, and of the workers (without relays) at each server."""
+    averages: bool = False
+    """Workers update: servers answer with what they have summed."""
+    measures: bool = False
+    """And tell the sums of squares, for which workers wait."""
+    rounds: Sequence[int] = ()
+    """How often each step averages; by default once."""
     workers_per_node: int = 1
     """More than one: a relay of each node stands between its workers and each server."""
 
@@ -105,10 +114,31 @@ class Setup:
         nodes = {rank // self.workers_per_node for rank in self.ranks(parameter, step)}
         return tuple(sorted(nodes))
 
-    def story(self, parameter: int, step: int) -> Story:
-        """What a slice must have been through after this step."""
-        updates = ((s, self.pushing(parameter, s)) for s in range(1, step + 1))
-        return (*INITIAL, *(update for update in updates if update[1]))
+    def rounds_in(self, step: int) -> int:
+        return self.rounds[step - 1] if self.rounds else 1
+
+    def serial(self, step: int, again: int) -> int:
+        """Of the step's so-manieth round, counted from the start."""
+        return sum(map(self.rounds_in, range(1, step))) + again + 1
+
+    def story(self, parameter: int, step: int, again: int | None = None) -> Story:
+        """What a slice must have been through after this step, or one of its rounds."""
+        if not self.averages:
+            updates = [(s, self.pushing(parameter, s)) for s in range(1, step + 1)]
+            return (*INITIAL, *(update for update in updates if update[1]))
+        ends = {s: self.rounds_in(s) - 1 for s in range(1, step + 1)}
+        if again is not None:
+            ends[step] = again
+        shown = [(self.serial(s, end), self.pushing(parameter, s)) for s, end in ends.items()]
+        return (*INITIAL, *[average for average in shown if average[1]][-1:])
+
+    def flags(self, rank: int, parameter: int, step: int, again: int) -> int:
+        """Of a push."""
+        unused = (rank, parameter, step) in self.unused
+        flags = int(Flag.NO_GRADIENT) if unused else 0
+        if self.averages:
+            flags |= Flag.GRADIENT | (Flag.MEASURE if self.measures else 0)
+        return flags | again << ROUND_SHIFT
 
 
 @dataclass
@@ -245,7 +275,9 @@ class _Worker:
             self.links.may_be_held = self._is_held
         self._unanswered: list[tuple[int, tuple[int, int], int]] = []  # server, key, slice
         self._program = deque(self._plan())
-        self._norms = NormCombiner({piece.server for piece in cluster.slices})
+        owners = {piece.server for piece in cluster.slices}
+        self._norms = NormCombiner(owners)
+        self._squares: dict[int, list[tuple[int, Any]]] = {server: [] for server in owners}
         self._said_goodbye = False
         if rank != 0:  # before the servers know us: values may come at once
             self._do(self._machine.handle(ValuesAwaited()))
@@ -277,13 +309,25 @@ class _Worker:
                 yield PrioritiesLearned(setup.forward)
             yield PullsDue()
             yield from ((parameter, step - 1) for parameter in setup.forward)
-            for parameter in self._cluster.gradient_order():
-                unused = (self.rank, parameter, step) in setup.unused
-                yield GradientReady(parameter, step, Flag.NO_GRADIENT if unused else Flag.NONE)
+            yield from self._pushes(step)
         if setup.wait_at_end:
             yield PullsDue()
             yield from ((parameter, setup.steps) for parameter in setup.forward)
         yield Closing()
+
+    def _pushes(self, step: int) -> Iterator[object]:
+        setup = self._cluster.setup
+        for again in range(setup.rounds_in(step)):
+            # what leaves once more leaves at step(), or at a read: in the same order everywhere
+            order = range(len(setup.sizes_elems)) if again else self._cluster.gradient_order()
+            for parameter in order:
+                if again:
+                    yield PullsDue()  # as whoever waits does
+                    yield parameter, step, again - 1
+                flags = setup.flags(self.rank, parameter, step, again)
+                yield GradientReady(parameter, step, flags)
+            if setup.measures:
+                yield "norm", step, again
 
     def actions(self) -> Iterator[Action]:
         if self._program and self._can_go_on():
@@ -296,14 +340,22 @@ class _Worker:
 
     def _can_go_on(self) -> bool:
         following = self._program[0]
-        # a NamedTuple is a tuple too, but only a plain one is a read
-        return type(following) is not tuple or self._machine.is_complete(following[0])
+        # a NamedTuple is a tuple too, but only a plain one is a wait
+        if type(following) is not tuple:
+            return True
+        if following[0] == "norm":
+            serial = self._cluster.setup.serial(*following[1:])
+            return all(len(parts) >= serial for parts in self._squares.values())
+        return self._machine.is_complete(following[0])
 
     def _compute(self) -> None:
         following: Any = self._program.popleft()
+        if type(following) is tuple and following[0] == "norm":
+            self._check_norm(*following[1:])
+            return
         if type(following) is tuple:
-            parameter, step = following
-            story = self._cluster.setup.story(parameter, step)
+            parameter, step, *again = following
+            story = self._cluster.setup.story(parameter, step, *again)
             for piece in self._cluster.slices_of(parameter):
                 assert self.stories[piece.number] == story, f"stale read of {piece}, step {step}"
             return
@@ -312,6 +364,13 @@ class _Worker:
         elif isinstance(following, ValuesOffered):
             self._expect(self._cluster.slices, 0)
         self._do(self._machine.handle(following))
+
+    def _check_norm(self, step: int, again: int) -> None:
+        serial = self._cluster.setup.serial(step, again)
+        told = [parts[serial - 1] for parts in self._squares.values()]
+        assert all(of == step for of, _ in told)
+        nonzero = sum(one.bins == ONE.bins for _, squares in told for one in squares)
+        assert nonzero == len(self._cluster.with_gradient(step)), "another round's norm"
 
     def _expect(self, pieces: Sequence[Slice], step: int) -> None:
         for piece in pieces:
@@ -337,6 +396,9 @@ class _Worker:
             self._do(self._machine.handle(message))
 
     def receive(self, server: int, frame: SendFrame, story: Story) -> None:
+        if frame.kind == Kind.NORM_PART and self._cluster.setup.measures:
+            self._squares[server].append((frame.step, story))
+            return
         if frame.kind == Kind.NORM_PART:
             self._add_norm_part(server, frame.step, story)
             return
@@ -355,7 +417,8 @@ class _Worker:
         for instruction in instructions:
             if isinstance(instruction, SendFrame):
                 self.links.send(instruction, self.stories[instruction.slice])
-                if instruction.kind == Kind.PUSH and not instruction.flags & Flag.NO_GRADIENT:
+                held = instruction.flags & (Flag.NO_GRADIENT | Flag.MEASURE)
+                if instruction.kind == Kind.PUSH and not held:
                     key = (instruction.step, instruction.priority)
                     self._unanswered.append((instruction.peer, key, instruction.slice))
             elif isinstance(instruction, CompleteParameter):
@@ -391,7 +454,9 @@ class _Server:
             barrier=StepBarrier(len(self.stories)) if setup.needs_norm else None,
             turns=setup.turns,
         )
-        self._parts: list[SquareSum] = []  # by token
+        self._parts: list[Any] = []  # by token
+        self._measured: list[tuple[int, int]] = []  # slices, steps: answered when all are
+        self._serials = dict.fromkeys(self.stories, 0)  # of each slice's last round
         self._summing: SumSlice | None = None
         self.links = cluster.links(setup.peers, setup.turns)
         self._updating: UpdateSlice | None = None
@@ -446,13 +511,32 @@ class _Server:
         event = AnswerReady(0, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
         self._do(self._machine.handle(event))
 
+    def _tell_squares(self, told: TellSquares) -> None:
+        self._parts.append(told.squares)
+        token = len(self._parts) - 1
+        for rank in range(self._cluster.setup.peers):
+            self.links.expect(told.step, CONTROL_PRIORITY, 0, rank)
+            event = AnswerReady(rank, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
+            self._do(self._machine.handle(event))
+
     def _updated(self) -> None:
         update, self._updating = self._updating, None
         assert update is not None
-        if update.ranks:
+        setup = self._cluster.setup
+        assert (update.gradient, update.measure) == (setup.averages, setup.measures)
+        self._serials[update.slice] += 1
+        if update.ranks and update.gradient:
+            average = (self._serials[update.slice], update.ranks)
+            self.stories[update.slice] = (*INITIAL, average)
+        elif update.ranks:
             self.stories[update.slice] += ((update.step, update.ranks),)
-        self._expect((update.slice, update.step))
-        self._do(self._machine.handle(UpdateFinished()))
+        squares = (ONE if update.ranks else ZERO) if update.measure else None
+        self._measured.append((update.slice, update.step))
+        if not update.measure or len(self._measured) == len(self.stories):
+            for key in sorted(self._measured):
+                self._expect(key)
+            self._measured.clear()
+        self._do(self._machine.handle(UpdateFinished(squares)))
 
     def _sent(self, rank: int) -> None:
         frame = self.links.busy_with.pop(rank)
@@ -476,10 +560,11 @@ class _Server:
         assert unchanged, f"{frame} changed while it was sent"
 
     def _do(self, instructions: Sequence[object]) -> None:
-        for instruction in instructions:
+        told = [each for each in instructions if isinstance(each, TellSquares)]
+        for instruction in (each for each in instructions if not isinstance(each, TellSquares)):
             if isinstance(instruction, SendFrame):
                 if instruction.kind == Kind.NORM_PART:
-                    self.links.send(instruction, self._parts[instruction.token])  # type: ignore[arg-type]
+                    self.links.send(instruction, self._parts[instruction.token])
                 else:
                     self.links.send(instruction, self.stories[instruction.slice])
             elif isinstance(instruction, SumSlice):
@@ -499,4 +584,6 @@ class _Server:
                 self.finished = True
             else:
                 assert isinstance(instruction, InstallValue), instruction
+        for squares in told:
+            self._tell_squares(squares)
         self.links.check_none_waits_for_another()

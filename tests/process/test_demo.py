@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from foreprop.cli.main import app
 from foreprop.datasets import (
     PACKAGE_FOLDER,
     DatasetUnavailable,
@@ -181,6 +183,25 @@ def test_bench_alone(tmp_path: Path) -> None:
     assert [row[1].strip() for row in rows] == list(kinds) * 2
     assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in rows)
     assert [float(row[3]) for row in rows[:: len(kinds)]] == [1.0, 1.0]
+
+
+def test_bench_loopback(tmp_path: Path) -> None:
+    """Only p2p has servers, and all of them train."""
+    sizes = ("--model", "gpt", "--rounds", "2", "--steps", "2")
+    output, _ = run(tmp_path, "bench", "loopback", *sizes)
+    rows = [row.split("│")[1:-1] for row in output.splitlines() if row.startswith("│")]
+    assert [row[1].strip() for row in rows] == ["ddp", "ddp, again", "p2p", "ring"]
+    assert float(rows[0][3]) == 1.0
+    for row in rows:
+        step_ms, _, training_ms, _, servers_ms = map(float, row[2:])
+        assert 0 < training_ms < 2.5 * step_ms  # of two ranks
+        assert (servers_ms > 0) == ("p2p" in row[1])
+
+
+def test_bench_loopback_of_a_model_that_is_not_there() -> None:
+    result = CliRunner().invoke(app, ["bench", "loopback", "--model", "vgg"])
+    assert result.exit_code == 2
+    assert "no model is called 'vgg'" in result.output
 
 
 def test_bench_overhead(tmp_path: Path) -> None:

@@ -51,8 +51,22 @@ def loss_difference(found: Outcome, wanted: Outcome) -> float:
     return max((abs(a - b) / max(abs(b), 1e-12) for a, b in pairs), default=0.0)
 
 
-def verdict(found: Outcome, wanted: Outcome, tolerance: float, *, exact: bool) -> tuple[str, str]:
-    """In one word, and what is to be said about it."""
+_OF_YARDSTICK = 10.0
+"""Two sums in other orders differ by more than two others; by as much, it is chance."""
+
+
+def verdict(
+    found: Outcome,
+    wanted: Outcome,
+    tolerance: float,
+    *,
+    exact: bool,
+    yardstick: float | None = None,
+) -> tuple[str, str]:
+    """In one word, and what is to be said about it.
+
+    ``yardstick``: what DDP differs by from itself, where that is more than ``tolerance``.
+    """
     if wanted.error:
         return NOT_RUN, f"DDP itself: {wanted.error}"
     if found.error:
@@ -64,6 +78,6 @@ def verdict(found: Outcome, wanted: Outcome, tolerance: float, *, exact: bool) -
         return EQUAL, ""
     if exact:
         return DIFFERENT, "should have DDP's bits"
-    if difference <= tolerance:
+    if difference <= max(tolerance, _OF_YARDSTICK * (yardstick or 0.0)):
         return CLOSE, ""
     return DIFFERENT, f"more than {tolerance:g}"

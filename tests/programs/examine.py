@@ -76,7 +76,8 @@ class Examination:
                 found.append(run(program, variant, world, self._place(program, world, variant)))
         wanted, ours = outcomes[DDP][0], outcomes[FOREPROP][0]
         exact = world == 2 and not program.rounding
-        word, note = verdict(ours, wanted, program.tolerance, exact=exact)
+        yardstick = None if world == 2 else self._yardstick(program, world, wanted)
+        word, note = verdict(ours, wanted, program.tolerance, exact=exact, yardstick=yardstick)
         comparison = Comparison(
             program=program.name, world=world, lines=program.lines_changed, verdict=word, note=note
         )
@@ -85,13 +86,15 @@ class Examination:
         return dataclasses.replace(
             comparison,
             difference=relative_difference(ours, wanted),
-            yardstick=None if world == 2 else self._yardstick(program, world, wanted),
+            yardstick=yardstick,
             loss_difference=loss_difference(ours, wanted),
             step_s=_median(outcomes[FOREPROP]),
             ddp_step_s=_median(outcomes[DDP]),
         )
 
     def _yardstick(self, program: Program, world: int, wanted: Outcome) -> float | None:
+        if wanted.error:
+            return None
         other = run(program, REBUCKETED, world, self._place(program, world, REBUCKETED))
         return None if other.error else relative_difference(other, wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import PRESETS
+from foreprop.core import worker
 from foreprop.core.barrier import NormCombiner
 from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns
+from foreprop.core.server import ServerMachine, TellSquares
 from foreprop.core.slicing import Partition
 from foreprop.core.window import PushWindow, may_hold_back
-from foreprop.core.worker import WorkerMachine
-from tests.simulator import Cluster, Setup, _Worker
+from foreprop.core.wire import Flag
+from foreprop.core.worker import SendFrame, WorkerMachine
+from foreprop.errors import RemoteProtocolError
+from tests.simulator import Cluster, Setup, _Links, _Worker
 
 SEEDS = st.integers(0, 2**32 - 1)
 KNOBS = {
@@ -36,7 +41,8 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
     sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     workers_per_node = draw(st.integers(1, 3))
-    needs_norm = draw(st.booleans())
+    averages = draw(st.booleans())
+    needs_norm = not averages and draw(st.booleans())
     may_hold = may_hold_back(knobs["order"], knobs["reply"], needs_norm=needs_norm)
     cells = [(r, p, s) for r in range(workers) for p in range(len(sizes)) for s in range(1, 4)]
     return Setup(
@@ -61,6 +67,9 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
         wait_at_end=needs_norm or draw(st.booleans()),  # rank 0 stays until the norm is told
         needs_norm=needs_norm,
+        averages=averages,
+        measures=averages and draw(st.booleans()),
+        rounds=draw(st.lists(st.integers(1, 3), min_size=3, max_size=3)) if averages else (),
         window_elems=draw(st.none() | st.integers(0, 6)) if may_hold else None,
     )
 
@@ -68,18 +77,19 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
 def check(setup: Setup, seed: int) -> Cluster:
     """Run it (the simulator checks every step of the way), then look at how it ended."""
     cluster = Cluster(setup, seed).run()
-    expected = {
+    expected = Counter(
         (piece.number, step, setup.pushing(piece.parameter, step))
         for piece in cluster.slices
         for step in range(1, setup.steps + 1)
-    }
+        for _ in range(setup.rounds_in(step))
+    )
     # a session may end while its last update is still under way if nobody waits for it
-    done = [tuple(update) for update in cluster.updates]
-    assert len(done) == len(set(done))
+    done = Counter(tuple(update) for update in cluster.updates)
     if setup.wait_at_end:
-        assert set(done) == expected
+        assert done == expected
         for worker in cluster.workers:
-            steps = list(range(1 if worker.rank == 0 else 0, setup.steps + 1))
+            steps = [s for s in range(1, setup.steps + 1) for _ in range(setup.rounds_in(s))]
+            steps = steps if worker.rank == 0 else [0, *steps]
             assert all(completed == steps for completed in worker.completed)
             assert worker.stories == [
                 setup.story(piece.parameter, setup.steps) for piece in cluster.slices
@@ -87,8 +97,8 @@ def check(setup: Setup, seed: int) -> Cluster:
         for (node, server), relay in cluster.relays.items():
             assert sorted(relay.sums) == sorted(sums_of(cluster, node, server))
     else:
-        assert set(done) <= expected
-        assert {update for update in expected if update[1] < setup.steps} <= set(done)
+        assert done <= expected
+        assert all(done[update] == n for update, n in expected.items() if update[1] < setup.steps)
     return cluster
 
 
@@ -100,7 +110,8 @@ def sums_of(cluster: Cluster, node: int, server: int) -> Iterator[tuple[int, int
             ranks = setup.ranks(piece.parameter, step)
             own = tuple(rank for rank in ranks if rank // setup.workers_per_node == node)
             if piece.server == server:
-                yield piece.number, step, own
+                for _ in range(setup.rounds_in(step)):
+                    yield piece.number, step, own
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -281,6 +292,75 @@ def test_the_simulator_notices_a_norm_that_is_never_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(NormCombiner, "add", lambda *_: None)
     with pytest.raises(AssertionError, match="deadlock"):
         check(example("p3", needs_norm=True), 1)
+
+
+@pytest.mark.parametrize("workers_per_node", [1, 2])
+@pytest.mark.parametrize("measures", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_averages_are_the_same_under_any_interleaving(
+    preset: str, measures: bool, workers_per_node: int
+) -> None:
+    setup = example(
+        preset,
+        averages=True,
+        measures=measures,
+        rounds=(1, 3, 2),
+        workers_per_node=workers_per_node,
+        window_elems=2 if preset == "p3" else None,
+    )
+    clusters = [check(setup, seed) for seed in range(20)]
+    assert len({tuple(cluster.updates) for cluster in clusters}) > 1
+
+
+def averaging(**changes: Any) -> Setup:
+    return example("p3", averages=True, measures=True, **changes)
+
+
+def test_the_simulator_notices_squares_that_are_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ServerMachine._note_squares
+
+    def silent(self: ServerMachine, *measured: Any) -> Any:
+        return [each for each in original(self, *measured) if not isinstance(each, TellSquares)]
+
+    monkeypatch.setattr(ServerMachine, "_note_squares", silent)
+    with pytest.raises(AssertionError, match="deadlock"):
+        check(averaging(), 1)
+
+
+def test_a_push_window_that_waits_for_measured_gradients_would_be_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Servers answer when all have come, so the window lets them pass."""
+    setup = averaging(window_elems=2, sizes_elems=(3, 13, 1, 0, 5))
+
+    def any_seed() -> None:
+        for seed in range(100):
+            check(setup, seed)
+
+    any_seed()
+    original = worker._may_leave
+
+    def may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
+        return original(window, frame._replace(flags=0), is_short)
+
+    monkeypatch.setattr(worker, "_UNANSWERED", Flag.NO_GRADIENT)
+    monkeypatch.setattr(worker, "_may_leave", may_leave)
+    monkeypatch.setattr(_Links, "check_none_waits_for_another", lambda _: None)
+    with pytest.raises(AssertionError, match="deadlock"):
+        any_seed()
+
+
+def test_the_simulator_notices_a_round_that_is_taken_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = Setup.flags
+
+    def flags(self: Setup, rank: int, parameter: int, step: int, again: int) -> int:
+        return original(self, rank, parameter, step, min(again, 1))
+
+    monkeypatch.setattr(Setup, "flags", flags)
+    with pytest.raises(RemoteProtocolError, match="which is past"):
+        check(averaging(rounds=(1, 3, 1)), 1)
 
 
 def test_the_simulator_notices_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

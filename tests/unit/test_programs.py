@@ -161,6 +161,12 @@ def test_verdicts(ours: Outcome, theirs: Outcome, exact: bool, expected: str) ->
     assert verdict(ours, theirs, 1e-4, exact=exact)[0] == expected
 
 
+def test_what_ddp_differs_by_from_itself_is_no_difference() -> None:
+    ours, theirs = _outcome(1.0), _outcome(1.1)
+    assert verdict(ours, theirs, 1e-4, exact=False, yardstick=0.05)[0] == CLOSE
+    assert verdict(ours, theirs, 1e-4, exact=False, yardstick=0.001)[0] == DIFFERENT
+
+
 def test_ranks_that_drift_apart_are_told() -> None:
     ours = _outcome(1.0)
     ours.digests = ["a", "b"]
