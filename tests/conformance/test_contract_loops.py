@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.conformance.averaging_by_hand import (
     Average,
@@ -15,7 +17,7 @@ from tests.conformance.averaging_by_hand import (
     check_contract,
     gradients,
 )
-from tests.conformance.parity import Batch, with_sgd
+from tests.conformance.parity import Batch, servers_only, small_model, with_sgd
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "workers": {"update": "workers"},
@@ -123,3 +125,43 @@ def test_a_loop_that_starts_anew_without_zeroing(setting: str) -> None:
                     optimizer.zero_grad()
 
     check_contract(with_sgd(), loop, steps=7, **SETTINGS[setting])
+
+
+class _NowAndThen(nn.Module):
+    """One parameter is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_model()
+        self.penalty = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("preset", ["p3", "kvstore", "tensorflow"])
+@pytest.mark.parametrize("local", [1, pytest.param(2, marks=servers_only)])
+def test_a_parameter_that_is_used_now_and_then(preset: str, local: int) -> None:
+    """In the other steps there is no average, also for who asks a relay."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = _NowAndThen()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
+        seen = []
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            if step % 3 == 1:
+                loss = loss + model.penalty.square().sum()
+            loss.backward()
+            average(model)
+            seen.append(None if model.penalty.grad is None else model.penalty.grad.clone())
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            optimizer.step()
+            seen.append(model.penalty.detach().clone())
+        return seen
+
+    relays = {"local_size": 2, "local_aggregation": "on"} if local == 2 else {}
+    check_contract(build, loop, steps=6, ranks=4, preset=preset, **relays)

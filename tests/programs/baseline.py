@@ -68,7 +68,12 @@ class Baseline:
 
     def average(self, model: torch.nn.Module) -> None:
         """What DDP does after a backward pass, for code that DDP's forward pass does not see."""
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= dist.get_world_size()
-                dist.all_reduce(parameter.grad)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, dist.get_world_size())
+        if not self._options:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        torch.nn.utils.vector_to_parameters(flat, gradients)
