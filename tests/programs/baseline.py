@@ -41,14 +41,26 @@ class DealtLoader:
         return getattr(self._loader, name)
 
 
+def rebucket() -> None:
+    """Every DDP, also a program's own, has small buckets, which add up in another order."""
+    make = DistributedDataParallel.__init__
+
+    def made(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **{**options, "bucket_cap_mb": 0.02})
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
 class Baseline:
-    """``rebucketed``: with buckets of another size, so that sums are added up in another order."""
+    """``rebucketed``: sums are to be added up in another order."""
 
     def __init__(self, *, rebucketed: bool) -> None:
-        self._options: dict[str, Any] = {"bucket_cap_mb": 0.02} if rebucketed else {}
+        self._rebucketed = rebucketed
+        if rebucketed:
+            rebucket()
 
     def wrap(self, model: torch.nn.Module, **options: Any) -> TransparentDDP:
-        return TransparentDDP(model, **self._options, **options)
+        return TransparentDDP(model, **options)
 
     def deal(self, loader: DataLoader[Any]) -> DealtLoader:
         """This rank's share, as DistributedSampler divides it."""
@@ -70,7 +82,7 @@ class Baseline:
         """What DDP does after a backward pass, for code that DDP's forward pass does not see."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         torch._foreach_div_(gradients, dist.get_world_size())
-        if not self._options:
+        if not self._rebucketed:
             for gradient in gradients:
                 dist.all_reduce(gradient)
             return
