@@ -41,12 +41,20 @@ class DealtLoader:
         return getattr(self._loader, name)
 
 
-def rebucket() -> None:
-    """Every DDP, also a program's own, has small buckets, which add up in another order."""
+_kept: list[Any] = []
+
+
+def change_ddp(**options: Any) -> None:
+    """Every DDP from now on, also a program's own, has these options.
+
+    Its reducer stays: with it torch 2.13 may wait for ever for a thread of gloo's, which waits for
+    the interpreter.
+    """
     make = DistributedDataParallel.__init__
 
-    def made(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-        make(self, *arguments, **{**options, "bucket_cap_mb": 0.02})
+    def made(self: DistributedDataParallel, *arguments: Any, **own: Any) -> None:
+        make(self, *arguments, **{**own, **options})
+        _kept.append(self.reducer)
 
     DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
 
@@ -56,8 +64,6 @@ class Baseline:
 
     def __init__(self, *, rebucketed: bool) -> None:
         self._rebucketed = rebucketed
-        if rebucketed:
-            rebucket()
 
     def wrap(self, model: torch.nn.Module, **options: Any) -> TransparentDDP:
         return TransparentDDP(model, **options)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.programs import standins
-from tests.programs.baseline import Baseline
+from tests.programs.baseline import Baseline, change_ddp
 from tests.programs.program import FOREPROP, REBUCKETED
 from tests.programs.recorder import Enough, Recorder
 
@@ -37,6 +37,8 @@ def main(folder: Path) -> int:
         dist.init_process_group("gloo")
     recorder = Recorder(task["steps"])
     vars(builtins)["recorder"] = recorder
+    if task["variant"] != FOREPROP:
+        change_ddp(**({"bucket_cap_mb": 0.02} if task["variant"] == REBUCKETED else {}))
     vars(builtins)["baseline"] = Baseline(rebucketed=task["variant"] == REBUCKETED)
     torch.manual_seed(0)
     random.seed(0)
@@ -44,7 +46,11 @@ def main(folder: Path) -> int:
     standins.install(task["stand_ins"])
     error = _run(script)
     recorder.write(folder, rank, error)
-    return 1 if error else 0
+    code = 1 if error else 0
+    if task["variant"] != FOREPROP:
+        sys.stdout.flush()
+        os._exit(code)  # before DDP's process group is taken apart
+    return code
 
 
 def _run(script: Path) -> str:
