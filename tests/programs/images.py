@@ -367,6 +367,36 @@ TIMM = Program(
     ddp=[],
 )
 
+TORCHVISION = Program(
+    name="vision/classification",
+    repository="pytorch/vision",
+    commit="6b1646cae7e4a0118bd769cd9921ff2269561047",
+    licence="BSD-3-Clause",
+    path="references/classification/train.py",
+    about="torchvision's reference, its DDP left in: SGD with two groups, warm-up and cosine, mixup"
+    " and cutmix, an average of the model, checkpoints",
+    paths=["references/classification"],
+    arguments="--model resnet18 --device cpu --workers 0 --batch-size 16 --epochs 3 --print-freq 2"
+    " --val-resize-size 32 --val-crop-size 32 --train-crop-size 32 --auto-augment ta_wide"
+    " --random-erase 0.1 --label-smoothing 0.1 --mixup-alpha 0.2 --cutmix-alpha 1.0 --lr 0.001"
+    " --lr-scheduler cosineannealinglr --lr-warmup-epochs 1 --lr-warmup-method linear"
+    " --norm-weight-decay 0.0 --model-ema --model-ema-steps 2 --model-ema-decay 0.99".split(),
+    packages=["torchvision", "PIL"],
+    stand_ins=["torchvision", "cuda"],
+    group=True,
+    common=[
+        replace('"nccl"', '"gloo"', file="references/classification/utils.py"),
+        replace('device="cuda"', 'device="cpu"', file="references/classification/utils.py"),
+        replace(", device_ids=[args.gpu]", ""),
+        before("metric_logger.update(loss=loss.item(), lr", "recorder.step(loss)"),
+        before(
+            '    print("Start training")', "recorder.model(model); recorder.model(model_ema.module)"
+        ),
+    ],
+    foreprop=[before('    print("Start training")', _PARALLELIZE)],
+    ddp=[replace("torch.nn.parallel.DistributedDataParallel(model)", "baseline.wrap(model)")],
+)
+
 IMAGES: Sequence[Program] = (
     MNIST,
     MNIST_RNN,
@@ -381,4 +411,5 @@ IMAGES: Sequence[Program] = (
     WGAN_GP,
     DINO,
     TIMM,
+    TORCHVISION,
 )

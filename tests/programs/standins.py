@@ -151,9 +151,47 @@ def _datasets() -> None:
     _module("datasets", load_dataset=Pictures, utils=Silent())
 
 
+class Sentences(dict[str, Any]):
+    """As Hugging Face's datasets: GLUE's pairs of sentences, of random words."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(train=Pairs(96, 7), validation=Pairs(20, 8))
+
+    def map(self, function: Callable[[Any], Any], **others: Any) -> dict[str, list[Any]]:
+        """What ``function`` makes of each part's columns, by rows."""
+        made = {name: function(pairs) for name, pairs in self.items()}
+        return {
+            name: [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
+            for name, columns in made.items()
+        }
+
+
+class Pairs(dict[str, list[Any]]):
+    """Columns of one part of `Sentences`."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name in ("sentence1", "sentence2"):
+            lengths = torch.randint(3, 9, (count,), generator=generator).tolist()
+            words = [torch.randint(0, 50, (n,), generator=generator).tolist() for n in lengths]
+            self[name] = [" ".join(map(str, sentence)) for sentence in words]
+        self["label"] = torch.randint(0, 2, (count,), generator=generator).tolist()
+        self.features = {"label": types.SimpleNamespace(names=["different", "same"])}
+        self.column_names = list(self)
+
+
+def _glue() -> None:
+    _module("datasets", load_dataset=Sentences, utils=Silent())
+    metric = types.SimpleNamespace(add_batch=Silent(), compute=dict)
+    _module("evaluate", load=lambda *names: metric)
+
+
 STAND_INS: dict[str, Callable[[], None]] = {
     "torchvision": _torchvision,
     "datasets": _datasets,
+    "glue": _glue,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "pyplot": _pyplot,

@@ -267,6 +267,46 @@ MUON = Program(
     **_X_TRANSFORMERS,
 )
 
+GLUE = Program(
+    name="transformers/run_glue_no_trainer",
+    repository="huggingface/transformers",
+    commit="f0107862189b461755bb0bd86a28424060cb2fd2",
+    licence="Apache-2.0",
+    path="examples/pytorch/text-classification/run_glue_no_trainer.py",
+    about="BERT (tiny) of transformers in accelerate's DDP; AdamW with two groups, a schedule,"
+    " checkpoints of everything, evaluation each epoch",
+    arguments="--task_name mrpc --model_name_or_path tiny --per_device_train_batch_size 4"
+    " --weight_decay 0.1 --learning_rate 1e-4 --num_train_epochs 2 --num_warmup_steps 4"
+    " --output_dir out --checkpointing_steps epoch".split(),
+    packages=["torchvision", "transformers", "accelerate", "tokenizers", "huggingface_hub"],
+    stand_ins=["torchvision", "glue"],
+    group=True,
+    common=[
+        replace(", send_example_telemetry", ""),
+        replace('send_example_telemetry("run_glue_no_trainer", args)', "pass"),
+        replace('require_version("datasets>=1.8.0", ', "("),
+        replace("(8 if accelerator.use_fp16 else None)", "None"),
+        before(
+            "    # Load pretrained model and tokenizer",
+            "from transformers import BertConfig, BertForSequenceClassification, BertTokenizer",
+            "words = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *map(str, range(50))]",
+            "BertTokenizer(vocab={w: i for i, w in enumerate(words)}).save_pretrained('tiny')",
+            "config = BertConfig(vocab_size=55, hidden_size=32, num_hidden_layers=2,"
+            " num_attention_heads=2, intermediate_size=48)",
+            "config.save_pretrained('tiny')",
+            "import safetensors.torch",
+            "model = BertForSequenceClassification(config)",
+            "for p in model.parameters(): p.data.add_(0.1 * torch.randn_like(p))",
+            "safetensors.torch.save_file(model.state_dict(), 'tiny/model.safetensors',"
+            " metadata={'format': 'pt'})",
+        ),
+        before("    # Scheduler and math around", "recorder.model(model)"),
+        after("            accelerator.backward(loss)", "recorder.step(loss)"),
+    ],
+    foreprop=[before("    # We need to recalculate our total", _PARALLELIZE)],
+    ddp=[],
+)
+
 TEXTS: Sequence[Program] = (
     NANOGPT,
     NANOGPT_LEFT_IN,
@@ -277,4 +317,5 @@ TEXTS: Sequence[Program] = (
     ATTENTION,
     X_TRANSFORMERS,
     MUON,
+    GLUE,
 )
