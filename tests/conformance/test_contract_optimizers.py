@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.errors import TrainingLoopError
+import foreprop
+from foreprop.errors import ConfigError, TrainingLoopError
+from tests.cluster import worlds
 from tests.conformance.averaging_by_hand import (
     Average,
     ReadingLoop,
@@ -241,6 +243,21 @@ def test_only_one_of_two_optimizers_is_given(setting: str) -> None:
         return model, torch.optim.SGD(model[:2].parameters(), lr=0.1, momentum=0.9)
 
     check_contract(build, _two_halves, **WORKERS[setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm is 1.0, .* given no optimizer"),
+        ({"ema": 0.9}, "ema is 0.9, .* given no optimizer"),
+        ({"update": "servers"}, "update is 'servers', but .* given no optimizer"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "a scaler was given, .* given no optimizer"),
+    ],
+)
+def test_what_needs_the_optimizer_is_refused_without_one(settings: Any, told: str) -> None:
+    model, _ = with_sgd()()
+    with pytest.raises(ConfigError, match=told):
+        foreprop.parallelize(model, world=worlds(1)[0], **settings)
 
 
 def _made_anew(model: nn.Module, _: Any, batches: Sequence[Batch], average: Average) -> None:

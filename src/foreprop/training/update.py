@@ -56,13 +56,19 @@ def settled_beforehand(
     otherwise, but parameter by parameter. Raises `ConfigError` for settings that the workers
     cannot apply.
     """
-    if optimizer is None:
-        return Choice(True, "update=workers: there is no optimizer, gradients are averaged")
-    if not dense:
-        return Choice(False, "update=servers: of tables by rows")
     asked = [name for name in _ON_SERVERS if getattr(config, name) is not None]
     if scaler:
         asked.append("scaler")
+    if optimizer is None:
+        _check_none(asked, config, "parallelize() was given no optimizer")
+        if config.update == "servers":
+            raise ConfigError(
+                "update is 'servers', but parallelize() was given no optimizer to update with: give"
+                " it the optimizer, or leave update out"
+            )
+        return Choice(True, "update=workers: there is no optimizer, gradients are averaged")
+    if not dense:
+        return Choice(False, "update=servers: of tables by rows")
     why = _why_not_alone(optimizer) if collectives else _why_not_served(optimizer)
     if config.update == "servers" or (
         config.update == "auto" and asked and (collectives or why is None)
