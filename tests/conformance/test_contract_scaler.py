@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract
-from tests.conformance.parity import Batch
+from tests.conformance.parity import Batch, servers_only
 from tests.conformance.test_contract_optimizers import made_by
 from tests.conformance.test_grad_scaler import make_scaler
 
@@ -59,7 +59,10 @@ LOOPS: dict[str, tuple[ReadingLoop, float]] = {
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "fused": True}])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=servers_only) if s == "relays" else s for s in SETTINGS],
+)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(
     name: str, setting: str, options: dict[str, Any]
