@@ -165,3 +165,37 @@ def test_a_parameter_that_is_used_now_and_then(preset: str, local: int) -> None:
 
     relays = {"local_size": 2, "local_aggregation": "on"} if local == 2 else {}
     check_contract(build, loop, steps=6, ranks=4, preset=preset, **relays)
+
+
+def holding(when: str, clear: Any) -> ReadingLoop:
+    def loop(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average: Average) -> Any:
+        seen, held = [], None
+        for batch in batches:
+            backward(model, batch)
+            average(model)
+            if when == "next backward" and held is not None:
+                seen.append([gradient.clone() for gradient in held])
+            earlier, held = held, [parameter.grad for parameter in model.parameters()]
+            optimizer.step()
+            clear(model, optimizer)
+            if when == "at once":
+                seen.append([gradient.clone() for gradient in held])
+            if when == "next step" and earlier is not None:
+                seen.append([gradient.norm() + gradient[0].sum() for gradient in earlier])
+        return seen
+
+    return loop
+
+
+@pytest.mark.parametrize("settings", [{}, *SETTINGS.values()], ids=str)
+@pytest.mark.parametrize("when", ["at once", "next backward", "next step"])
+@pytest.mark.parametrize(
+    "clear",
+    [lambda _, optimizer: optimizer.zero_grad(), lambda model, _: model.zero_grad()],
+    ids=["optimizer", "model"],
+)
+def test_a_gradient_that_is_held_when_there_is_none_any_more(
+    clear: Any, when: str, settings: dict[str, Any]
+) -> None:
+    """It is the average, as with DDP, whenever it is looked at."""
+    check_contract(with_sgd(), holding(when, clear), steps=5, **settings)

@@ -182,12 +182,16 @@ class AveragedParameter:
         self._fresh |= self._seen.see(gradient)
         self._seen.wait()
 
-    def gradient_discarded(self) -> None:
-        """`optimizer.zero_grad()`: what has been accumulated does not count, and is not shown."""
+    def gradient_discarded(self, *, dropped: bool) -> None:
+        """`optimizer.zero_grad()`: what has been accumulated does not count, and is not shown.
+
+        ``dropped``: there is no ``p.grad`` any more; who holds the tensor still waits for it.
+        """
         self.discards = self.passes
         self._own = False
-        self._seen.release()
-        self._seen.forget()
+        if not (dropped and self._under_way):
+            self._seen.release()
+            self._seen.forget()
 
     def replace_busy_gradient(self) -> None:
         """`zero_grad(set_to_none=False)`: zeros in new memory while the old is being sent."""
@@ -502,10 +506,11 @@ class AveragedParameter:
 
     def _apply(self, update: Update) -> None:
         parameter = self.parameter
-        shown = parameter.grad
-        if shown is not None and self._seen.tensor is shown:
-            self._show(shown)
+        shown, seen = parameter.grad, self._seen.tensor
+        if seen is not None and self._gave:  # it is ``p.grad``, or somebody holds it
+            self._show(seen)
             self._seen.release()
+            parameter.grad = seen
         else:  # it has been discarded since, or there never was one here
             parameter.grad = self._landed_like(parameter)
             self._apply_scalings(parameter.grad)

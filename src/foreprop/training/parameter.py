@@ -186,9 +186,20 @@ class SynchronisedParameter:
             session.engine.wait(self.index, self._pushed_step)
             gradient = self._seen.tensor
             if gradient is not None and self._pushed_step and not in_place:
-                self._check_unedited()
-                gradient.copy_(session.aggregated_gradient(self.index).view(gradient.shape))
-                self._seen.see(gradient)
+                self._show_aggregated(gradient)
+            self._seen.release()
+
+    def _show_aggregated(self, gradient: torch.Tensor) -> None:
+        self._check_unedited()
+        gradient.copy_(self._session.aggregated_gradient(self.index).view(gradient.shape))
+        self._seen.see(gradient)
+
+    def _show_held(self) -> None:
+        """Another gradient comes: somebody may hold the last step's, and look at it later."""
+        held = self._seen.tensor
+        if held is not None and self._pushed_step and is_waiting(held) and not self.left:
+            with torch.no_grad():
+                self._show_aggregated(held)
             self._seen.release()
 
     def _check_unedited(self) -> None:
@@ -238,6 +249,8 @@ class SynchronisedParameter:
         if kept:
             self._check_unedited()
         self._guarded = False
+        if not kept:
+            self._show_held()
         if not self._seen.is_continued_by(gradient):
             self._discard()  # a new gradient, or a zeroed one: what was there does not count
             self._applied = False
@@ -255,11 +268,15 @@ class SynchronisedParameter:
         self._discards += self._passes
         self._passes = 0
 
-    def gradient_discarded(self) -> None:
-        """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count."""
+    def gradient_discarded(self, *, dropped: bool) -> None:
+        """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count.
+
+        ``dropped``: there is no ``p.grad`` any more; who holds the tensor still waits for it.
+        """
         if self._pushed_step <= self._session.completed:
             self._discard()
-            self._seen.release()
+            if not (dropped and self._pushed_step):
+                self._seen.release()
 
     def _check_gradient(self, gradient: torch.Tensor) -> None:
         session = self._session

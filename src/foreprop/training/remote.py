@@ -225,8 +225,8 @@ class RemoteTable(SynchronisedParameter):
         if shown is not self._mark or self._mark._version != self._mark_version:
             self._leaf.grad = None
 
-    def gradient_discarded(self) -> None:
-        super().gradient_discarded()
+    def gradient_discarded(self, *, dropped: bool) -> None:
+        super().gradient_discarded(dropped=dropped)
         self._leaf.grad = None
 
     def replace_busy_gradient(self) -> None:

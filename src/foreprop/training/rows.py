@@ -62,6 +62,9 @@ class RowParameter(SynchronisedParameter):
             " embedding sparse=False; to clip use parallelize(..., clip_grad_norm=...)"
         )
 
+    def _show_held(self) -> None:
+        """It shows this rank's own: see `read_gradient`."""
+
     def _push(self, gradient: torch.Tensor | None, step: int) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
             self._push_rows(gradient, step)

@@ -843,7 +843,7 @@ class ConnectedSession(Session):
 
     def _discard_gradients(self, set_to_none: bool) -> None:
         for parameter in self._parameters:
-            parameter.gradient_discarded()
+            parameter.gradient_discarded(dropped=set_to_none)
             if not set_to_none:
                 parameter.replace_busy_gradient()
 
