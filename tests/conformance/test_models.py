@@ -410,6 +410,7 @@ def test_zero_dimensional_empty_and_transposed_parameters(preset: str) -> None:
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0], preset=preset):
         train_classifier(model, optimizer, batches)
         check_same_bits(model.state_dict(), plain.model)
+        assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
     check_world_of_two(build, train_classifier, batches_of(2), preset=preset)
 
 

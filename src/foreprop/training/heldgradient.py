@@ -22,8 +22,8 @@ class HeldGradient:
 
     def hold(self, gradient: torch.Tensor) -> None:
         """Keep it until all of its bytes have been taken."""
-        self._gradient = gradient
         self._unsent_bytes = gradient.numel() * gradient.element_size()
+        self._gradient = gradient if self._unsent_bytes else None
 
     def ready(self, gradient_bytes: Any) -> None:
         """Its bytes are where they can be sent from."""

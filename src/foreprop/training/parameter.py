@@ -191,7 +191,8 @@ class SynchronisedParameter:
 
     def _show_aggregated(self, gradient: torch.Tensor) -> None:
         self._check_unedited()
-        gradient.copy_(self._session.aggregated_gradient(self.index).view(gradient.shape))
+        if gradient.numel():  # or nobody has sent anything
+            gradient.copy_(self._session.aggregated_gradient(self.index).view(gradient.shape))
         self._seen.see(gradient)
 
     def _show_held(self) -> None:
