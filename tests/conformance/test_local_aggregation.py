@@ -20,6 +20,7 @@ from foreprop.engine.relay import Relay
 from foreprop.engine.world import World
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster
+from tests.conformance.aggregation_runs import LIMIT, check_each_step, data_of, wait_for
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -36,9 +37,8 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.test_aggregation import LIMIT, check_each_step, data_of, wait_for
-from tests.conformance.test_grad_scaler import BAD_STEP, alone, together
-from tests.conformance.test_sparse import Bags, Pairs, Words, ranks, with_optimizer, words_of
+from tests.conformance.scaler_runs import BAD_STEP, alone, together
+from tests.conformance.sparse_models import Bags, Pairs, Words, ranks, with_optimizer, words_of
 
 pytestmark = servers_only
 

@@ -32,7 +32,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.test_models import Attention, Recurrent, Tied, Transformer, UsedElsewhere
+from tests.conformance.sequence_models import Attention, Recurrent, Tied, Transformer, UsedElsewhere
 
 torch.sparse.check_sparse_tensor_invariants.disable()
 

@@ -24,7 +24,7 @@ from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.training.lookahead import lookahead
 from foreprop.training.remote import RemoteTable
 from tests.cluster import run_cluster, worlds
-from tests.conformance import test_grad_scaler
+from tests.conformance import scaler_runs
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -37,7 +37,7 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-from tests.conformance.test_sparse import (
+from tests.conformance.sparse_models import (
     CLASSES,
     ROWS,
     SERVED,
@@ -48,8 +48,6 @@ from tests.conformance.test_sparse import (
     with_optimizer,
     words_of,
 )
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -265,10 +263,10 @@ def test_a_frozen_table() -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(architecture: str) -> None:
-    by_rank, bad = ranks(3), test_grad_scaler.BAD_STEP
+    by_rank, bad = ranks(3), scaler_runs.BAD_STEP
     settings = {"architecture": architecture, "bad_rank": 1, "clip_grad_norm": 0.1}
-    wanted = test_grad_scaler.together(with_optimizer(begun(Words)), by_rank, **settings)
-    got = test_grad_scaler.together(
+    wanted = scaler_runs.together(with_optimizer(begun(Words)), by_rank, **settings)
+    got = scaler_runs.together(
         with_optimizer(remote(Words)), by_rank, whole_tables="all", **settings
     )
     for ours, theirs in zip(got[0], wanted[0], strict=True):

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
-from tests.conformance import test_grad_scaler
+from tests.conformance import scaler_runs
+from tests.conformance.aggregation_runs import Edit, Values, alone, check_each_step, together
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -24,11 +25,8 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-from tests.conformance.test_aggregation import Edit, Values, alone, check_each_step, together
-from tests.conformance.test_grad_scaler import BAD_STEP
-from tests.conformance.test_sparse import Bags, Pairs, Two, Words, ranks, with_optimizer, words_of
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
+from tests.conformance.scaler_runs import BAD_STEP
+from tests.conformance.sparse_models import Bags, Pairs, Two, Words, ranks, with_optimizer, words_of
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -99,7 +97,7 @@ def test_with_a_scaler(architecture: str) -> None:
     by_rank = ranks(RANKS)
     kept = [[batch for step, batch in enumerate(rank) if step != BAD_STEP] for rank in by_rank]
     wanted = alone(dense(Words), kept, multiplied("mean", "sum"))
-    got, _, _ = test_grad_scaler.together(
+    got, _, _ = scaler_runs.together(
         with_optimizer(Words, lr=0.1),
         by_rank,
         bad_rank=1,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conformance.parity import servers_only
 from tests.faults.faults import EventInjector, Phase
-from tests.faults.test_lost_peers import check_told, scenario
+from tests.faults.lost_peers import check_told, scenario
 from tests.process.harness import Zygote, workers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60), servers_only]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.faults.faults import EventInjector
-from tests.faults.test_lost_peers import check_place
+from tests.faults.lost_peers import check_place
 from tests.process.harness import Run, Zygote, free_port, running, workers
 from tests.process.train_script import Scenario
 

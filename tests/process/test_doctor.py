@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -28,8 +27,8 @@ from foreprop.doctor.records import Examination, Finding
 from foreprop.launcher.plan import Plan, hosts_here
 from foreprop.launcher.resources import parse_resources
 from foreprop.version import __version__
-from tests.process.harness import ROOT, Run, Zygote, free_port, running
-from tests.process.test_torchrun import wait_for
+from tests.process.harness import ROOT, Run, Zygote, free_port, running, wait_for
+from tests.process.light_probe import instead, light_python
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
@@ -37,24 +36,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
 TORCHRUN = Path(torch.__path__[0]) / "distributed" / "run.py"
 LOCAL, FAR = "127.0.0.1", "198.51.100.2"
-LIGHT = (
-    "import sys, types; sys.modules['torch'] = torch = types.ModuleType('torch');"
-    " torch.__version__ = '2'; import foreprop.doctor.probe as probe"
-)
-"""A probe that does not spend seconds on loading torch."""
-
-
-def instead(change: str) -> str:
-    """A command that is a probe but for one thing."""
-    return "exec " + shlex.join([sys.executable, "-c", f"{LIGHT}; {change}; probe.main()"])
-
-
-def light_python(folder: Path) -> str:
-    """A program that is such a probe, whatever its arguments."""
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{instead('pass')}\n")
-    program.chmod(0o755)
-    return str(program)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from foreprop.launcher.plan import Plan
 from foreprop.launcher.resources import Host
 from tests.process.detour import Detour
 from tests.process.harness import ROOT, Zygote, running
-from tests.process.test_doctor import light_python
+from tests.process.light_probe import light_python
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab, pytest.mark.timeout(110)]

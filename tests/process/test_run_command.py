@@ -28,8 +28,7 @@ from foreprop.launcher.plan import Plan, hosts_here
 from foreprop.launcher.records import START, Ready, decode
 from foreprop.launcher.resources import parse_resources
 from foreprop.launcher.run import Launcher, Outcome
-from tests.process.harness import ROOT, Run, Zygote, running
-from tests.process.test_torchrun import wait_for
+from tests.process.harness import ROOT, Run, Zygote, running, wait_for
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from foreprop.cli.main import app
 from foreprop.cli.server import endpoint
 from foreprop.errors import ConfigError
-from tests.process.harness import ROOT, Zygote, free_port, running
-from tests.process.test_torchrun import wait_for
+from tests.process.harness import ROOT, Zygote, free_port, running, wait_for
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]

@@ -6,22 +6,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Run, Zygote, free_port, running
+from tests.process.harness import Run, Zygote, free_port, running, wait_for
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
-
-
-def wait_for(condition: Callable[[], object], run: Run, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, run.output()
-        time.sleep(0.05)
 
 
 def the_sum(run: Run, ranks: int) -> str:
