@@ -43,6 +43,7 @@ from foreprop.engine.rowparts import (
     pulled_shard,
 )
 from foreprop.errors import InternalError, RemoteProtocolError
+from tests.tiers import long_cases
 
 SHARDS = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5)
 A, B = 5, 7  # server 0's shards, of the parameters "a" and "c"
@@ -282,7 +283,7 @@ def test_what_a_shard_waits_for() -> None:
 
 
 @pytest.mark.parametrize("needs_norm", [False, True])
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(40), *long_cases(*range(40, 200))])
 def test_random_schedules(seed: int, needs_norm: bool) -> None:
     """Whatever the order of arrival, each pull is answered once, with its step's rows.
 

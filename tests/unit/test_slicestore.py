@@ -29,6 +29,7 @@ from foreprop.engine.slicestore import (
     state_limit_bytes,
 )
 from foreprop.errors import InternalError, RemoteProtocolError
+from tests.tiers import long_cases
 
 ELEMS = 203
 SLICE_ELEMS = (1, 7, 50, 64, 1000)
@@ -412,7 +413,7 @@ def test_optimizers_give_the_same_bits_on_slices_as_on_the_whole_array(
         torch.testing.assert_close(whole, parameter.detach())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *long_cases("float16", "float64")])
 @pytest.mark.parametrize(("name", "group"), CASES)
 def test_no_type_s_bits_depend_on_where_a_slice_ends(
     name: str, group: Hyperparameters, dtype: str
