@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -23,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:  # every worker of pytest's has the same cores
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()  # torch's objects, which each later collection would look at in vain
 

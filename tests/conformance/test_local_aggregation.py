@@ -39,6 +39,7 @@ from tests.conformance.parity import (
 )
 from tests.conformance.scaler_runs import BAD_STEP, alone, together
 from tests.conformance.sparse_models import Bags, Pairs, Words, ranks, with_optimizer, words_of
+from tests.tiers import long_cases
 
 pytestmark = servers_only
 
@@ -294,8 +295,8 @@ def test_who_holds_up_a_step_is_named(
 # Tables that are held row by row.
 @pytest.mark.parametrize("settings", [{}, {"slice_elems": 13, "servers_per_node": 2}])
 @pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, *long_cases(torch.optim.SGD)])
+@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
 def test_tables_train_as_in_one_process_with_all_the_data(
     make: Callable[[], nn.Module],
     cls: type[torch.optim.Optimizer],

@@ -48,6 +48,7 @@ from tests.conformance.sparse_models import (
     with_optimizer,
     words_of,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -118,8 +119,8 @@ def compare(
 
 
 # The same training.
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
+@pytest.mark.parametrize("count", [3, *long_cases(1)])
 @pytest.mark.parametrize(
     ("make", "cls"),
     [
@@ -345,7 +346,9 @@ def test_another_seed_or_name_makes_other_rows() -> None:
 
 
 # With several workers on a node, and relays between them and the servers.
-@pytest.mark.parametrize("settings", [{}, {"clip_grad_norm": 0.1}, {"wire_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "settings", [{"clip_grad_norm": 0.1}, *long_cases({}, {"wire_dtype": "bfloat16"})]
+)
 @pytest.mark.parametrize("architecture", SERVED)
 def test_it_trains_as_one_in_memory_through_relays(
     architecture: str, settings: dict[str, Any]

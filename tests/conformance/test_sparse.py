@@ -45,6 +45,7 @@ from tests.conformance.sparse_models import (
     with_optimizer,
     words_of,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -72,7 +73,7 @@ def test_sgd_has_the_same_bits_where_no_row_comes_twice(architecture: str) -> No
 
 @pytest.mark.parametrize("architecture", [*SERVED, "ring"])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
 def test_three_ranks_train_as_one_process_with_all_the_data(
     make: Callable[[], nn.Module], cls: type[torch.optim.Optimizer], architecture: str
 ) -> None:
@@ -510,7 +511,9 @@ def test_a_sparse_gradient_of_which_no_module_told() -> None:
 # Chosen by measurement.
 
 
-@pytest.mark.parametrize("sparse", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    "sparse", [(False, True), *long_cases((True, True), (True, False), (False, False))]
+)
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_auto_chooses_by_the_share_of_touched_rows(
     cls: type[torch.optim.Optimizer], sparse: tuple[bool, bool], capfd: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ from tests.conformance.parity import (
 )
 from tests.conformance.scaler_runs import BAD_STEP
 from tests.conformance.sparse_models import Bags, Pairs, Two, Words, ranks, with_optimizer, words_of
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -55,7 +56,7 @@ def dense(make: Callable[..., nn.Module], cls: Any = torch.optim.SGD) -> Any:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("reduction", "sparse_reduction"), CHOICES)
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
 def test_each_kind_by_itself(
     make: Callable[..., nn.Module], reduction: str, sparse_reduction: str, architecture: str
 ) -> None:

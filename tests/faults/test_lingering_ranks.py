@@ -17,6 +17,7 @@ from foreprop.errors import ForepropError
 from tests.cluster import run_cluster
 from tests.process.harness import Zygote, workers
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,7 +82,7 @@ def step_for_ever(step: Any) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+@pytest.mark.parametrize("architecture", ["ring", *long_cases("p2p")])
 def test_an_error_that_nobody_catches_in_a_process_with_threads(
     zygote: Zygote, tmp_path: Path, architecture: str
 ) -> None:

@@ -30,6 +30,7 @@ from foreprop.version import __version__
 from tests.process.harness import ROOT, Run, Zygote, free_port, running, wait_for
 from tests.process.light_probe import instead, light_python
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
@@ -235,7 +236,7 @@ def test_an_error_is_exit_code_1_also_as_json(zygote: Zygote, tmp_path: Path) ->
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *long_cases(signal.SIGTERM, signal.SIGKILL)])
 def test_a_signal_leaves_nothing(zygote: Zygote, tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path) as run:
         doctor = start(zygote, run, f"{LOCAL}\n{FAR}\n", "--seconds", "10")
@@ -260,6 +261,7 @@ def torchrun(
     )
 
 
+@pytest.mark.long
 def test_torchruns_ranks_check_each_other(zygote: Zygote, tmp_path: Path) -> None:
     """One probe for each of the two nodes, of two workers each; rank 0 tells."""
     port = free_port()
@@ -278,6 +280,7 @@ def test_torchruns_ranks_check_each_other(zygote: Zygote, tmp_path: Path) -> Non
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_an_error_ends_torchrun_with_1(zygote: Zygote, tmp_path: Path) -> None:
     port = free_port()
     with running(tmp_path) as run:

@@ -29,7 +29,13 @@ from tests.process.harness import ROOT, Zygote, running
 from tests.process.light_probe import light_python
 from tests.process.train_script import Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab, pytest.mark.timeout(110)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.long,
+    pytest.mark.alone,
+    pytest.mark.lab,
+    pytest.mark.timeout(110),
+]
 
 RATE = 100e6
 PAYLOAD = 1448 / 1514

@@ -33,6 +33,7 @@ from tests.process.lab_nodes import (
     sent_bytes,
     serve,
 )
+from tests.tiers import long_cases
 
 HEADERS = 1514 / 1448
 WIRE_S = PAYLOAD_BYTES * HEADERS * 8 / RATE_BITS_PER_S
@@ -178,7 +179,7 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("user", [None, NOBODY], ids=["this user", "nobody"])
+@pytest.mark.parametrize("user", [NOBODY, *long_cases(None)], ids=["nobody", "this user"])
 def test_a_killed_lab_leaves_nothing_behind(user: int | None) -> None:
     """Also shows that a user without rights has a cluster, inside a user namespace."""
     if user is not None and os.geteuid() != 0:

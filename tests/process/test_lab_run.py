@@ -25,7 +25,7 @@ from tests.process.tiny_lab import SETTING, SYSTEMS
 
 MODEL_BYTES = limit.model_bytes(SETTING.layers)
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.mark.lab]
 
 
 def check_samples(samples: list[tuple[float, int, int]]) -> None:

@@ -85,6 +85,7 @@ def test_a_run_that_needs_no_server(zygote: Zygote, tmp_path: Path) -> None:
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_the_example_with_dedicated_servers(zygote: Zygote, tmp_path: Path) -> None:
     """As its docstring says, but for the port and the number of workers."""
     port = str(free_port())
