@@ -29,6 +29,7 @@ from foreprop.simulate.slicesize import (
 from foreprop.training import planning
 from foreprop.training.linkprobe import Report, conclude, measure_links
 from foreprop.training.planning import Outlook, Plan, plan_session, preset_of
+from tests.tiers import long_cases
 
 AUTO = Config(architecture="auto")
 
@@ -131,6 +132,7 @@ def chosen(**changes: Any) -> Any:
     return choose_slice_elems(SMALL, **(fields | changes))
 
 
+@pytest.mark.long
 def test_the_chosen_size_is_among_the_best_of_those_that_were_tried() -> None:
     choice = chosen()
     assert choice.step_s[choice.slice_elems] <= 1.02 * min(choice.step_s.values())
@@ -156,6 +158,7 @@ def test_the_sessions_settings_count_not_the_environments(
     assert min(half.step_s.values()) < min(before.step_s.values())
 
 
+@pytest.mark.long
 def test_many_nodes_ask_for_smaller_slices() -> None:
     """48 slices of 50,000 elements leave most of 64 servers idle (docs/scale.md)."""
     many = chosen(nodes=64)
@@ -217,7 +220,7 @@ class DictBoard:
             return self._said[key]
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("nodes", [2, *long_cases(3)])
 def test_all_nodes_measure_and_agree(nodes: int) -> None:
     board = DictBoard()
 

@@ -83,6 +83,7 @@ def relative_error(record: Record) -> float:
     return simulated.iteration_s.median / record.iteration_s.median - 1
 
 
+@pytest.mark.long
 def test_steps_are_as_long_as_the_lab_measured_them() -> None:
     """Issue 5: the median absolute error is at most 5 %, the worst at most 12 %."""
     errors = {kept: relative_error(measured(*kept)) for kept in KEPT}
