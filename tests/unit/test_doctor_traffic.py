@@ -14,7 +14,7 @@ from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Peer, Reach, Send
 from foreprop.doctor.traffic import Listener, _count, listen_everywhere, ping, reach, send
 from foreprop.errors import TransportError
-from foreprop.net.tcp import listen
+from foreprop.link.tcp import listen
 
 TOKEN = bytes(range(16))
 ADDRESS = "127.0.0.1"

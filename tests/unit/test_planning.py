@@ -12,6 +12,9 @@ import pytest
 from plan_example import SMALL, setting
 
 from foreprop.analytic.deployment import ACKNOWLEDGED
+from foreprop.auto import planning
+from foreprop.auto.linkprobe import Report, conclude, measure_links
+from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, TransportError
 from foreprop.lab.limit import HEADER_FACTOR
@@ -26,9 +29,6 @@ from foreprop.simulate.slicesize import (
     search,
     slices_of,
 )
-from foreprop.training import planning
-from foreprop.training.linkprobe import Report, conclude, measure_links
-from foreprop.training.planning import Outlook, Plan, plan_session, preset_of
 
 AUTO = Config(architecture="auto")
 

@@ -13,7 +13,7 @@ from foreprop.analytic.served import (
     row_updates_s,
     rows_of,
 )
-from foreprop.core.plan import Chunk, Observation, cut_chunks, plan_order
+from foreprop.core.order import Chunk, Observation, cut_chunks, plan_order
 
 _DDP_IN_FLIGHT = 2  # torch's default number of threads for gloo
 _HALVES = 2  # of each part, as gloo sends them: one is on its way while the other is added up
@@ -84,7 +84,7 @@ def _rows_s(deployment: Deployment) -> list[float]:
 def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[float]:
     """When each array, and then each table, is updated on the workers.
 
-    Chunks go in the order that `core.plan` plans from the same times. A table of ``ring`` is an
+    Chunks go in the order that `core.order` plans from the same times. A table of ``ring`` is an
     array like others; of ``hybrid`` its rows pass the same links beside the collectives.
     """
     sizes = arrays_of(deployment)

@@ -16,7 +16,7 @@ import psutil
 
 from foreprop.bench.workers import children_start_undisturbed
 from foreprop.core.wire import HEADER_BYTES
-from foreprop.net.tcp import tune
+from foreprop.link.tcp import tune
 
 _JOIN_S = 60.0
 

@@ -19,7 +19,7 @@ from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.limit import HEADER_FACTOR
 from foreprop.lab.network import Network, NetworkUnavailable
-from foreprop.net.tcp import tune
+from foreprop.link.tcp import tune
 
 _PORT = 29700
 _SCALE = 16

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 
 from foreprop.doctor.records import Attempt, Examination, Facts, Finding
 from foreprop.doctor.words import both_stayed, differing, is_address, known_facts
-from foreprop.net.tcp import is_loopback
+from foreprop.link.tcp import is_loopback
 
 
 # Names and addresses.

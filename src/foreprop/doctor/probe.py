@@ -42,7 +42,7 @@ from foreprop.doctor.traffic import Listener, listen_everywhere, ping, reach, se
 from foreprop.errors import ForepropError
 from foreprop.launcher.host import Inbox
 from foreprop.launcher.records import ALIVE, END, MARK
-from foreprop.net.tcp import listen
+from foreprop.link.tcp import listen
 from foreprop.version import __version__
 
 PROGRAM = ("-P", "-m", "foreprop.doctor.probe")

@@ -18,7 +18,7 @@ import time
 from foreprop.config import Config
 from foreprop.doctor.records import Attempt, Flow, Peer, Trip
 from foreprop.errors import TransportError
-from foreprop.net.tcp import tune
+from foreprop.link.tcp import tune
 
 _GREETING = struct.Struct("!16sBdd")  # token, kind, settle_s, seconds
 _QUESTION = struct.Struct("!Q")

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from foreprop.engine.main import die_with_parent
 from foreprop.errors import ForepropError, PeerLost
 from foreprop.lab.network import (
     INTERFACE,
@@ -33,6 +32,7 @@ from foreprop.lab.network import (
     enter_namespaces,
     enter_own_network,
 )
+from foreprop.servers.main import die_with_parent
 
 Work = Callable[[int, Connection, Any], None]
 """What each worker runs: ``work(rank, connection, argument)``, a module's function.

@@ -16,7 +16,7 @@ from foreprop.config import PRESETS, Config, LocalAggregation
 from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
 from foreprop.lab.setting import AUTO, CLIPPED, RING, SIZE_MARK, WORKERS, LabSetting
-from foreprop.training.parallelize import connect
+from foreprop.session.parallelize import connect
 
 _DEFAULT = Config()
 
