@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.analytic.planner import PlanSetting
 from foreprop.config import Config
+from foreprop.model.planner import PlanSetting
 from foreprop.training import planning
 from foreprop.training.planning import MEASURED_STEPS, Outlook, Plan, plan_session
 from tests.conformance.parity import (

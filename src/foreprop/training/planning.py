@@ -3,7 +3,7 @@
 The first step shows the order of first uses. The next ones are watched (`training.stepprobe`), and
 every rank counts the rows that each embedding's gradient touches. Then the links are measured
 (`training.linkprobe`). By rows go the embeddings for which Parallax's rule says so
-(`core.parallax`); among architectures the planner's prediction decides (`analytic.planner`), among
+(`core.parallax`); among architectures the planner's prediction decides (`model.planner`), among
 slice sizes the simulator's (`simulate.slicesize`). Rank 0 decides, so all ranks do alike.
 """
 
@@ -19,20 +19,19 @@ from typing import Any
 
 import msgspec
 
-from foreprop.analytic.deployment import Deployment
-from foreprop.analytic.planner import (
+from foreprop.config import PRESETS, Config
+from foreprop.core.manifest import ParameterInfo
+from foreprop.engine.world import Look, World
+from foreprop.model.deployment import Deployment
+from foreprop.model.planner import (
     MOST_NODES,
     P3,
     Candidate,
     PlanSetting,
     deployment_for,
 )
-from foreprop.analytic.planner import choose as choose_candidate
-from foreprop.analytic.refined import step_s
-from foreprop.config import PRESETS, Config
-from foreprop.core.manifest import ParameterInfo
-from foreprop.engine.world import Look, World
-from foreprop.lab.profile import Profile
+from foreprop.model.planner import choose as choose_candidate
+from foreprop.model.refined import step_s
 from foreprop.net.tcp import local_address
 from foreprop.quantities import rate_text, time_text
 from foreprop.simulate.slicesize import choose_slice_elems
@@ -41,6 +40,7 @@ from foreprop.training.board import Board
 from foreprop.training.linkprobe import Links, measure_links
 from foreprop.training.parameter import Watched
 from foreprop.training.stepprobe import StepProbe
+from foreprop.workload.profile import Profile
 
 MEASURED_STEPS = 4
 """The first of them, which shows the order of first uses, is not watched."""

@@ -12,7 +12,6 @@ import torch
 
 from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import Profile, ProfiledArray
 from foreprop.training.attribution import Attribution, attribute
 from foreprop.training.embeddings import EMBEDDINGS
 from foreprop.training.optimizer import named_parameters
@@ -20,6 +19,7 @@ from foreprop.training.parameter import count_rows
 from foreprop.training.passes import Clock, HostClock, Passes, Watch, clock_of
 from foreprop.training.session import is_managed
 from foreprop.training.untouched import Untouched
+from foreprop.workload.profile import Profile, ProfiledArray
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from foreprop.lab.profile import Profile
 from foreprop.training.attribution import PassRecord, attribute
 from foreprop.training.parameter import Watched
 from foreprop.training.passes import Clock, Mark, clock_of
 from foreprop.training.profile import profile_from
+from foreprop.workload.profile import Profile
 
 
 class StepProbe:
