@@ -24,10 +24,10 @@ from foreprop.errors import (
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
-    from foreprop.training.contract import Session
-    from foreprop.training.parallelize import parallelize
-    from foreprop.training.profile import profile
-    from foreprop.training.shard import shard
+    from foreprop.auto.profiler import profile
+    from foreprop.data.shard import shard
+    from foreprop.session.contract import Session
+    from foreprop.session.parallelize import parallelize
 
 __all__ = [
     "PRESETS",

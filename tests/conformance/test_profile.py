@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import foreprop
+from foreprop.auto import passes
 from foreprop.errors import ConfigError
-from foreprop.training import passes
 from foreprop.workload.profile import Profile, ProfiledArray
 from tests.cluster import worlds
 from tests.conformance.parity import (

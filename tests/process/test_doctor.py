@@ -170,7 +170,7 @@ def test_torch_that_is_broken(doctor: Doctor) -> None:
 
 def test_a_clock_that_is_wrong(doctor: Doctor) -> None:
     wrong = "types.SimpleNamespace(**vars(time) | {'time': lambda: time.time() - 0.5})"
-    command = instead(f"import time, foreprop.net.traffic as traffic; traffic.time = {wrong}")
+    command = instead(f"import time, foreprop.link.traffic as traffic; traffic.time = {wrong}")
     found = doctor.examine(ssh_instead={FAR: command})
     (finding,) = (finding for finding in find(found) if finding.check == "clock")
     assert f"the clock of {FAR} is 500 ms behind that of {LOCAL}" in finding.found

@@ -31,7 +31,7 @@ from foreprop.doctor.records import (
 )
 from foreprop.doctor.show import report, show, to_json
 from foreprop.errors import ConfigError
-from foreprop.net.traffic import Flow, Trip
+from foreprop.link.traffic import Flow, Trip
 from tests.unit.doctor_example import NAMES, attempt, examination, facts, flows
 
 Script = Callable[[int, Command], Answer | None]

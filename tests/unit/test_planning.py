@@ -11,6 +11,9 @@ import msgspec
 import pytest
 from plan_example import SMALL, setting
 
+from foreprop.auto import planning
+from foreprop.auto.linkprobe import Report, conclude, measure_links
+from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, TransportError
 from foreprop.model.deployment import ACKNOWLEDGED
@@ -23,9 +26,6 @@ from foreprop.simulate.slicesize import (
     search,
     slices_of,
 )
-from foreprop.training import planning
-from foreprop.training.linkprobe import Report, conclude, measure_links
-from foreprop.training.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import HEADER_FACTOR
 from foreprop.workload.profile import Profile, ProfiledArray

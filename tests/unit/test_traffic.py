@@ -13,8 +13,8 @@ import pytest
 from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Reach, Send
 from foreprop.errors import TransportError
-from foreprop.net.tcp import listen
-from foreprop.net.traffic import Listener, Peer, _count, listen_everywhere, ping, reach, send
+from foreprop.link.tcp import listen
+from foreprop.link.traffic import Listener, Peer, _count, listen_everywhere, ping, reach, send
 
 TOKEN = bytes(range(16))
 ADDRESS = "127.0.0.1"
@@ -117,7 +117,7 @@ def test_a_rate_is_right_whenever_counting_begins(
     settle_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sock = SimulatedSocket()
-    monkeypatch.setattr("foreprop.net.traffic.time", sock)
+    monkeypatch.setattr("foreprop.link.traffic.time", sock)
     _count(cast(socket.socket, sock), settle_s, 0.5)
     (bits_per_s,) = struct.unpack("!d", sock.told)
     assert bits_per_s == pytest.approx(40e6)
@@ -126,7 +126,7 @@ def test_a_rate_is_right_whenever_counting_begins(
 def test_a_receiver_that_does_not_answer_ends_the_sending(
     silent: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foreprop.net.traffic._PATIENCE_S", 0.2)
+    monkeypatch.setattr("foreprop.link.traffic._PATIENCE_S", 0.2)
     started_s = time.monotonic()
     flow = send(0, silent, TOKEN, settle_s=0.0, seconds=0.1)
     assert flow.error == "the receiver does not say what it got"

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foreprop.core.plan import (
+from foreprop.core.order import (
     Chunk,
     Observation,
     Observer,

@@ -146,8 +146,8 @@ def examine_hosts(plan: Plan, *, seconds: float, wait_s: float) -> Examination:
 
 def _examine_ranks(info: LaunchInfo, *, seconds: float, wait_s: float) -> Examination | None:
     """The machines of torchrun's ranks; None on all ranks but rank 0."""
+    from foreprop.cluster.world import current_world
     from foreprop.doctor.ranks import RanksPanel, attend, gather_present
-    from foreprop.engine.world import current_world
 
     world, hostname = current_world(), socket.gethostname()
     if world.rank != 0:

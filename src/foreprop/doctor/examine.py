@@ -23,7 +23,7 @@ from foreprop.doctor.records import (
     Send,
     Sent,
 )
-from foreprop.net.traffic import Attempt, Flow, Peer, Trip
+from foreprop.link.traffic import Attempt, Flow, Peer, Trip
 
 Pair = tuple[int, int]
 Round = list[Pair]

@@ -35,8 +35,8 @@ from foreprop.doctor.records import (
     decode_command,
 )
 from foreprop.errors import ForepropError
-from foreprop.net.tcp import listen
-from foreprop.net.traffic import (
+from foreprop.link.tcp import listen
+from foreprop.link.traffic import (
     Attempt,
     Flow,
     Listener,

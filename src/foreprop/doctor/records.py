@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from foreprop.net.traffic import Attempt, Flow, Peer, Trip
+from foreprop.link.traffic import Attempt, Flow, Peer, Trip
 
 PROTOCOL = 1
 """Changes when a doctor and a probe of different versions would not understand each other."""

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from foreprop.engine.main import die_with_parent
 from foreprop.errors import ForepropError, PeerLost
 from foreprop.lab.network import (
     INTERFACE,
@@ -32,6 +31,7 @@ from foreprop.lab.network import (
     enter_namespaces,
     enter_own_network,
 )
+from foreprop.servers.main import die_with_parent
 from foreprop.workload.network import Network
 
 Work = Callable[[int, Connection, Any], None]

@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.config import PRESETS, Config
 from foreprop.datasets import MEAN, STD, load_arrays
-from foreprop.engine.main import die_with_parent
 from foreprop.errors import ConfigError
 from foreprop.lab.accelerator import DeviceClock
 from foreprop.lab.systems import Steps, join_process_group
 from foreprop.model.deployment import Deployment
-from foreprop.training.parallelize import connect
+from foreprop.servers.main import die_with_parent
+from foreprop.session.parallelize import connect
 from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 

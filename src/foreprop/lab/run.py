@@ -47,7 +47,7 @@ Sample = tuple[float, int, int]
 _BLOCK_STEPS = 5
 _TUNING_STEPS = 2
 _PLANNING_STEPS = 4 + 5
-"""What `training.planning` measures, and what the new connections need to settle."""
+"""What `auto.planning` measures, and what the new connections need to settle."""
 _SAMPLE_S = 0.01
 _MXNET_PORT = 29600
 _OTHERS = (DDP, DDP_TUNED, DDP_SPARSE, DDP_DENSE, *MXNET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from foreprop.core.plan import Chunk, Observation, cut_chunks, plan_order
+from foreprop.core.order import Chunk, Observation, cut_chunks, plan_order
 from foreprop.model.collective import Collective, ends_s
 from foreprop.model.deployment import Deployment, Table
 from foreprop.model.served import (
@@ -85,7 +85,7 @@ def _rows_s(deployment: Deployment) -> list[float]:
 def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[float]:
     """When each array, and then each table, is updated on the workers.
 
-    Chunks go in the order that `core.plan` plans from the same times. A table of ``ring`` is an
+    Chunks go in the order that `core.order` plans from the same times. A table of ``ring`` is an
     array like others; of ``hybrid`` its rows pass the same links beside the collectives.
     """
     sizes = arrays_of(deployment)
