@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.relay import AnswerArrived, NoticeArrived, RelayMachine
+from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
 from foreprop.core.sendqueue import USUAL_TURNS
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     AnswerReady,
     InstallValue,
     PullArrived,
@@ -20,7 +20,13 @@ from foreprop.core.server import (
     WorkerLeft,
 )
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker import CONTROL_PRIORITY, Finish, FrameSent, MessageReady, SendFrame
+from foreprop.core.worker_machine import (
+    CONTROL_PRIORITY,
+    Finish,
+    FrameSent,
+    MessageReady,
+    SendFrame,
+)
 
 if TYPE_CHECKING:
     from tests.simulator import Action, Cluster, Story

@@ -17,7 +17,7 @@ from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Turns
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     AnswerReady,
     FinishSession,
     InstallValue,
@@ -36,7 +36,7 @@ from foreprop.core.server import (
 from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.window import PushWindow
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
-from foreprop.core.worker import (
+from foreprop.core.worker_machine import (
     CONTROL_PRIORITY,
     Closing,
     CompleteParameter,

@@ -24,10 +24,10 @@ from foreprop.errors import (
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
-    from foreprop.training.contract import Session
-    from foreprop.training.parallelize import parallelize
-    from foreprop.training.profile import profile
-    from foreprop.training.shard import shard
+    from foreprop.auto.profiler import profile
+    from foreprop.data.shard import shard
+    from foreprop.session.contract import Session
+    from foreprop.session.parallelize import parallelize
 
 __all__ = [
     "PRESETS",
@@ -50,18 +50,18 @@ __all__ = [
     "shard",
 ]
 
-_TRAINING = {
-    "parallelize": "parallelize",
-    "profile": "profile",
-    "Session": "contract",
-    "shard": "shard",
+_LOADED_WHEN_USED = {
+    "parallelize": "session.parallelize",
+    "profile": "auto.profiler",
+    "Session": "session.contract",
+    "shard": "data.shard",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load the training side at its first use: a server has none, and starts in half the time."""
-    if name not in _TRAINING:
+    if name not in _LOADED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"foreprop.training.{_TRAINING[name]}"), name)
+    value = getattr(import_module(f"foreprop.{_LOADED_WHEN_USED[name]}"), name)
     globals()[name] = value
     return value

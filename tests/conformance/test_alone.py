@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten
 
 import foreprop
 from foreprop.errors import ConfigError
-from foreprop.training.alone import LoneSession
-from foreprop.training.session import ConnectedSession
+from foreprop.session.alone import LoneSession
+from foreprop.session.session import ConnectedSession
 from tests.cluster import worlds
 from tests.conformance.parity import (
     Batch,

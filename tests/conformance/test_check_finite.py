@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import foreprop
+from foreprop.cluster.world import World
 from foreprop.core.aggregation import Aggregation
-from foreprop.engine.finite import check_finite, is_finite
-from foreprop.engine.world import World
 from foreprop.errors import ForepropError, TrainingLoopError
+from foreprop.numerics.finite import check_finite, is_finite
 from tests.cluster import run_cluster
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import foreprop
 from foreprop import PRESETS
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import LIMIT, MODELS, check_each_step, data_of, values_of

@@ -11,7 +11,7 @@ from torch import nn
 
 import foreprop
 from foreprop import PRESETS
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, PARTITIONS, check_each_step, data_of, train

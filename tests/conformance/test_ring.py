@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.engine.ring import RingEngine
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
+from foreprop.collectives.engine import RingEngine
 from foreprop.errors import (
     ConfigError,
     ForepropError,

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.engine.group import Group
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
+from foreprop.collectives import ring
+from foreprop.collectives.group import Group
 from foreprop.errors import ConfigError, PeerLost
-from foreprop.training import memory, ring
+from foreprop.path import memory
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     batches_of,
@@ -54,7 +55,7 @@ class _Copier:
 
 
 class _Work:
-    """As `engine.gpu.GpuWork`."""
+    """As `collectives.gpu.GpuWork`."""
 
     device = torch.device("cpu")
     entered: ClassVar[set[int]] = set()

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-from foreprop.engine.worker import WorkerEngine
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.training.rows import RowParameter
+from foreprop.path.worker import WorkerEngine
+from foreprop.tables.rowparameter import RowParameter
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     Batch,
@@ -402,7 +402,7 @@ def test_shard_prefetches_the_next_batch_s_rows(
     plain, plain_optimizer = build_seeded(with_optimizer(Words))
     with foreprop.parallelize(model, optimizer, world=world):
         # a world of one is not sharded: as in a larger one, through its loader
-        from foreprop.training.lookahead import lookahead
+        from foreprop.tables.lookahead import lookahead
 
         train_classifier(model, optimizer, lookahead.follow(iter(loader)))  # type: ignore[arg-type]
         train_classifier(plain, plain_optimizer, loader)  # type: ignore[arg-type]
@@ -411,7 +411,7 @@ def test_shard_prefetches_the_next_batch_s_rows(
 
 
 def test_nothing_is_read_ahead_without_a_table() -> None:
-    from foreprop.training.lookahead import Lookahead
+    from foreprop.tables.lookahead import Lookahead
 
     read: list[int] = []
 

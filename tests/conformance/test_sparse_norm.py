@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs

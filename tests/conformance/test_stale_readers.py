@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.engine.world import World
 from foreprop.errors import LocalProtocolError, TrainingLoopError
-from foreprop.training.session import ConnectedSession
-from foreprop.training.stalereaders import StaleReaders
+from foreprop.path.stalereaders import StaleReaders
+from foreprop.session.session import ConnectedSession
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     Batch,

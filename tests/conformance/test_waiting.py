@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.engine.world import World
-from foreprop.training.waiting import is_waiting
+from foreprop.cluster.world import World
+from foreprop.path.waiting import is_waiting
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     build_seeded,

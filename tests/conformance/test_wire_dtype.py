@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import foreprop
 from foreprop import PRESETS
+from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.engine.slicestore import DTYPES
-from foreprop.engine.world import World
 from foreprop.errors import HandshakeError
+from foreprop.path.slicestore import DTYPES
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
 from tests.conformance.parity import (

@@ -12,10 +12,10 @@ import msgspec
 
 from foreprop.config import Config
 from foreprop.core.wire import Kind
-from foreprop.engine.failure import Failure
-from foreprop.engine.relay import Relay
-from foreprop.net.stream import SocketStream
-from foreprop.net.tcp import listen
+from foreprop.link.failure import Failure
+from foreprop.link.stream import SocketStream
+from foreprop.link.tcp import listen
+from foreprop.relays.relay import Relay
 from tests.faults.wire_peers import GROUP, SESSION, Client, FakeServer, gradient, manifest_of
 
 MANIFEST = manifest_of(world_size=4, workers_per_push=2)

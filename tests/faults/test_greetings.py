@@ -11,7 +11,7 @@ import pytest
 
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Kind
-from foreprop.engine import reception, server
+from foreprop.path import reception, server
 from tests.faults.relay_peers import MANIFEST, node
 from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, resident_bytes, session
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.engine.processes import ProcessServer
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ForepropError, HandshakeError
+from foreprop.servers.processes import ProcessServer
 from tests.cluster import run_cluster
 from tests.leaks import Snapshot, wait_for_leaks
 

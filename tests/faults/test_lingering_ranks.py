@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster
 from tests.process.harness import Zygote, workers

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import foreprop
-from foreprop.engine.world import World
+from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster
 from tests.process.harness import environment, free_port

@@ -15,12 +15,12 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
-from foreprop.engine.failure import Failure, decode_failure
-from foreprop.engine.reception import greeting
-from foreprop.engine.server import Server
-from foreprop.engine.worker import WorkerEngine
-from foreprop.net.stream import SocketStream
-from foreprop.net.tcp import listen
+from foreprop.link.failure import Failure, decode_failure
+from foreprop.link.stream import SocketStream
+from foreprop.link.tcp import listen
+from foreprop.path.reception import greeting
+from foreprop.path.server import Server
+from foreprop.path.worker import WorkerEngine
 from foreprop.version import __version__
 
 SESSION = "a-session"

@@ -21,7 +21,8 @@ from pyroute2 import IPRoute
 
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import INTERFACE, Network, NetworkUnavailable, interface_bytes
+from foreprop.lab.network import INTERFACE, NetworkUnavailable, interface_bytes
+from foreprop.workload.network import Network
 
 RATE_BITS_PER_S = 40e6
 PAYLOAD_BYTES = 1_500_000

@@ -19,7 +19,8 @@ import pytest
 
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import INTERFACE, Network, NetworkUnavailable
+from foreprop.lab.network import INTERFACE, NetworkUnavailable
+from foreprop.workload.network import Network
 from tests.process.harness import ROOT
 from tests.process.lab_nodes import (
     PAYLOAD_BYTES,

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from foreprop.errors import PeerLost
-from foreprop.lab import limit
-from foreprop.lab.records import read_records, write_records
 from foreprop.lab.run import run_lab
 from foreprop.simulate.slicesize import CANDIDATES
+from foreprop.workload import limit
+from foreprop.workload.records import read_records, write_records
 from tests.process.harness import ROOT
 from tests.process.tiny_lab import SETTING, SYSTEMS
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import load_profile
 from foreprop.lab.run import LabResult, run_lab
-from foreprop.lab.setting import LabSetting
+from foreprop.workload.profile import load_profile
+from foreprop.workload.setting import LabSetting
 
 SYSTEMS = ("p3", "kvstore", "ddp", "ddp-tuned")
 SETTING = LabSetting(

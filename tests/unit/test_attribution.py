@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.training.attribution import Attribution, PassRecord, attribute
+from foreprop.auto.attribution import Attribution, PassRecord, attribute
 
 
 def record(

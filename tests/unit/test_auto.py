@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreprop.auto.routing import choose, describe
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
-from foreprop.training.auto import choose, describe
 
 MEGABYTE = ParameterInfo(name="words.weight", shape=(2500, 100), dtype="float32", group=0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from foreprop.training.averaged import AveragedParameter
+from foreprop.gradients.averaged import AveragedParameter
 
 
 class _Session:

@@ -7,7 +7,7 @@ import pytest
 from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     NormArrived,
     PushArrived,
     ServerMachine,
@@ -18,7 +18,7 @@ from foreprop.core.server import (
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker import SendFrame
+from foreprop.core.worker_machine import SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
 ONE, TWO = (SquareSum(0, (0, 0, n)) for n in (1, 2))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreprop.engine.failure import Failure, decode_failure, failure_of
 from foreprop.errors import (
     ConfigError,
     ForepropError,
@@ -19,6 +18,7 @@ from foreprop.errors import (
     TrainingLoopError,
     TransportError,
 )
+from foreprop.link.failure import Failure, decode_failure, failure_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foreprop.engine.gpu import NO_GPU, usable_gpu, uses_nccl, why_not_nccl
+from foreprop.collectives.gpu import NO_GPU, usable_gpu, uses_nccl, why_not_nccl
 from foreprop.errors import ConfigError
 
 OWN = {0: "GPU-a", 1: "GPU-b"}

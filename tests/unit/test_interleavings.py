@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import PRESETS
-from foreprop.core import worker
+from foreprop.core import worker_machine as worker
 from foreprop.core.barrier import NormCombiner
 from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns
-from foreprop.core.server import ServerMachine, TellSquares
+from foreprop.core.server_machine import ServerMachine, TellSquares
 from foreprop.core.slicing import Partition
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag
-from foreprop.core.worker import SendFrame, WorkerMachine
+from foreprop.core.worker_machine import SendFrame, WorkerMachine
 from foreprop.errors import RemoteProtocolError
 from tests.simulator import Cluster, Setup, _Links, _Worker
 from tests.tiers import long_cases

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.rows import Shard, plan_shards
-from foreprop.engine import keptrows
-from foreprop.engine.keptrows import (
+from foreprop.core.rows_machine import Shard, plan_shards
+from foreprop.errors import RemoteProtocolError
+from foreprop.tables import kept as keptrows
+from foreprop.tables.kept import (
     KeptRows,
     cut_kept,
     decode_kept,
@@ -21,7 +22,6 @@ from foreprop.engine.keptrows import (
     in_table,
     limit_bytes,
 )
-from foreprop.errors import RemoteProtocolError
 
 SHARD = Shard(3, 0, 1, 6, 2, True)
 

@@ -11,8 +11,9 @@ import torch
 
 import foreprop
 from foreprop.config import Config
-from foreprop.engine import launch, server
-from foreprop.net.tcp import tune
+from foreprop.link.tcp import tune
+from foreprop.path import server
+from foreprop.servers import launch
 from tests.cluster import worlds
 
 SendBuffers = list[tuple[int, int]]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import foreprop
-from foreprop.training.lookahead import Lookahead, lookahead
+from foreprop.tables.lookahead import Lookahead, lookahead
 from tests.cluster import worlds
 
 

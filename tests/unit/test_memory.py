@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from foreprop.training.memory import (
+from foreprop.path.memory import (
     AsyncStagedMemory,
     DirectMemory,
     MemoryFactory,

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from foreprop.engine.nodelinks import NodeLinks
 from foreprop.errors import ConfigError, TransportError
-from foreprop.net.memory import connected_pair
-from foreprop.net.pacing import Link, PacedStream
-from foreprop.net.stream import SocketStream
-from foreprop.net.tcp import (
+from foreprop.link.local import connected_pair
+from foreprop.link.pacing import Link, PacedStream
+from foreprop.link.stream import SocketStream
+from foreprop.link.tcp import (
     TCP_NOTSENT_LOWAT,
     TCP_USER_TIMEOUT,
     check_reachable,
@@ -29,6 +28,7 @@ from foreprop.net.tcp import (
     local_address,
     tune,
 )
+from foreprop.servers.nodelinks import NodeLinks
 
 HEADER = b"header--"
 

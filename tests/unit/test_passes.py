@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foreprop.training.passes import CudaClock, HostClock
+from foreprop.auto.passes import CudaClock, HostClock
 
 
 def test_a_host_clock_tells_seconds() -> None:

@@ -17,7 +17,7 @@ from foreprop.observe.trace import merge_traces
 from tests.cluster import worlds
 
 PAGE = Path(__file__).parents[2] / "docs" / "path.md"
-PACKAGES = "core|engine|net|training|observe"
+PACKAGES = "core|link|path|observe|session|servers|cluster|numerics|gradients|hooks"
 FUNCTION = re.compile(rf"`((?:{PACKAGES})\.[\w.]+)`")
 STEP = 3
 

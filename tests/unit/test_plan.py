@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.plan import (
+from foreprop.core.order import (
     Chunk,
     Observation,
     Observer,

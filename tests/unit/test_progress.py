@@ -8,8 +8,8 @@ import time
 import pytest
 
 from foreprop.config import Config
-from foreprop.engine.progress import Progress
 from foreprop.errors import PeerLost, StepTimeout
+from foreprop.path.progress import Progress
 
 CONFIG = Config(stall_report_s=0.2)
 

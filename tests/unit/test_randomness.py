@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import torch
 
-from foreprop.training.randomness import CommonRandomness
+from foreprop.data.randomness import CommonRandomness
 
 
 def draw() -> tuple[float, float, float]:

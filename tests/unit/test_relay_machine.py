@@ -8,9 +8,9 @@ import pytest
 
 from foreprop.core.manifest import Reply
 from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.relay import AnswerArrived, NoticeArrived, RelayMachine
+from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
 from foreprop.core.sendqueue import Order
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     FailSession,
     InstallValue,
     PullArrived,
@@ -22,7 +22,7 @@ from foreprop.core.server import (
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker import NO_TOKEN, Finish, FrameSent, MessageReady, SendFrame
+from foreprop.core.worker_machine import NO_TOKEN, Finish, FrameSent, MessageReady, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
 # server 0 owns slices 0 and 2, of the parameters "a" and "b"

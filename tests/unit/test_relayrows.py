@@ -12,11 +12,11 @@ import torch
 
 from foreprop.core.manifest import Manifest, ParameterInfo
 from foreprop.core.peers import workers_of_node
-from foreprop.core.rows import Shard
+from foreprop.core.rows_machine import Shard
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.engine.relayrows import RelayRows
-from foreprop.engine.rowparts import RowPart, decode_part, decode_pull, encode_part, encode_pull
 from foreprop.errors import RemoteProtocolError
+from foreprop.relays.rows import RelayRows
+from foreprop.tables.parts import RowPart, decode_part, decode_pull, encode_part, encode_pull
 from tests.faults.wire_peers import manifest_of
 
 WIDTH = 2

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from foreprop.engine.relaystore import RelayStore
 from foreprop.errors import RemoteProtocolError
+from foreprop.relays.relaystore import RelayStore
 from tests.faults.wire_peers import manifest_of
 
 

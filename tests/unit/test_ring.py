@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreprop.core.norm import SquareSum
-from foreprop.core.plan import cut_chunks
-from foreprop.core.ring import (
+from foreprop.core.order import cut_chunks
+from foreprop.core.ring_machine import (
     ChunkReduced,
     Finishing,
     MeasureParameter,

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from foreprop.engine.rowaverages import RowAverages
-from foreprop.engine.rowtable import RowTable
+from foreprop.tables.averages import RowAverages
+from foreprop.tables.table import RowTable
 
 DECAY = 0.9
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from foreprop.engine.rowoptimizer import RowOptimizer
-from foreprop.engine.rowtable import RowTable
+from foreprop.tables.rowoptimizer import RowOptimizer
+from foreprop.tables.table import RowTable
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
 

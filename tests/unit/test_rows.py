@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foreprop.core.barrier import StepBarrier, TellNormPart
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.rows import (
+from foreprop.core.rows_machine import (
     AnswerRows,
     FailRows,
     InstallRows,
@@ -33,7 +33,8 @@ from foreprop.core.rows import (
     rows_of,
 )
 from foreprop.core.wire import Flag
-from foreprop.engine.rowparts import (
+from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.tables.parts import (
     RowPart,
     decode_part,
     decode_pull,
@@ -42,7 +43,6 @@ from foreprop.engine.rowparts import (
     part_limit_bytes,
     pulled_shard,
 )
-from foreprop.errors import InternalError, RemoteProtocolError
 from tests.tiers import long_cases
 
 SHARDS = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.engine.rowtable import RowTable, lazy_zeros
+from foreprop.tables.table import RowTable, lazy_zeros
 
 ROWS = 9
 NUMBERS = st.lists(st.integers(0, ROWS - 1), max_size=5, unique=True)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from foreprop.core.sendqueue import AT_LEAST, AT_ONCE, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
-from foreprop.core.worker import Closing, Finish, FrameSent, GradientReady, SendFrame, WorkerMachine
+from foreprop.core.worker_machine import (
+    Closing,
+    Finish,
+    FrameSent,
+    GradientReady,
+    SendFrame,
+    WorkerMachine,
+)
 
 PUSHES = st.tuples(st.integers(0, 3), st.integers(-1, 4))
 ACTIONS = st.lists(st.one_of(PUSHES, st.just("pop")), max_size=60)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from foreprop.core.manifest import Reply
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     FailSession,
     PullArrived,
     PushArrived,
@@ -17,7 +17,7 @@ from foreprop.core.server import (
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
-from foreprop.core.worker import FrameSent, SendFrame
+from foreprop.core.worker_machine import FrameSent, SendFrame
 from foreprop.errors import RemoteProtocolError
 
 SLICES = (Slice(0, 0, 0, 1, 0), Slice(1, 1, 0, 1, 0))

@@ -8,7 +8,7 @@ import pytest
 
 from foreprop.core.manifest import Reply
 from foreprop.core.sendqueue import Order
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     AnswerReady,
     FailSession,
     FinishSession,
@@ -23,7 +23,7 @@ from foreprop.core.server import (
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
+from foreprop.core.worker_machine import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
 # server 0 owns slices 0, 2 and 3, of the parameters "a", "b" and "c"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foreprop.training import sharedstream
-from foreprop.training.sharedstream import note_questions
+from foreprop.data import sharedstream
+from foreprop.data.sharedstream import note_questions
 
 
 class _Older:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.engine.slicestore import (
+from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.path.slicestore import (
     DTYPES,
     ELEMENTWISE_OPTIMIZERS,
     GRADIENT,
@@ -28,7 +29,6 @@ from foreprop.engine.slicestore import (
     encode_state,
     state_limit_bytes,
 )
-from foreprop.errors import InternalError, RemoteProtocolError
 from tests.tiers import long_cases
 
 ELEMS = 203

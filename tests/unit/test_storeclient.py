@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from foreprop.cluster.meeting import Meeting
+from foreprop.cluster.storeclient import StoreCaller, StoreClient, within
+from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.engine.meeting import Meeting
-from foreprop.engine.storeclient import StoreCaller, StoreClient, within
-from foreprop.engine.world import World
 from foreprop.errors import ForepropError, TransportError
 
 LIMIT_S = 0.5

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from foreprop.errors import ConfigError, StorageError
-from foreprop.training import tablefolder
-from foreprop.training.tablefolder import INDEX, TableFolder
+from foreprop.tables import folder as tablefolder
+from foreprop.tables.folder import INDEX, TableFolder
 
 PARTS = 3
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from foreprop.training.turns import Turn
+from foreprop.data.turns import Turn
 
 
 def dealt(items: int, rank: int, size: int, *, fill: bool = True, rounds: int = 1) -> list[int]:

@@ -8,7 +8,7 @@ from foreprop.core.sendqueue import AT_ONCE, Order
 from foreprop.core.slicing import Slice
 from foreprop.core.window import PushWindow, window_share_bytes
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker import (
+from foreprop.core.worker_machine import (
     FrameSent,
     GradientReady,
     ReplyArrived,

@@ -7,8 +7,8 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
-from foreprop.engine.slicestore import DTYPES, bytes_of
-from foreprop.engine.wirecasts import WireCasts
+from foreprop.numerics.wirecasts import WireCasts
+from foreprop.path.slicestore import DTYPES, bytes_of
 
 ELEMS = 100_000
 """More than torch gives to one thread at a time."""

@@ -8,7 +8,7 @@ from foreprop.core.manifest import Reply
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker import (
+from foreprop.core.worker_machine import (
     CONTROL_PRIORITY,
     LAST_PRIORITY,
     NO_TOKEN,

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import foreprop
-from foreprop.engine.world import solitary_world
+from foreprop.cluster.world import solitary_world
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.training import wrappers
+from foreprop.hooks import wrappers
 
 pytestmark = pytest.mark.leaks_ok(
     reason="gloo keeps descriptors until the last DDP that uses it is collected"

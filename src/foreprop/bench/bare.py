@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from foreprop.bench.workers import children_start_undisturbed
 from foreprop.core.wire import HEADER_BYTES
-from foreprop.net.tcp import tune
+from foreprop.lab.children import children_start_undisturbed
+from foreprop.link.tcp import tune
 
 _JOIN_S = 60.0
 

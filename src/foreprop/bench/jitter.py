@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foreprop.core.plan import (
+from foreprop.core.order import (
     Chunk,
     Observation,
     Observer,
@@ -22,8 +22,8 @@ from foreprop.core.plan import (
     cut_chunks,
     plan_order,
 )
-from foreprop.lab import limit
-from foreprop.lab.profile import Layer
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer
 
 _OBSERVED_STEPS = 5
 

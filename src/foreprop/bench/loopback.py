@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.bench.workers import run_workers
-from foreprop.training.contract import Session
-from foreprop.training.parallelize import parallelize
+from foreprop.session.contract import Session
+from foreprop.session.parallelize import parallelize
 
 DDP, AGAIN = "ddp", "ddp, again"
 _WARM_UP_STEPS = 5

@@ -11,8 +11,8 @@ import torch
 
 from foreprop.bench.wire import WirePair, lonely_world
 from foreprop.config import Config
-from foreprop.training.session import ConnectedSession
-from foreprop.training.waiting import make_wait, stop_waiting
+from foreprop.path.waiting import make_wait, stop_waiting
+from foreprop.session.session import ConnectedSession
 
 _WARM_UP = 3
 

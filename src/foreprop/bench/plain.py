@@ -14,8 +14,8 @@ from torch import nn
 
 from foreprop.bench.wire import lonely_world
 from foreprop.config import Config
-from foreprop.training.contract import Session
-from foreprop.training.parallelize import connect, parallelize
+from foreprop.session.contract import Session
+from foreprop.session.parallelize import connect, parallelize
 
 PLAIN, AGAIN, ALONE, SERVED = "plain", "plain, again", "parallelize", "with a server"
 _WARM_UP_STEPS = 5

@@ -14,12 +14,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest
-from foreprop.engine.launch import dedicated_key
-from foreprop.engine.peer import SessionHost
-from foreprop.engine.server import Server
-from foreprop.engine.serversession import ServerSession
-from foreprop.engine.slicestore import SliceStore
-from foreprop.net.tcp import listen
+from foreprop.link.tcp import listen
+from foreprop.path.peer import SessionHost
+from foreprop.path.server import Server
+from foreprop.path.slices import ServerSession
+from foreprop.path.slicestore import SliceStore
+from foreprop.servers.launch import dedicated_key
 
 _ANNOUNCED_S = timedelta(seconds=60)
 _JOIN_S = 30.0

@@ -13,8 +13,8 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.rowinit import row_init_of
-from foreprop.engine.rowparts import RowPart
-from foreprop.engine.rowstore import SPARSE_OPTIMIZERS, RowStore
+from foreprop.tables.parts import RowPart
+from foreprop.tables.store import SPARSE_OPTIMIZERS, RowStore
 
 _GROUP: Hyperparameters = {"lr": 0.1}
 _WARM_UP_ROWS = 64

@@ -14,11 +14,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from foreprop.bench.bare import BarePair, cpu_seconds
 from foreprop.bench.still import StillServer
+from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.engine.processes import ProcessServer
-from foreprop.engine.world import World
-from foreprop.training.served import ServedBackend
-from foreprop.training.session import ConnectedSession
+from foreprop.servers.processes import ProcessServer
+from foreprop.servers.served import ServedBackend
+from foreprop.session.session import ConnectedSession
 
 _STEP_WARM_UP = 3
 

@@ -18,8 +18,8 @@ from foreprop.doctor.hosts import HostsPanel
 from foreprop.doctor.records import Examination, Examined, Failure
 from foreprop.doctor.show import report, show, to_json
 from foreprop.errors import ConfigError
-from foreprop.launcher.plan import Plan
-from foreprop.launcher.resources import Host, read_resources
+from foreprop.run.plan import Plan
+from foreprop.run.resources import Host, read_resources
 
 _FILE_WIDTH = 120
 """Characters per line where the report goes to no terminal."""
@@ -146,8 +146,8 @@ def examine_hosts(plan: Plan, *, seconds: float, wait_s: float) -> Examination:
 
 def _examine_ranks(info: LaunchInfo, *, seconds: float, wait_s: float) -> Examination | None:
     """The machines of torchrun's ranks; None on all ranks but rank 0."""
+    from foreprop.cluster.world import current_world
     from foreprop.doctor.ranks import RanksPanel, attend, gather_present
-    from foreprop.engine.world import current_world
 
     world, hostname = current_world(), socket.gethostname()
     if world.rank != 0:

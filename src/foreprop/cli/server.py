@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from foreprop.config import launch_info
-from foreprop.engine.dedicated import Supervisor
 from foreprop.errors import ConfigError
+from foreprop.servers.dedicated import Supervisor
 
 DEFAULT_PORT = 29500
 """Where torchrun's rendezvous is if nothing else is said."""

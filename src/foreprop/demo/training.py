@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from foreprop.config import Config
+from foreprop.data.shard import shard
 from foreprop.datasets import fashion_mnist
 from foreprop.demo.model import SmallVgg, accuracy
 from foreprop.lab.systems import join_process_group
-from foreprop.training.parallelize import connect
-from foreprop.training.shard import shard
+from foreprop.session.parallelize import connect
 
 DDP = "ddp"
 BLOCK_STEPS = 12

@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 from torch.distributed import DistError
 
+from foreprop.cluster.world import World
 from foreprop.config import LaunchInfo
 from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import (
@@ -19,7 +20,6 @@ from foreprop.doctor.records import (
     decode_answer,
     decode_command,
 )
-from foreprop.engine.world import World
 from foreprop.errors import ForepropError, PeerLost, StepTimeout
 
 _SILENCE_S = 600.0

@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from foreprop.engine.main import die_with_parent
 from foreprop.errors import ForepropError, PeerLost
 from foreprop.lab.network import (
     INTERFACE,
-    Network,
     NetworkUnavailable,
     Switch,
     configure_node,
     enter_namespaces,
     enter_own_network,
 )
+from foreprop.servers.main import die_with_parent
+from foreprop.workload.network import Network
 
 Work = Callable[[int, Connection, Any], None]
 """What each worker runs: ``work(rank, connection, argument)``, a module's function.

@@ -1,6 +1,6 @@
 """The lab's emulated accelerator on the simulated clock: one worker's training loop.
 
-A layer's forward pass begins when its arrays are there (`training.waiting`: the first use waits);
+A layer's forward pass begins when its arrays are there (`path.waiting`: the first use waits);
 its gradients are ready when its backward pass ends (`lab.accelerator`).
 """
 
@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from foreprop.lab.profile import Layer
 from foreprop.simulate.clock import Clock
+from foreprop.workload.profile import Layer
 
 
 class Synchronisation(Protocol):

@@ -1,6 +1,6 @@
 """Local aggregation: between a node's workers and each server a relay, the core's machine.
 
-What `engine.relaysession` does with threads and tensors is here a time, as in `simulate.served`.
+What `relays.session` does with threads and tensors is here a time, as in `simulate.served`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from foreprop.core.peers import SERVER, Peers
-from foreprop.core.relay import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.server import (
+from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
+from foreprop.core.server_machine import (
     AnswerReady,
     PullArrived,
     PushArrived,
@@ -18,7 +18,7 @@ from foreprop.core.server import (
     UpdateSlice,
 )
 from foreprop.core.wire import Kind
-from foreprop.core.worker import (
+from foreprop.core.worker_machine import (
     CONTROL_PRIORITY,
     NO_TOKEN,
     FrameSent,
@@ -27,8 +27,8 @@ from foreprop.core.worker import (
 )
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
+from foreprop.workload.hosts import Hosts
 
 
 class Relay:

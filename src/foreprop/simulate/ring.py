@@ -7,8 +7,8 @@ from typing import Any
 
 from foreprop.config import Config
 from foreprop.core.norm import ZERO
-from foreprop.core.plan import Observer, better_order, cut_chunks, plans_after
-from foreprop.core.ring import (
+from foreprop.core.order import Observer, better_order, cut_chunks, plans_after
+from foreprop.core.ring_machine import (
     ChunkReduced,
     MeasureParameter,
     OrderLearned,
@@ -22,13 +22,13 @@ from foreprop.core.ring import (
     UseNorm,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.setting import RING
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.setting import RING
 
 _GRADIENTS = "float32"
 """The kind of them all."""
@@ -140,7 +140,7 @@ class RingWorker:
             rank.proceed()
 
     def plan(self, others_ready_s: Sequence[Sequence[float]]) -> tuple[int, ...] | None:
-        """Rank 0: a better order, if there is one (see `engine.ring`)."""
+        """Rank 0: a better order, if there is one (see `collectives.engine`)."""
         observed = self.observer.observation(others_ready_s)
         self.observer.forget_rate()
         forward_order = range(len(self._sizes_elems))

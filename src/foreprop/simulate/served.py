@@ -1,6 +1,6 @@
 """Workers and servers: the core's machines, joined by simulated connections.
 
-What `engine.worker` and `engine.server` do with threads, sockets and tensors is here a time after
+What `path.worker` and `path.server` do with threads, sockets and tensors is here a time after
 which the machine is told that it has happened.
 """
 
@@ -14,7 +14,7 @@ from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO
 from foreprop.core.sendqueue import Order, Turns
-from foreprop.core.server import (
+from foreprop.core.server_machine import (
     AnswerReady,
     NormArrived,
     PullArrived,
@@ -28,7 +28,7 @@ from foreprop.core.server import (
 from foreprop.core.slicing import Slice
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
-from foreprop.core.worker import (
+from foreprop.core.worker_machine import (
     CONTROL_PRIORITY,
     NO_TOKEN,
     CompleteParameter,
@@ -44,8 +44,8 @@ from foreprop.core.worker import (
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import wire_bytes
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.link import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
@@ -83,7 +83,7 @@ class Agreement:
         return sorted({piece.server for piece in self.slices})
 
     def window(self) -> PushWindow | None:
-        """A worker's, as `engine.worker` makes it."""
+        """A worker's, as `path.worker` makes it."""
         if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
         sizes_bytes = [piece.elems * self.bytes_per_elem for piece in self.slices]

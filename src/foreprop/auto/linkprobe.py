@@ -1,0 +1,110 @@
+"""The links between the nodes of a session, measured while nothing else is sent."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from foreprop.errors import TransportError
+from foreprop.link.tcp import listen
+from foreprop.link.traffic import Flow, Listener, Peer, ping, send
+from foreprop.model.deployment import ACKNOWLEDGED
+from foreprop.workload.limit import HEADER_FACTOR
+
+_STREAMS = 2
+"""At once to the next node: one alone may be held up by a single processor."""
+_PING_S, _SETTLE_S, _SEND_S = 0.2, 0.2, 0.6
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the slowest link of a session carries, and how long a message takes."""
+
+    rate_bits_per_s: float
+    """Each way, both at once, with headers and acknowledgements."""
+    latency_s: float
+    """From one node to another."""
+
+
+class Board(Protocol):
+    """Where all ranks that take part leave word for each other."""
+
+    def tell(self, key: str, value: str) -> None: ...
+    def hear(self, key: str, what: str) -> str:
+        """A key's value, waiting for it."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One node's way to the next: payload as that one counted it, a message there and back."""
+
+    sent_bits_per_s: float
+    round_trip_s: float
+    error: str | None = None
+
+
+def measure_links(board: Board, *, node: int, nodes: int, address: str, session: str) -> Links:
+    """Called by one process on each node at about the same time; takes about a second.
+
+    Every node sends to the next one, in a ring, so each link is full both ways, as in training. The
+    slowest counts, because each step waits for it. Raises `TransportError`.
+    """
+    token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
+    listener = Listener(listen(address), node, token)
+    try:
+        here = Peer(host=node, address=address, port=listener.port)
+        board.tell(f"address/{node}", msgspec.json.encode(here).decode())
+        peer = _peer(board, (node + 1) % nodes)
+        trip = ping(node, peer, token, _PING_S)
+        _meet(board, "pinged", node, nodes)
+        flows = _send(node, peer, token)
+        report = Report(
+            sent_bits_per_s=sum(flow.bits_per_s for flow in flows),
+            round_trip_s=trip.median_s,
+            error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
+        )
+        board.tell(f"report/{node}", msgspec.json.encode(report).decode())
+        reports = [_hear_report(board, other) for other in range(nodes)]
+    finally:
+        listener.close()
+    return conclude(reports)
+
+
+def conclude(reports: Sequence[Report]) -> Links:
+    """Of all nodes' reports; raises `TransportError` if one of them could not measure."""
+    for node, report in enumerate(reports):
+        if report.error is not None:
+            raise TransportError(f"node {node} could not measure its links: {report.error}")
+    slowest = min(report.sent_bits_per_s for report in reports)
+    return Links(
+        rate_bits_per_s=slowest * (HEADER_FACTOR + ACKNOWLEDGED),
+        latency_s=statistics.median(report.round_trip_s for report in reports) / 2,
+    )
+
+
+def _hear_report(board: Board, node: int) -> Report:
+    told = board.hear(f"report/{node}", f"node {node}'s measurement of its links")
+    return msgspec.json.decode(told, type=Report)
+
+
+def _peer(board: Board, node: int) -> Peer:
+    return msgspec.json.decode(board.hear(f"address/{node}", f"node {node}'s address"), type=Peer)
+
+
+def _meet(board: Board, name: str, node: int, nodes: int) -> None:
+    board.tell(f"{name}/{node}", "")
+    for other in range(nodes):
+        board.hear(f"{name}/{other}", f"node {other} to measure its links")
+
+
+def _send(node: int, peer: Peer, token: bytes) -> list[Flow]:
+    def stream(_: int) -> Flow:
+        return send(node, peer, token, settle_s=_SETTLE_S, seconds=_SEND_S)
+
+    with ThreadPoolExecutor(max_workers=_STREAMS) as pool:
+        return list(pool.map(stream, range(_STREAMS)))

@@ -1,0 +1,249 @@
+"""Forward and backward passes of a user's model, timed plainly or watched array by array."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.auto.attribution import PassRecord
+from foreprop.auto.untouched import Untouched
+from foreprop.hooks import buffers, compiled
+from foreprop.path.waiting import (
+    is_differentiable,
+    is_waiting,
+    make_wait,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
+
+Mark = Any
+"""A moment by a `Clock`."""
+
+
+class Clock(Protocol):
+    """When the device gets to what the host tells it."""
+
+    def mark(self) -> Mark: ...
+
+    def settle(self) -> None:
+        """Block until the device has done all that it was told."""
+
+    def seconds(self, earlier: Mark, later: Mark) -> float:
+        """Between two marks, after `settle`."""
+
+
+class HostClock:
+    """A CPU does at once what it is told."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """There is nothing to wait for."""
+
+    def seconds(self, earlier: Mark, later: Mark) -> float:
+        return float(later - earlier)
+
+
+class CudaClock:
+    """Events among a GPU's work, which the host does not wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = torch.cuda
+        self._device = device
+
+    def mark(self) -> Mark:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        self._cuda.synchronize(self._device)
+
+    def seconds(self, earlier: Mark, later: Mark) -> float:
+        return float(earlier.elapsed_time(later)) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class Watch:
+    """Notes when arrays are first used, and when their gradients are ready, while it is entered.
+
+    First uses are seen as a session sees them (`path.waiting`): inside the model's forward
+    pass every use counts, outside of it those that are differentiated.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter], clock: Clock
+    ) -> None:
+        self.used: dict[int, Mark] = {}
+        self.ready: dict[int, Mark] = {}
+        self._model = model
+        self._arrays = [_Array(number, p, self) for number, p in enumerate(parameters)]
+        self._clock = clock
+        self._in_forward = False
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Watch:
+        model: Any = self._model
+        watch: Any = self  # a hook's source, of which FirstForward uses one method
+        self._undo.append(self.forward_ended)
+        self._undo.append(compiled.watch_entries(self))
+        self._undo.append(model.register_forward_pre_hook(buffers.FirstForward(watch)).remove)
+        for array in self._arrays:
+            self._undo.append(array.hook())
+            make_wait(array.parameter, array)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def forward_started(self) -> None:
+        """What was used before the model's first forward pass does not count."""
+        if self._in_forward:
+            return
+        self._in_forward = True
+        self.used.clear()
+        for array in self._arrays:
+            if not is_waiting(array.parameter):
+                make_wait(array.parameter, array)
+
+    def forward_ended(self) -> None:
+        for array in self._arrays:
+            stop_waiting(array.parameter)
+
+    def compiled_code_entered(self) -> None:
+        """Compiled code uses all that has not been used."""
+        for array in self._arrays:
+            if is_waiting(array.parameter):
+                stop_waiting(array.parameter)
+                self.used[array.number] = self._clock.mark()
+
+    def mark(self) -> Mark:
+        return self._clock.mark()
+
+    def counts(self, result: Any) -> bool:
+        """Whether an operation with this result is a use."""
+        return self._in_forward or is_differentiable(result)
+
+
+class _Array:
+    """One array, waiting for its first use."""
+
+    def __init__(self, number: int, parameter: torch.nn.Parameter, watch: Watch) -> None:
+        self.number = number
+        self.parameter = parameter
+        self._watch = watch
+        self._asked: Mark = None
+
+    def hook(self) -> Callable[[], None]:
+        """Note gradients until what is returned is called."""
+        register: Any = self.parameter.register_post_accumulate_grad_hook
+        remove: Callable[[], None] = register(self._on_gradient).remove
+        return remove
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        self._watch.ready[self.number] = self._watch.mark()  # of several passes the last one
+
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return NotImplemented
+
+    def before_use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_place: bool,
+    ) -> bool:
+        del func, args, kwargs, in_place
+        self._asked = self._watch.mark()
+        stop_waiting(self.parameter)
+        return True
+
+    def meets_compiler(self) -> None:
+        """Compiled code is profiled by its passes, not by its arrays."""
+        refuse_to_be_compiled()
+
+    def after_use(self, result: Any) -> None:
+        if self._watch.counts(result):
+            self._watch.used[self.number] = self._asked
+        else:
+            make_wait(self.parameter, self)
+
+
+class Passes:
+    """Runs a user's forward pass, and the backward pass from its loss, as one step.
+
+    ``backward_passes`` of both make a step; all but the last backward pass count as forward time,
+    as no gradient is complete before the last.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], torch.Tensor],
+        untouched: Untouched,
+        clock: Clock,
+        *,
+        backward_passes: int,
+    ) -> None:
+        self._forward = forward
+        self._untouched = untouched
+        self._clock = clock
+        self._backward_passes = backward_passes
+
+    def run_first(self) -> None:
+        """A pass that nobody times, from which other tensors with gradients become known."""
+        loss = self._forward()
+        self._untouched.keep_gradients_behind(loss)
+        self._backward(loss)
+
+    def run(self) -> tuple[float, float]:
+        """Seconds of the forward and of the backward pass."""
+        started, turned, ended = self._marks(lambda: None)
+        return self._clock.seconds(started, turned), self._clock.seconds(turned, ended)
+
+    def run_watched(self, watch: Watch) -> PassRecord:
+        """The same, and what the watch saw. Gradients stay until the next pass."""
+        with watch:
+            started, turned, ended = self._marks(watch.forward_ended)
+        seconds = self._clock.seconds
+        return PassRecord(
+            forward_s=seconds(started, turned),
+            backward_s=seconds(turned, ended),
+            used_s={array: seconds(started, mark) for array, mark in watch.used.items()},
+            ready_s={array: seconds(turned, mark) for array, mark in watch.ready.items()},
+        )
+
+    def _marks(self, forward_ended: Callable[[], None]) -> tuple[Mark, Mark, Mark]:
+        """When the forward pass began and ended, and the backward pass ended."""
+        self._untouched.clear_gradients()
+        self._clock.settle()
+        started = self._clock.mark()
+        for _ in range(self._backward_passes - 1):
+            self._backward(self._forward())
+        loss = self._forward()
+        forward_ended()
+        turned = self._clock.mark()
+        self._backward(loss)
+        ended = self._clock.mark()
+        self._clock.settle()
+        return started, turned, ended
+
+    @staticmethod
+    def _backward(loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]

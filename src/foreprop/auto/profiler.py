@@ -1,0 +1,315 @@
+"""What a model costs: its arrays in order of first use, their times, and how sparse they are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+
+from foreprop.auto.attribution import Attribution, attribute
+from foreprop.auto.passes import Clock, HostClock, Passes, Watch, clock_of
+from foreprop.auto.untouched import Untouched
+from foreprop.core.manifest import ITEMSIZE_BYTES
+from foreprop.errors import ConfigError
+from foreprop.path.optimizer import named_parameters
+from foreprop.path.parameter import count_rows
+from foreprop.session.session import is_managed
+from foreprop.tables.embeddings import EMBEDDINGS
+from foreprop.workload.profile import Profile, ProfiledArray
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+_CHANGEABLE = (MutableMapping, MutableSequence)
+
+
+def profile(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    loss: Callable[..., Any],
+    *,
+    steps: int = 10,
+    warm_up: int = 3,
+    backward_passes: int = 1,
+    name: str | None = None,
+) -> Profile:
+    """Measure what a step of training costs in this process: print the result, or `save` it.
+
+    Runs forward and backward passes on one batch; nothing is updated. Afterwards parameters,
+    buffers, gradients, modules' attributes, random generators and optimizer are as before. Call it
+    before `parallelize`, with model and batch on the device on which you will train. The model is
+    run in the mode that it is in, train or eval. Takes host memory for a copy of the parameters.
+
+    Every other pass is watched: first uses and ready gradients cut it into the arrays' shares of
+    what the passes between, without hooks, take. All times are medians.
+
+    Args:
+        model: any module that `parallelize` takes, with all its parameters in memory.
+        optimizer: says which parameters are trained; None: all that require a gradient.
+        batch: what ``loss`` needs: a tensor, a tuple, a dictionary, ...
+        loss: ``loss(model, batch)`` returns the loss, a tensor of one element. Or one of torch's: a
+            module, as ``nn.CrossEntropyLoss()``, or function of ``torch.nn.functional``, for a
+            batch (inputs, target): ``loss(model(inputs), target)``.
+        steps: measured passes of each kind.
+        warm_up: passes of each kind before them.
+        backward_passes: forward and backward passes on the batch that make one step (gradient
+            accumulation). Gradients are complete in the last one.
+        name: the model's name in the profile; by default its class's.
+
+    Raises:
+        ConfigError: what cannot be measured. What ``model`` and ``loss`` raise is passed on.
+    """
+    _check_counts(steps=steps, warm_up=warm_up, backward_passes=backward_passes)
+    named = _trained_parameters(model, optimizer)
+    clock = _clock_of(model, named)
+    forward = _forward_of(model, batch, loss)
+    untouched = Untouched(model, (parameter for _, parameter in named))
+    try:
+        with torch.enable_grad():
+            passes = Passes(forward, untouched, clock, backward_passes=backward_passes)
+            measured = _Measurement(model, named, passes, clock, steps=steps, warm_up=warm_up)
+    finally:
+        untouched.restore()
+    return profile_from(
+        measured.attribution,
+        named,
+        measured.shares(),
+        name=name or type(model).__name__,
+        note=f"measured on {_device_text(clock, named)}, medians of {steps}{measured.left_out()}",
+    )
+
+
+def profile_from(
+    found: Attribution, named: Named, shares: Mapping[int, float], *, name: str, note: str = ""
+) -> Profile:
+    """``shares`` of the rows that a step touches, by number, of the arrays where they are known."""
+    arrays = [
+        ProfiledArray(
+            name=named[number][0],
+            shape=tuple(named[number][1].shape),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            alpha=shares.get(number),
+            dtype=str(named[number][1].dtype).removeprefix("torch."),
+        )
+        for number, forward_s, backward_s in zip(
+            found.order, found.forward_s, found.backward_s, strict=True
+        )
+    ]
+    return Profile(
+        name=name,
+        arrays=tuple(arrays),
+        note=note,
+        before_first_use_s=found.before_first_use_s,
+        after_last_gradient_s=found.after_last_gradient_s,
+    )
+
+
+class _Measurement:
+    """Runs the passes, plain and watched ones in turn."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Named,
+        passes: Passes,
+        clock: Clock,
+        *,
+        steps: int,
+        warm_up: int,
+    ) -> None:
+        self._named = named
+        parameters = [parameter for _, parameter in named]
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, EMBEDDINGS)}
+        self._tables = {n for n, parameter in enumerate(parameters) if id(parameter) in tables}
+        self._shares: dict[int, list[float]] = {}
+        passes.run_first()
+        plain, watched = [], []
+        for number in range(warm_up + steps):
+            times = passes.run()
+            record = passes.run_watched(Watch(model, parameters, clock))
+            if number >= warm_up:
+                plain.append(times)
+                watched.append(record)
+                self._count_rows()
+        forwards_s, backwards_s = zip(*plain, strict=True)
+        self.attribution: Attribution = attribute(
+            watched,
+            forward_s=statistics.median(forwards_s),
+            backward_s=statistics.median(backwards_s),
+        )
+        if not self.attribution.order:
+            raise ConfigError(
+                "loss gave a gradient to none of the parameters that are trained; does it use the"
+                " model, and does the optimizer have this model's parameters?"
+            )
+
+    def _count_rows(self) -> None:
+        for number, (_, parameter) in enumerate(self._named):
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout != torch.strided:
+                self._tables.add(number)
+            if number in self._tables:
+                share = count_rows(gradient) / len(parameter)
+                self._shares.setdefault(number, []).append(share)
+
+    def shares(self) -> dict[int, float]:
+        """Of the rows that a step touches, by the number of each array that is a table."""
+        return {number: statistics.fmean(shares) for number, shares in self._shares.items()}
+
+    def left_out(self) -> str:
+        """What has no place in the profile: nothing of it is sent."""
+        without = set(range(len(self._named))).difference(self.attribution.order)
+        names = ", ".join(self._named[number][0] for number in sorted(without))
+        return f"; without a gradient: {names}" if names else ""
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        least = 0 if name == "warm_up" else 1
+        if value < least:
+            raise ConfigError(f"{name} is {value}; at least {least}")
+
+
+def _trained_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Those that have something to send; `ConfigError` for what cannot be measured."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            "model is a ScriptModule, in which nobody sees when a parameter is used: measure the"
+            " module that it was made from"
+        )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer, or"
+            " None for all parameters"
+        )
+    _check_in_memory(model)
+    if optimizer is None:
+        named = list(model.named_parameters())
+    else:
+        named = [(name, parameter) for name, parameter, _ in named_parameters(model, optimizer)]
+    trained = [(name, p) for name, p in named if p.requires_grad and p.numel()]
+    if not trained:
+        raise ConfigError("model and optimizer have no parameters in common that can be trained")
+    for name, parameter in trained:
+        _check_parameter(name, parameter)
+    return trained
+
+
+def _check_in_memory(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
+                " before profile()"
+            )
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{kind} {name} is on the meta device, and profile() runs the model: measure a"
+                    " model that has it in memory, with fewer rows if it is a large table"
+                )
+
+
+def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
+    if is_managed(parameter):
+        raise ConfigError(
+            f"parameter {name} belongs to an open session: call profile() before parallelize(), or"
+            " after session.close()"
+        )
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE_BYTES:
+        raise ConfigError(
+            f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"
+        )
+
+
+def _clock_of(model: torch.nn.Module, named: Named) -> Clock:
+    devices = {parameter.device for parameter in model.parameters()}
+    devices |= {parameter.device for _, parameter in named}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        where = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"parameters are on {where}; they must be on the CPU, or on one CUDA GPU")
+    (device,) = devices
+    return clock_of(device)
+
+
+def _device_text(clock: Clock, named: Named) -> str:
+    if isinstance(clock, HostClock):
+        where = f"the CPU (threads: {torch.get_num_threads()})"
+    else:
+        cuda: Any = torch.cuda
+        where = str(cuda.get_device_name(named[0][1].device))
+    return f"{where}, torch {torch.__version__}"
+
+
+def _forward_of(
+    model: torch.nn.Module, batch: Any, loss: Callable[..., Any]
+) -> Callable[[], torch.Tensor]:
+    if not callable(loss):
+        raise ConfigError(
+            f"loss is a {type(loss).__name__}; it must be a function of (model, batch), or a loss"
+            " of torch's"
+        )
+    of_torch = _is_of_torch(loss)
+    if of_torch and not (isinstance(batch, (tuple, list)) and len(batch) > 1):
+        raise ConfigError(
+            f"loss is {_name(loss)}, which compares an output with a target, and batch is a"
+            f" {type(batch).__name__}: give a tuple (inputs, target), or a loss of your own:"
+            " lambda model, batch: ..."
+        )
+    call = "loss(model(*batch[:-1]), batch[-1])" if of_torch else "loss(model, batch)"
+
+    def forward() -> torch.Tensor:
+        try:
+            if of_torch:
+                result = loss(model(*batch[:-1]), batch[-1])
+            else:
+                # it is common to pop the labels out of a dictionary
+                given = copy.copy(batch) if isinstance(batch, _CHANGEABLE) else batch
+                result = loss(model, given)
+        except Exception as error:
+            error.add_note(f"foreprop.profile() called {call}, with loss={_name(loss)}")
+            raise
+        return _checked(result)
+
+    return forward
+
+
+def _is_of_torch(loss: Callable[..., Any]) -> bool:
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    return isinstance(function, torch.nn.Module) or (
+        getattr(function, "__module__", None) == torch.nn.functional.__name__
+    )
+
+
+def _name(loss: Callable[..., Any]) -> str:
+    return str(getattr(loss, "__qualname__", type(loss).__name__))
+
+
+def _checked(result: Any) -> torch.Tensor:
+    if not isinstance(result, torch.Tensor):
+        raise ConfigError(f"loss returned a {type(result).__name__}; it must return a tensor")
+    if result.numel() != 1:
+        raise ConfigError(
+            f"loss returned a tensor of shape {tuple(result.shape)}; it must have one element:"
+            " take its mean or sum"
+        )
+    if not result.requires_grad:
+        raise ConfigError(
+            "loss returned a tensor without a gradient; does it use the model, and not under"
+            " torch.no_grad()?"
+        )
+    return result

@@ -1,0 +1,334 @@
+"""A worker's side of all-reduce as a state machine: which collective is issued when.
+
+Theory of operation. All ranks issue the same chunks in the same order, without asking each other:
+an order is in force from a step that all know, and a chunk that is not ready holds up those behind
+it. So no rank can wait for a collective that another one will not issue, as long as every rank
+makes the same steps; within a step, `GradientReady` comes for every parameter, with a gradient or
+without. Under way are at most ``in_flight`` chunks and, unless it is one, ``in_flight_elems``
+elements: what becomes ready and urgent has to pass behind them, and fewer would leave the link idle
+between two. A parameter whose last chunk is in is updated, then complete; an empty
+one is so at once. If updates need the norm of all gradients (``needs_norm``), a reduced parameter
+is measured first, and the updates of a step begin, the most urgent first, when all have been. Every
+rank has the same sums, so nothing more is sent. If other parameters have a part in that norm
+(``shares_norm``), the updates begin when the total has been told, which may be before this rank has
+measured all of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.order import Chunk, backward_order
+from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
+
+
+# Events: what has happened.
+class ParameterReady(NamedTuple):
+    """Its gradient is there, or it is certain that this step has none."""
+
+    parameter: int
+    step: int
+
+
+class ChunkReduced(NamedTuple):
+    chunk: int
+
+
+class ParameterMeasured(NamedTuple):
+    parameter: int
+    part: SquareSum
+    """Of its aggregated gradient."""
+
+
+class NormTold(NamedTuple):
+    """The global norm of a step's gradients, with those that the ring does not have."""
+
+    step: int
+    norm: float
+
+
+class ParameterUpdated(NamedTuple):
+    parameter: int
+
+
+class PrioritiesKnown(NamedTuple):
+    order: tuple[int, ...]
+    """The parameters in the order of their first use in the forward pass."""
+
+
+class OrderLearned(NamedTuple):
+    """From ``step`` on the chunks go in this order, on every rank."""
+
+    order: tuple[int, ...]
+    step: int
+
+
+class Finishing(NamedTuple):
+    """No further step begins."""
+
+
+# Instructions: what the shell is to do.
+class ReduceChunk(NamedTuple):
+    chunk: int
+    step: int
+
+
+class MeasureParameter(NamedTuple):
+    parameter: int
+    step: int
+
+
+class TellSum(NamedTuple):
+    """The sum of the squares of all the ring's gradients of a step, for who adds up the total."""
+
+    step: int
+    part: SquareSum
+
+
+class UseNorm(NamedTuple):
+    """For the updates that follow: this is the global norm of the step's gradients."""
+
+    step: int
+    norm: float
+
+
+class UpdateParameter(NamedTuple):
+    parameter: int
+    step: int
+
+
+class ParameterComplete(NamedTuple):
+    parameter: int
+    step: int
+
+
+class RingFinished(NamedTuple):
+    """All that was begun is done."""
+
+
+RingInstruction = (
+    ReduceChunk
+    | MeasureParameter
+    | TellSum
+    | UseNorm
+    | UpdateParameter
+    | ParameterComplete
+    | RingFinished
+)
+
+
+class RingMachine:
+    """Decides what a rank issues next and when a parameter is complete. Not thread-safe."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        parameters: int,
+        in_flight: int,
+        in_flight_elems: int,
+        needs_norm: bool = False,
+        shares_norm: bool = False,
+    ) -> None:
+        if in_flight < 1:
+            raise InternalError(f"{in_flight} collectives in flight")
+        self._chunks = chunks
+        self._in_flight = in_flight
+        self._in_flight_elems = in_flight_elems
+        self._issued_elems = 0
+        self._chunks_of = [0] * parameters
+        for chunk in chunks:
+            for parameter in chunk.parameters:
+                self._chunks_of[parameter] += 1
+        self._order = backward_order(chunks, range(parameters))
+        self._next_order: OrderLearned | None = None
+        self._step = 1  # that chunks are being issued for
+        self._position = 0  # in its order
+        self._issued: set[int] = set()
+        self._ready_step = [0] * parameters
+        self._complete_step = [0] * parameters
+        self._missing = list(self._chunks_of)
+        self._finishing = False
+        self._needs_norm = needs_norm
+        self._shares_norm = shares_norm
+        self._measured: dict[int, SquareSum] = {}  # of one step, by parameter
+        self._held_step = 0  # for whose norm all measured parameters wait, or 0
+        self._norm: NormTold | None = None  # of a step that is not measured yet
+        self._priority: Sequence[int] = range(parameters)
+        self._handlers: dict[type, Any] = {
+            ParameterReady: self._on_parameter_ready,
+            ChunkReduced: self._on_chunk_reduced,
+            ParameterMeasured: self._on_parameter_measured,
+            NormTold: self._on_norm_told,
+            ParameterUpdated: self._on_parameter_updated,
+            PrioritiesKnown: self._on_priorities_known,
+            OrderLearned: self._on_order_learned,
+            Finishing: self._on_finishing,
+        }
+
+    def handle(self, event: Any) -> list[RingInstruction]:
+        """The only way state changes."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise InternalError(f"a ring does not know the event {event!r}")
+        instructions: list[RingInstruction] = handler(event)
+        return instructions
+
+    # Read-only views.
+    def is_complete(self, parameter: int) -> bool:
+        """Whether nothing is pending of all that was ready so far."""
+        return self._complete_step[parameter] == self._ready_step[parameter]
+
+    def step_of(self, parameter: int) -> int:
+        """The latest step for which the parameter was ready."""
+        return self._ready_step[parameter]
+
+    @property
+    def queue_depth(self) -> int:
+        """Chunks of parameters that are ready and wait for their turn."""
+        waiting = self._order[self._position :]
+        return sum(self._missing_of(self._chunks[number]) is None for number in waiting)
+
+    @property
+    def next_chunk(self) -> tuple[int, int]:
+        """(parameter, step) of the chunk whose turn it is: what everything behind it waits for."""
+        chunk = self._chunks[self._order[self._position]]
+        missing = self._missing_of(chunk)
+        return chunk.parameters[0] if missing is None else missing, self._step
+
+    def _missing_of(self, chunk: Chunk) -> int | None:
+        """A parameter for which the chunk cannot be reduced yet, if there is any."""
+        for parameter in chunk.parameters:
+            if self._ready_step[parameter] < self._step:
+                return parameter
+        return None
+
+    @property
+    def under_way(self) -> tuple[int, int] | None:
+        """(parameter, step) of a chunk that was issued and is not reduced, if there is any."""
+        if not self._issued:
+            return None
+        parameter = self._chunks[min(self._issued)].parameters[0]
+        return parameter, self._ready_step[parameter]
+
+    # Handlers.
+    def _on_parameter_ready(self, event: ParameterReady) -> list[RingInstruction]:
+        parameter, step = event
+        if not self.is_complete(parameter) or step != self._ready_step[parameter] + 1:
+            raise LocalProtocolError(
+                f"parameter {parameter} is ready for step {step}; its last step was"
+                f" {self._ready_step[parameter]}, complete is {self._complete_step[parameter]}"
+            )
+        self._ready_step[parameter] = step
+        if self._chunks_of[parameter]:
+            return self._issue()
+        self._complete_step[parameter] = step
+        return [ParameterComplete(parameter, step)]
+
+    def _on_chunk_reduced(self, event: ChunkReduced) -> list[RingInstruction]:
+        if event.chunk not in self._issued:
+            raise LocalProtocolError(f"chunk {event.chunk} was reduced, but is not under way")
+        self._issued.remove(event.chunk)
+        self._issued_elems -= self._chunks[event.chunk].elems
+        instructions = self._issue()
+        following = MeasureParameter if self._needs_norm else UpdateParameter
+        for parameter in self._chunks[event.chunk].parameters:
+            self._missing[parameter] -= 1
+            if not self._missing[parameter]:
+                self._missing[parameter] = self._chunks_of[parameter]
+                instructions.append(following(parameter, self._ready_step[parameter]))
+        return instructions
+
+    def _on_parameter_measured(self, event: ParameterMeasured) -> list[RingInstruction]:
+        self._measured[event.parameter] = event.part
+        if len(self._measured) < sum(map(bool, self._chunks_of)):
+            return []
+        step, total = self._ready_step[event.parameter], ZERO
+        for part in self._measured.values():  # in any order: the sum is exact
+            total = total.plus(part)
+        self._held_step = step
+        if self._shares_norm:
+            return [TellSum(step, total), *self._release()]
+        self._norm = NormTold(step, total.norm)
+        return self._release()
+
+    def _on_norm_told(self, event: NormTold) -> list[RingInstruction]:
+        if not self._shares_norm or self._norm is not None:
+            raise RemoteProtocolError(f"the norm of step {event.step} came, which is not awaited")
+        self._norm = event
+        return self._release()
+
+    def _release(self) -> list[RingInstruction]:
+        """Let the updates begin that wait for the norm, if it is known."""
+        told, step = self._norm, self._held_step
+        if told is None or not step:
+            return []
+        if told.step != step:
+            raise RemoteProtocolError(f"the norm of step {told.step} came, not of step {step}")
+        urgent_first = sorted(self._measured, key=self._priority.__getitem__)
+        self._measured, self._norm, self._held_step = {}, None, 0
+        return [UseNorm(*told), *(UpdateParameter(p, step) for p in urgent_first)]
+
+    def _on_priorities_known(self, event: PrioritiesKnown) -> list[RingInstruction]:
+        places = {parameter: place for place, parameter in enumerate(event.order)}
+        if sorted(places) != list(range(len(self._ready_step))):
+            raise LocalProtocolError("priorities must name every parameter once")
+        self._priority = [places[parameter] for parameter in range(len(places))]
+        return []
+
+    def _on_parameter_updated(self, event: ParameterUpdated) -> list[RingInstruction]:
+        parameter = event.parameter
+        step = self._complete_step[parameter] = self._ready_step[parameter]
+        return [ParameterComplete(parameter, step), *self._finished()]
+
+    def _on_order_learned(self, event: OrderLearned) -> list[RingInstruction]:
+        if sorted(event.order) != list(range(len(self._chunks))):
+            raise LocalProtocolError("an order must name every chunk once")
+        if event.step < self._step or (event.step == self._step and self._position):
+            raise LocalProtocolError(
+                f"an order for step {event.step} comes when step {self._step} is under way"
+            )
+        self._next_order = event
+        self._begin_step()
+        return self._issue()
+
+    def _on_finishing(self, _: Finishing) -> list[RingInstruction]:
+        self._finishing = True
+        return self._finished()
+
+    # Shared pieces.
+    def _issue(self) -> list[RingInstruction]:
+        instructions: list[RingInstruction] = []
+        while self._order:
+            chunk = self._chunks[self._order[self._position]]
+            if self._missing_of(chunk) is not None:
+                break  # whatever is behind it and ready: it may not be so on another rank
+            if not self._has_room(chunk):
+                break
+            self._issued.add(chunk.number)
+            self._issued_elems += chunk.elems
+            instructions.append(ReduceChunk(chunk.number, self._step))
+            self._position += 1
+            if self._position == len(self._order):
+                self._position = 0
+                self._step += 1
+                self._begin_step()
+        return instructions
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        return not self._issued or (
+            len(self._issued) < self._in_flight
+            and self._issued_elems + chunk.elems <= self._in_flight_elems
+        )
+
+    def _begin_step(self) -> None:
+        """Take a new order that is due; only between two steps."""
+        if self._next_order is not None and self._next_order.step == self._step:
+            self._order = self._next_order.order
+            self._next_order = None
+
+    def _finished(self) -> list[RingInstruction]:
+        done = self._finishing and all(map(self.is_complete, range(len(self._ready_step))))
+        return [RingFinished()] if done else []

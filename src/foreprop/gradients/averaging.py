@@ -1,0 +1,88 @@
+"""A session's averaged parameters: their rounds, and the local step of the user's optimizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from foreprop.core.rounds import Rounds
+from foreprop.gradients.averaged import AveragedParameter
+from foreprop.gradients.localstep import LocalStepper
+
+
+class Averaging:
+    """What the averaged parameters of one session have in common. Training thread."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, fixed_passes: int | None, *, collectives: bool
+    ) -> None:
+        """``collectives``: make the averages, for which each round is a step of their own."""
+        self.rounds = Rounds(fixed_passes, counts_rounds=collectives)
+        self.settling = threading.RLock()
+        """Held while gradients or updates are made visible: any thread may want them."""
+        self.measures = False
+        """Whether servers tell every round's sums of squares."""
+        self.parameters: list[AveragedParameter] = []
+        self._averaged: tuple[int, bool, bool] | None = None
+        """The round of which nothing is left to be averaged, and how it was."""
+        self._stepper = LocalStepper(optimizer, self.settle)
+
+    @property
+    def _wanted(self) -> Iterator[AveragedParameter]:
+        return (parameter for parameter in self.parameters if parameter.wanted)
+
+    def defers(self) -> bool:
+        """Whether the step that is called now may be made later, parameter by parameter."""
+        return self._stepper.can_defer()
+
+    def close_round(self) -> None:
+        """Some gradients have changed since they left: average all of them once more."""
+        for parameter in self.parameters:
+            parameter.leave_out()
+        self.rounds.begin_again()
+
+    def gradient_added(self) -> None:
+        """There is one that has not been averaged."""
+        self._averaged = None
+
+    def average_all(self, *, every: bool) -> None:
+        """Somebody reads a gradient: have all averaged that are there.
+
+        ``every``: tell also of parameters without one, for whom the others wait.
+        """
+        asked = (self.rounds.serial, every, self.measures)
+        if asked == self._averaged:  # whoever clips asks once for each gradient
+            return
+        for parameter in self.parameters:
+            parameter.average()
+            if (every or self.measures) and not parameter.left:
+                parameter.leave_out()
+        self._averaged = asked
+
+    def defer_step(self) -> None:
+        """Make the optimizer's step for each parameter when its average is here."""
+        step = self._stepper.begin()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.parameter not in step or parameter.defer(step):
+                    continue
+                if parameter.parameter.grad is not None:
+                    step.apply(parameter.parameter)
+
+    def settle(self) -> None:
+        """Make the pending updates."""
+        for parameter in self.parameters:
+            parameter.settle()
+
+    def receive_all(self) -> None:
+        """Have all averages in ``p.grad``."""
+        for parameter in self._wanted:
+            parameter.receive_gradient()
+
+    def end_step(self, *, learning: bool) -> None:
+        most = max(self.parameters, key=lambda parameter: parameter.passes, default=None)
+        self.rounds.end_step(0 if most is None else most.discards, learning=learning)
+        for parameter in self.parameters:
+            parameter.end_step()

@@ -1,0 +1,118 @@
+"""The user's own optimizer's step, made parameter by parameter as the averaged gradients arrive.
+
+Optimizers of torch.optim treat each parameter by itself, so the order does not matter, and each
+parameter is updated when it is next used. The optimizer stays the user's: it updates the real
+parameters with its real state, under the settings that its groups had when `step()` was called.
+Any other optimizer is called whole, when all gradients are here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from foreprop.gradients.settlingstate import settling_state
+
+_PARAMETER_BY_PARAMETER = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+    }
+)
+"""Of torch.optim: what they keep, they keep for each parameter."""
+_SCALER_MARKS = frozenset({"grad_scale", "found_inf"})
+"""A scaler's word to an optimizer that unscales by itself, for one step."""
+
+
+def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step for one parameter does not depend on the others."""
+    cls = type(optimizer)
+    name = cls.__name__
+    return name in _PARAMETER_BY_PARAMETER and getattr(torch.optim, name, None) is cls
+
+
+class LocalStepper:
+    """Makes steps of one optimizer for single parameters. Training thread, without gradients."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+        """``settle``: make all steps that are still to be made."""
+        self._optimizer = optimizer
+        self._settle = settle
+        cls = type(optimizer)
+        self._twin: torch.optim.Optimizer = cls.__new__(cls)
+        # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
+        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step)
+
+    def can_defer(self) -> bool:
+        """Whether this step may be made later, one parameter after the other."""
+        return treats_each_alone(self._optimizer) and not (
+            _SCALER_MARKS & vars(self._optimizer).keys()
+        )
+
+    def begin(self) -> DeferredStep:
+        """`optimizer.step()` is called: with the settings and the state that it has now."""
+        groups = [
+            {name: _own(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        state = settling_state(self._optimizer, self._settle)
+        return DeferredStep(self, groups, {**vars(self._optimizer), "state": state.unsettled})
+
+    def make(
+        self,
+        parameter: torch.nn.Parameter,
+        group: Mapping[str, Any],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        twin = self._twin
+        twin.__dict__.update(attributes)
+        twin.param_groups = [{**group, "params": [parameter]}]
+        self._step(twin)
+
+
+class DeferredStep:
+    """One `optimizer.step()`, of which some parameters' updates are still to be made."""
+
+    def __init__(
+        self,
+        stepper: LocalStepper,
+        groups: list[dict[str, Any]],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        self._stepper = stepper
+        self._groups = groups
+        replaced = ("step", "zero_grad", "param_groups")  # the session's, in the user's object
+        self._attributes = {k: v for k, v in attributes.items() if k not in replaced}
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(attributes["param_groups"])
+            for parameter in group["params"]
+        }
+
+    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
+        return id(parameter) in self._group_of
+
+    def apply(self, parameter: torch.nn.Parameter) -> None:
+        """Make the step for this parameter, whose ``grad`` is the averaged gradient."""
+        group = self._groups[self._group_of[id(parameter)]]
+        self._stepper.make(parameter, group, self._attributes)
+
+
+def _own(value: Any) -> Any:
+    """A tensor's value as it is now; a scheduler changes it in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

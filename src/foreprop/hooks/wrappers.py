@@ -1,0 +1,229 @@
+"""Other libraries' wrappers around the model or the optimizer: taken off where that is exact.
+
+A model in DistributedDataParallel would be averaged twice. While a session is open, the forward
+pass of such a wrapper goes straight to the module in it, so that its reducer never begins. The
+class does that, so nothing of it is in a wrapper that is saved or copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from foreprop.errors import ConfigError, TrainingLoopError
+from foreprop.hooks.interception import Interception
+from foreprop.session.session import is_managed
+
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")
+_OTHERS = ("deepspeed", "horovod", "fairscale", "apex")
+_HALF = "; wire_dtype='bfloat16' of parallelize() halves the bytes"
+_OPTIONS = (
+    ("_comm_hooks", "a communication hook (register_comm_hook)", _HALF),
+    ("mixed_precision", "mixed_precision", "; use torch.autocast"),
+    ("_delay_all_reduce_params", "delay_all_reduce_named_params", ""),
+    ("parameters_to_ignore", "parameters that it ignores", ""),
+    ("_use_python_reducer", "the Python reducer (torch._dynamo.config.optimize_ddp)", ""),
+)
+"""What changes DDP's results: (attribute, what the user did, more advice)."""
+
+
+def bare_model(model: torch.nn.Module) -> torch.nn.Module:
+    """What is to be trained in ``model``; `ConfigError` for a wrapper that cannot be taken off."""
+    for name, module in model.named_modules():
+        _check_module(module, f"model.{name}" if name else "model")
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def bare_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """The optimizer in accelerate's; `ConfigError` if it is one that communicates itself."""
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] in _OTHERS:
+        raise ConfigError(
+            f"optimizer is {_name(kind)}, which exchanges gradients itself: give parallelize() the"
+            " torch.optim.Optimizer in it"
+        )
+    inner = getattr(optimizer, "optimizer", None)
+    if kind.__module__ != "accelerate.optimizer" or not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ConfigError(
+            "optimizer is accelerate's, with a GradScaler (mixed_precision='fp16') that goes past"
+            " parallelize(): use mixed_precision='bf16', or a GradScaler of your own, given to"
+            " parallelize(..., scaler=scaler)"
+        )
+    return bare_optimizer(inner)
+
+
+def watch() -> list[Callable[[], None]]:
+    """From now on wrappers around synchronised models only pass on; the functions end that."""
+    return [interception.hold() for interception in _INTERCEPTIONS]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+
+
+def _check_module(module: torch.nn.Module, name: str) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _check_options(module)
+    if isinstance(module, torch.nn.DataParallel) and module.device_ids:
+        raise ConfigError(
+            f"{name} is a torch.nn.DataParallel on devices {module.device_ids}, which copies the"
+            " parameters in every forward pass: leave it out, and start one process per device"
+        )
+    _check_kinds(type(module).__mro__, name)
+    for own, parameter in module.named_parameters(recurse=False):
+        if type(parameter.data).__module__.startswith("torch.distributed.tensor"):
+            raise ConfigError(
+                f"parameter {own} of {name} is a DTensor (tensor parallelism, fully_shard):"
+                " foreprop needs a plain tensor, the whole of it on every rank"
+            )
+
+
+def _check_kinds(kinds: Sequence[type], name: str) -> None:
+    if any(kind.__module__.startswith(_SHARDED) for kind in kinds):
+        raise ConfigError(
+            f"{name} is {_said_of_sharded(kinds)}: each rank has a part of the parameters only, and"
+            " foreprop needs whole ones. Leave it out, and give parallelize() the plain module"
+        )
+    if others := [kind for kind in kinds if kind.__module__.partition(".")[0] in _OTHERS]:
+        raise ConfigError(
+            f"{name} is {_name(others[0])}, which exchanges gradients itself: give parallelize()"
+            " the plain module and a plain torch.optim.Optimizer"
+        )
+
+
+def _said_of_sharded(kinds: Sequence[type]) -> str:
+    names = {kind.__name__ for kind in kinds}
+    if "FSDPModule" in names:
+        return "sharded by torch.distributed.fsdp.fully_shard (FSDP2)"
+    if "FullyShardedDataParallel" in names:
+        return "a torch.distributed.fsdp.FullyShardedDataParallel (FSDP)"
+    return f"a {kinds[0].__name__} of {kinds[0].__module__}"
+
+
+def _check_options(wrapper: DistributedDataParallel) -> None:
+    advice = f"Leave {_DDP} out, and give parallelize() the module in it"
+    for attribute, name, more in _OPTIONS:
+        if getattr(wrapper, attribute, None):
+            raise ConfigError(
+                f"the model is in a {_DDP} with {name}; since parallelize() its gradients do not go"
+                f" through it. {advice}{more}"
+            )
+    part, world = dist.get_world_size(wrapper.process_group), dist.get_world_size()
+    if part != world:
+        raise ConfigError(
+            f"the model is in a {_DDP} whose process_group has {part} of {world} ranks; foreprop"
+            f" averages over all ranks. {advice}, if that is what you want"
+        )
+
+
+# What the class does while a session is open.
+_checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def _is_taken_off(wrapper: DistributedDataParallel) -> bool:
+    """Whether a session has its parameters; raises if it has some of them, or changes results."""
+    if not any(is_managed(parameter) for parameter in wrapper.module.parameters()):
+        return False
+    if wrapper not in _checked:
+        _check_options(wrapper)
+        _check_all_managed(wrapper)
+        _checked.add(wrapper)
+    return True
+
+
+def _check_all_managed(wrapper: DistributedDataParallel) -> None:
+    others = [
+        name
+        for name, parameter in wrapper.module.named_parameters()
+        if parameter.requires_grad and not is_managed(parameter)
+    ]
+    if others:
+        raise ConfigError(
+            f"a {_DDP} has parameters that parallelize() synchronises already, and others:"
+            f" {', '.join(others[:5])}. Leave it out around the model that you gave to"
+            " parallelize(), or give parallelize() all of it"
+        )
+
+
+def _made(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        _is_taken_off(self)
+
+    return __init__
+
+
+def _passed_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
+        if not _is_taken_off(self):
+            return original(self, *inputs, **named)
+        wrapper: Any = self
+        if wrapper.device_ids:
+            moved, moved_named = wrapper.to_kwargs(inputs, named, wrapper.device_ids[0])
+            inputs, named = moved[0], moved_named[0]
+        if wrapper._check_sync_bufs_pre_fwd() and _reads_buffers(wrapper.module):
+            wrapper._sync_buffers()
+        synchronises = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        wrapper.require_forward_param_sync = synchronises  # at the next forward pass
+        return wrapper.module(*inputs, **named)
+
+    return forward
+
+
+def _reads_buffers(model: torch.nn.Module) -> bool:
+    """Whether rank 0's buffers must be everybody's before a forward pass, as with DDP.
+
+    Not those of batch norms: in training they are not read, and in evaluation and checkpoints
+    foreprop shows rank 0's.
+    """
+    return any(
+        next(module.buffers(recurse=False), None) is not None
+        for module in model.modules()
+        if not isinstance(module, _NormBase)
+    )
+
+
+def _refused(advice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(self: DistributedDataParallel, *arguments: Any, **options: Any) -> Any:
+            if _is_taken_off(self):
+                raise TrainingLoopError(
+                    f"{original.__name__}() of a {_DDP} was called, but since parallelize() the"
+                    f" model's gradients do not go through it. {advice}"
+                )
+            return original(self, *arguments, **options)
+
+        return method
+
+    return wrap
+
+
+_INTERCEPTIONS = [
+    Interception(DistributedDataParallel, "__init__", _made),
+    Interception(DistributedDataParallel, "forward", _passed_on),
+    Interception(
+        DistributedDataParallel,
+        "join",
+        _refused("Give every rank equally many batches instead, as foreprop.shard(loader) does."),
+    ),
+    Interception(
+        DistributedDataParallel,
+        "register_comm_hook",
+        _refused(f"Leave the hook out{_HALF}."),
+    ),
+]

@@ -1,0 +1,80 @@
+"""Links of a chosen rate inside one machine, without touching the kernel's network.
+
+A `Link` is one direction of a node's network interface, shared by all processes of the node. It
+is a virtual clock in a shared file: whoever sends occupies the link for the time that the bytes
+take at its rate, and sleeps until then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+
+from foreprop.link.stream import Stream
+
+_CHUNK_BYTES = 32 * 1024
+_SLACK_S = 0.002
+"""How far the clock may lag behind: makes up for sleeps that end late."""
+_CLOCK = struct.Struct("d")
+
+
+class Link:
+    """One direction of an emulated network interface; ``rate_bits_per_s`` counts payload."""
+
+    def __init__(self, rate_bits_per_s: float, path: Path) -> None:
+        self._seconds_per_byte = 8.0 / rate_bits_per_s
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._descriptor, _CLOCK.size)
+        self._clock = mmap.mmap(self._descriptor, _CLOCK.size)
+        self._lock = threading.Lock()
+
+    def occupy(self, size_bytes: int) -> None:
+        """Block until ``size_bytes`` would have passed behind everything before them."""
+        with self._lock:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            now = time.monotonic()
+            (free_at,) = _CLOCK.unpack_from(self._clock)
+            done_at = max(free_at, now - _SLACK_S) + size_bytes * self._seconds_per_byte
+            _CLOCK.pack_into(self._clock, 0, done_at)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        if done_at > now:
+            time.sleep(done_at - now)
+
+    def close(self) -> None:
+        self._clock.close()
+        os.close(self._descriptor)
+
+
+class PacedStream:
+    """A `Stream` whose bytes pass the node's links; frames are sent in chunks."""
+
+    def __init__(self, stream: Stream, *, egress: Link, ingress: Link) -> None:
+        self._stream = stream
+        self._egress = egress
+        self._ingress = ingress
+
+    def send(self, header: bytes, payload: memoryview) -> None:
+        first = payload[:_CHUNK_BYTES]
+        self._egress.occupy(len(header) + len(first))
+        self._stream.send(header, first)
+        for start in range(_CHUNK_BYTES, len(payload), _CHUNK_BYTES):
+            chunk = payload[start : start + _CHUNK_BYTES]
+            self._egress.occupy(len(chunk))
+            self._stream.send(b"", chunk)
+
+    def bound(self, window_bytes: int) -> None:
+        """Sending blocks until the link is free, as it is."""
+
+    def receive_into(self, view: memoryview) -> int:
+        received = self._stream.receive_into(view[:_CHUNK_BYTES])
+        if received:
+            self._ingress.occupy(received)
+        return received
+
+    def close(self) -> None:
+        self._stream.close()

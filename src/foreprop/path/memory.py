@@ -1,0 +1,267 @@
+"""Where a parameter's bytes are: its own memory, or host memory that stands for it.
+
+This is the one place that knows about devices. A contiguous CPU parameter is sent from and
+received into directly. Another layout is staged through contiguous memory. A GPU's parameter is
+staged through pinned host memory, and its gradient is ready when the copy's event has completed,
+not when the hook ran: a thread waits for the events, in order, and the backward pass goes on. With
+collectives between GPUs it stays where it is, and the same thread waits until it is there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.errors import InternalError
+from foreprop.path.slicestore import bytes_of
+
+Ready = Callable[[Any], None]
+"""Takes a gradient's bytes: a memoryview, or of `DeviceMemory` a tensor."""
+
+
+class Memory(Protocol):
+    """The bytes of one parameter, and of its gradient on the way out."""
+
+    values: memoryview
+    receives_values: bool
+    """Whether replies, and nothing else, make what the parameter shows next."""
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        """Call ``ready`` with the gradient's bytes, in the order of the flattened parameter.
+
+        Now, or from another thread once they are in host memory.
+        """
+
+    def await_staged(self) -> None:
+        """Block until the last `stage_gradient` has called ``ready``."""
+
+    def before_sending_values(self) -> None:
+        """Make ``values`` show the parameter as it is now."""
+
+    def land(self) -> None:
+        """All replies are in ``values``: make the parameter show them. Training thread."""
+
+
+class DirectMemory:
+    """A contiguous CPU parameter: no copies at all."""
+
+    receives_values = True
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.values = bytes_of(parameter)
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        ready(bytes_of(gradient.contiguous()))
+
+    def await_staged(self) -> None:
+        pass
+
+    def before_sending_values(self) -> None:
+        pass
+
+    def land(self) -> None:
+        pass
+
+
+class StagedMemory:
+    """Another layout, or a device without streams: through contiguous host memory."""
+
+    receives_values = True
+
+    def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
+        self._parameter = parameter
+        shape, dtype = parameter.shape, parameter.dtype
+        self._values = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self._gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self.values = bytes_of(self._values)
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        self._gradient.copy_(gradient)
+        ready(bytes_of(self._gradient))
+
+    def await_staged(self) -> None:
+        pass
+
+    def before_sending_values(self) -> None:
+        self._values.copy_(self._parameter.detach())
+
+    def land(self) -> None:
+        with torch.no_grad():
+            self._parameter.copy_(self._values, non_blocking=True)
+
+
+class Copier(Protocol):
+    """Copies beside the computation: `torch.cuda` in the one implementation."""
+
+    def mark(self, computed: torch.Tensor) -> Any:
+        """An event with ``synchronize()``: the work queued so far, and so this tensor, is done."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Begin to copy what ``source`` will hold when the work queued so far is done.
+
+        Returns an event with ``synchronize()``.
+        """
+
+
+class CudaCopier:
+    """Copies on a stream of its own, which waits for the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = torch.cuda
+        self._stream = self._cuda.Stream(device)
+
+    def mark(self, computed: torch.Tensor) -> Any:
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(computed.device))
+        return event
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        self._stream.wait_stream(self._cuda.current_stream(source.device))
+        with self._cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)
+            event = self._cuda.Event()
+            event.record(self._stream)
+        return event
+
+
+class AsyncStagedMemory(StagedMemory):
+    """A GPU's parameter: the gradient enters the queue when its copy has completed.
+
+    The next replies may overwrite ``values`` only after the next gradient's event, which follows
+    `land`'s copy on the device, so that needs no event of its own.
+    """
+
+    def __init__(self, parameter: torch.Tensor, stager: Stager, *, pinned: bool = True) -> None:
+        super().__init__(parameter, pinned=pinned)
+        self._stager = stager
+        self._staged = threading.Event()
+        self._staged.set()
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        self._staged.clear()
+        event = self._stager.copier.start(self._gradient, gradient)
+
+        def complete() -> None:
+            try:
+                ready(bytes_of(self._gradient))
+            finally:
+                self._staged.set()
+
+        self._stager.submit(event, complete)
+
+    def await_staged(self) -> None:
+        self._staged.wait()
+
+
+class DeviceMemory:
+    """A GPU's parameter whose gradient stays there: ``ready`` is given a tensor of its bytes.
+
+    That is when the backward pass has computed it, and used the parameter for the last time.
+    """
+
+    values = memoryview(b"")
+    receives_values = False
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._staged = threading.Event()
+        self._staged.set()
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        flat = gradient.contiguous().view(-1).view(torch.uint8)
+        self._staged.clear()
+        event = self._stager.copier.mark(flat)
+
+        def complete() -> None:
+            try:
+                ready(flat)
+            finally:
+                self._staged.set()
+
+        self._stager.submit(event, complete)
+
+    def await_staged(self) -> None:
+        self._staged.wait()
+
+    def before_sending_values(self) -> None:
+        """Every rank has its own."""
+
+    def land(self) -> None:
+        """They are updated where they are."""
+
+
+class Stager:
+    """One thread that waits for copies' events, in the order in which they were started."""
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self._started: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="foreprop-stage", daemon=True)
+        self._thread.start()
+
+    def submit(self, event: Any, complete: Callable[[], None]) -> None:
+        self._started.put((event, complete))
+
+    def stop(self) -> None:
+        self._started.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._started.get()) is not None:
+            event, complete = job
+            event.synchronize()
+            complete()
+
+
+class NoMemory:
+    """Of a remote table, which is on the meta device: the servers have its rows."""
+
+    values = memoryview(b"")
+    receives_values = False
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        raise InternalError("a remote table's gradient is not sent as a whole")
+
+    def await_staged(self) -> None:
+        pass
+
+    def before_sending_values(self) -> None:
+        pass
+
+    def land(self) -> None:
+        pass
+
+
+class MemoryFactory:
+    """Chooses each parameter's memory; owns the threads that some of it needs."""
+
+    def __init__(self, *, stays: bool = False) -> None:
+        self._stays = stays
+        """On the GPU, for collectives between GPUs."""
+        self._stagers: dict[torch.device, Stager] = {}
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        if parameter.is_meta:
+            return NoMemory()
+        if parameter.device.type == "cpu" and parameter.is_contiguous():
+            return DirectMemory(parameter)
+        if parameter.device.type == "cuda":
+            device = parameter.device
+            if device not in self._stagers:
+                self._stagers[device] = Stager(CudaCopier(device))
+            if self._stays:
+                return DeviceMemory(self._stagers[device])
+            return AsyncStagedMemory(parameter, self._stagers[device])
+        return StagedMemory(parameter)
+
+    def stop(self) -> None:
+        for stager in self._stagers.values():
+            stager.stop()
+        self._stagers.clear()

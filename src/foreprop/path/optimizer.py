@@ -1,0 +1,178 @@
+"""What the servers need to know of the user's optimizer, and which optimizers they can apply."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
+from foreprop.errors import ConfigError
+from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
+from foreprop.tables.store import SPARSE_OPTIMIZERS
+
+_IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
+
+_REASONS = {
+    "LBFGS": "it needs the whole gradient and evaluates the model several times in one step",
+    "Muon": "it orthogonalises whole matrices",
+    "Adafactor": "it keeps row and column statistics of whole matrices",
+    "SparseAdam": "it needs sparse gradients: parameters of embeddings with sparse=True",
+}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse, with the reason, what cannot be applied slice by slice on the servers."""
+    reason = why_not_elementwise(optimizer)
+    if reason is not None:
+        allowed = ", ".join(sorted(ELEMENTWISE_OPTIMIZERS))
+        raise ConfigError(
+            f"optimizer is {type(optimizer).__name__}, which is not element-wise as far as servers"
+            f" know: {reason}. Servers update each slice by itself. Say update='workers', or use"
+            f" one of {allowed}."
+        )
+    check_groups(optimizer)
+
+
+def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why servers cannot apply it slice by slice; None if they can."""
+    cls = type(optimizer)
+    if ELEMENTWISE_OPTIMIZERS.get(cls.__name__) is cls:
+        return None
+    own = "it is not one of torch.optim's, and servers build the optimizer from its name"
+    return _REASONS.get(cls.__name__, own) if cls.__module__.startswith("torch.") else own
+
+
+def can_be_served(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether servers can apply it to dense parameters."""
+    try:
+        check_elementwise(optimizer)
+        hyperparameters(optimizer)
+    except ConfigError:
+        return False
+    return True
+
+
+def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]) -> None:
+    """Refuse what would move rows without a gradient, or what torch refuses itself.
+
+    ``group_of``: of the parameters with sparse gradients, by name.
+    """
+    if not group_of:
+        return
+    cls = type(optimizer)
+    which = f"for the sparse gradients of {', '.join(sorted(group_of))}"
+    if SPARSE_OPTIMIZERS.get(cls.__name__) is not cls:
+        raise ConfigError(
+            f"optimizer is {cls.__name__}, which cannot be used {which}: it moves rows that a step"
+            f" has not touched. Use one of {', '.join(SPARSE_OPTIMIZERS)}, give these parameters an"
+            " optimizer and a parallelize() of their own, or say sparse=False"
+        )
+    for number in sorted(set(group_of.values())):
+        group = optimizer.param_groups[number]
+        for name in ("momentum", "weight_decay"):
+            if group.get(name):
+                raise ConfigError(
+                    f"{name} of parameter group {number} is {group[name]}, which cannot be used"
+                    f" {which}: it moves rows that a step has not touched. Give them a parameter"
+                    f" group with {name}=0, or say sparse=False"
+                )
+
+
+def check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse settings that no architecture can apply."""
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ConfigError(f"parameter group {number} has differentiable=True; set it to False")
+        for name, value in group.items():
+            if isinstance(value, float):
+                _finite(value, name)
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, ...]:
+    """The numbers of every parameter group, as they are now.
+
+    A number in a tensor (``lr=torch.tensor(0.1)``) goes by its name and its type, "lr float32":
+    torch computes in that type then, and so must the servers.
+    """
+    names = _names(type(optimizer))
+    return tuple(
+        {_label(name, group[name]): _plain(group[name], name) for name in names if name in group}
+        for group in optimizer.param_groups
+    )
+
+
+def _label(name: str, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return name
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE_BYTES:
+        raise ConfigError(
+            f"{name} of a parameter group is a tensor of {dtype}; it must be a plain number or one"
+            f" of {sorted(ITEMSIZE_BYTES)}"
+        )
+    return f"{name} {dtype}"
+
+
+_names_of: dict[type, tuple[str, ...]] = {}
+
+
+def _names(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    names = _names_of.get(cls)
+    if names is None:
+        accepted = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and params
+        names = tuple(name for name in accepted if name not in _IMPLEMENTATION_CHOICES)
+        _names_of[cls] = names
+    return names
+
+
+def _plain(value: Any, name: str) -> bool | int | float | list[float] | None:
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_finite(item, name) for item in value]
+    if isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return _finite(value, name)
+    raise ConfigError(f"{name} of a parameter group is {value!r}; it must be a number")
+
+
+def _finite(value: Any, name: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} of a parameter group is {number}; it must be finite")
+    return number
+
+
+def named_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """The optimizer's parameters in the model's order: (name, parameter, group).
+
+    Those that the model does not have come last, under the name of their group. Their gradients
+    are not the only ones: see `others_named`.
+    """
+    group_of: dict[int, tuple[int, int, torch.nn.Parameter]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            group_of[id(parameter)] = (number, position, parameter)
+    for name, parameter in model.named_parameters():
+        found = group_of.pop(id(parameter), None)
+        if found is not None:
+            yield name, parameter, found[0]
+    for number, position, parameter in group_of.values():
+        yield f"group{number}.{position}", parameter, number
+
+
+def others_named(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+    """The model's parameters that require a gradient, and that the optimizer does not have."""
+    ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in ours and not parameter.is_meta:
+            yield name, parameter, NO_GROUP

@@ -1,0 +1,355 @@
+"""A relay's shards: its workers' rows are merged into one push, and none is fetched twice.
+
+"Local aggregation" of sparse gradients (Parallax, section 5.3.2): the rows of all workers of the
+node are added up in rank order, each touched row is pushed once. A pull asks the server for those
+of its rows that nobody on this node has asked for as of the same step, or `Flag.ANEW` all of them;
+it is answered when all are here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.peers import Peers
+from foreprop.core.rows_machine import (
+    FailRows,
+    RankLeft,
+    RowsMachine,
+    RowsPushed,
+    RowsUpdated,
+    Shard,
+    UpdateRows,
+)
+from foreprop.core.wire import Flag, Header, Kind
+from foreprop.errors import RemoteProtocolError
+from foreprop.numerics.finite import check_finite
+from foreprop.path.slicestore import DTYPES, bytes_of
+from foreprop.tables.index import RowIndex
+from foreprop.tables.kept import limit_bytes as kept_limit_bytes
+from foreprop.tables.parts import (
+    RowPart,
+    decode_part,
+    decode_pull,
+    encode_part,
+    encode_pull,
+    part_limit_bytes,
+    part_rows,
+    pulled_shard,
+    sum_parts,
+)
+
+_REQUESTS = 2**32
+"""How many numbers requests have, before they begin again."""
+_STEPS_KEPT = 2
+"""A worker may ask for the next batch's rows while another still asks for this one's."""
+
+
+class RowRelayHost(Protocol):
+    """What rows need of their relay."""
+
+    def send_on(
+        self,
+        kind: int,
+        step: int,
+        priority: int,
+        slice_: int,
+        data: bytes | memoryview,
+        flags: int = 0,
+    ) -> None:
+        """Queue a frame for the server."""
+
+    def answer(
+        self, peer: int, kind: Kind, step: int, priority: int, slice_: int, data: bytes
+    ) -> None:
+        """Queue a frame for a worker."""
+
+    def fail_rows(self, failure: FailRows) -> None: ...
+    def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
+        """The optimizer's, as all workers of the node agree. Called with the lock held."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """Rows that the server has been asked for."""
+
+    number: int
+    fetched: _Fetched
+    step: int
+    rows: torch.Tensor
+    """As they come; bytes."""
+    arrived: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """One worker's pull."""
+
+    worker: int
+    header: Header
+    requests: list[_Request]
+    """Which its rows come with."""
+    sources: torch.Tensor
+    """By row: which of these."""
+    places: torch.Tensor
+    """By row: where in that."""
+
+    @property
+    def complete(self) -> bool:
+        return all(request.arrived for request in self.requests)
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A shard's rows as of one step, as far as this node has asked for them."""
+
+    index: RowIndex = field(default_factory=RowIndex)
+    """Which rows those are, and their places: one request's after the other's."""
+    requests: list[_Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Of each request, the first place."""
+    waiting: list[_Waiting] = field(default_factory=list)
+
+    def add(self, request: _Request, numbers: torch.Tensor) -> None:
+        """Rows that have no place yet."""
+        self.starts.append(self.index.count)
+        self.index.add(numbers)
+        self.requests.append(request)
+
+    def find(self, numbers: torch.Tensor) -> tuple[list[_Request], torch.Tensor, torch.Tensor]:
+        """Which requests these rows come with, by row which of those, and by row where in it."""
+        places, starts = self.index.find(numbers), torch.tensor(self.starts, dtype=torch.int64)
+        which = torch.searchsorted(starts, places, right=True) - 1
+        used, sources = torch.unique(which, return_inverse=True)
+        return [self.requests[i] for i in used.tolist()], sources, places - starts[which]
+
+
+class RelayRows:
+    """The shards of one server. ``lock`` is the relay's, ``peers`` are the node's workers."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shards: Sequence[Shard],
+        host: RowRelayHost,
+        lock: threading.RLock,
+        peers: Peers,
+        server: int,
+    ) -> None:
+        self._manifest = manifest
+        names = [info.name for info in manifest.parameters]
+        self._machine = RowsMachine(
+            shards, index=server, workers=peers.count, names=names, peers=peers
+        )
+        self._shards = {shard.number: shard for shard in shards if shard.server == server}
+        self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
+        self._part_elems = manifest.knobs.slice_elems
+        self._host = host
+        self._lock = lock
+        self._peers = peers
+        self._gradients: dict[tuple[int, int], dict[int, list[RowPart]]] = {}
+        """By shard and step, and worker."""
+        self._about: dict[tuple[int, int], tuple[int, int]] = {}
+        """By shard and step: priority and flags of what is pushed on."""
+        self._pushed: dict[int, int] = {}
+        """By shard, the last step whose push has been passed on."""
+        self._fetched: dict[int, dict[int, _Fetched]] = {}  # by shard and step
+        self._requests: dict[int, _Request] = {}
+        self._next_request = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._shards
+
+    # From the workers.
+    def limit_bytes(self, header: Header) -> int:
+        """The longest payload that this frame may have; raises `RemoteProtocolError`."""
+        if header.kind == Kind.ROWS_PULL:  # the shard is in the payload
+            return max(map(self._limit_bytes_of, self._shards.values()), default=0)
+        return self._limit_bytes_of(self._owned(header.slice))
+
+    def _limit_bytes_of(self, shard: Shard) -> int:
+        return part_limit_bytes(shard, self._dtypes[shard.parameter].itemsize)
+
+    def kept_limit_bytes(self, number: int) -> int:
+        """The longest part of a remote table; raises `RemoteProtocolError`."""
+        return kept_limit_bytes(self._owned(number))
+
+    def _owned(self, number: int) -> Shard:
+        shard = self._shards.get(number)
+        if shard is None:
+            raise RemoteProtocolError(f"shard {number} does not belong to this relay's server")
+        return shard
+
+    def on_frame(self, worker: int, header: Header, payload: memoryview) -> None:
+        """A frame of one of `rowserver.ROW_KINDS`."""
+        if header.kind == Kind.ROWS_PULL:
+            self._on_pull(worker, header, payload)
+        elif header.kind == Kind.ROWS_PUSH:
+            self._on_push(worker, header, payload)
+        else:
+            if self._peers.first_rank(worker) != 0:
+                who = self._peers.name(worker)
+                raise RemoteProtocolError(f"{who} sent parameter values; only rank 0 may")
+            place = (header.step, header.priority, header.slice)
+            self._host.send_on(Kind.ROWS_VALUE, *place, payload, header.flags)
+
+    def _on_push(self, worker: int, header: Header, payload: memoryview) -> None:
+        number, step = header.slice, header.step
+        shard, key = self._owned(number), (number, step)
+        part = None
+        if len(payload):
+            part = decode_part(payload, shard, self._wire_dtypes[shard.parameter])
+            name = self._manifest.parameters[shard.parameter].name
+            aggregation, whose = self._manifest.knobs.aggregation, self._peers.name(worker)
+            check_finite(part.rows, aggregation, whose=whose, name=name, step=step)
+        with self._lock:
+            if part is not None:
+                gradients = self._gradients.setdefault(key, {})
+                gradients.setdefault(worker, []).append(part)
+            if worker == 0 or key not in self._about:  # values have rank 0's priority, too
+                self._about[key] = (header.priority, header.flags & Flag.VALUE_CHANGED)
+            work: list[UpdateRows] = []
+            if not header.flags & Flag.MORE:
+                event = RowsPushed(worker, number, step, header.flags)
+                work = self._decide(self._machine.handle(event))
+        self._work(work)
+
+    def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows]:
+        work: list[UpdateRows] = []
+        for instruction in instructions:
+            if isinstance(instruction, UpdateRows):
+                work.append(instruction)
+            elif isinstance(instruction, FailRows):
+                self._host.fail_rows(instruction)
+        return work
+
+    def _work(self, work: list[UpdateRows]) -> None:
+        while work:
+            merged = work.pop(0)
+            self._push_on(*merged)
+            with self._lock:
+                work += self._decide(self._machine.handle(RowsUpdated(merged.shard)))
+
+    def _push_on(self, number: int, step: int, workers: Sequence[int]) -> None:
+        """Merge what the workers have pushed, and push that."""
+        with self._lock:
+            if workers:
+                self._host.settings_at(step)
+            gradients = self._gradients.pop((number, step), {})
+            priority, flags = self._about.pop((number, step))
+        parts = [part for worker in workers for part in gradients.get(worker, ())]
+        if not workers:
+            self._send_push(number, step, priority, b"", flags | Flag.NO_GRADIENT)
+        for data, more in self._encoded(self._shards[number], parts) if workers else ():
+            self._send_push(number, step, priority, data, flags | more)
+        with self._lock:
+            self._pushed[number] = step
+
+    def _send_push(self, number: int, step: int, priority: int, data: bytes, flags: int) -> None:
+        self._host.send_on(Kind.ROWS_PUSH, step, priority, number, data, int(flags))
+
+    def _encoded(self, shard: Shard, parts: Sequence[RowPart]) -> list[tuple[bytes, int]]:
+        """The sum in parts of bounded size, each with `Flag.MORE` but the last."""
+        wire_dtype = self._wire_dtypes[shard.parameter]
+        total = sum_parts(parts, shard.row_elems, torch.promote_types(wire_dtype, torch.float32))
+        limit = part_rows(shard.row_elems, self._part_elems)
+        starts = range(0, max(1, len(total.numbers)), limit)
+        return [
+            (
+                encode_part(
+                    RowPart(
+                        total.numbers[start : start + limit],
+                        total.rows[start : start + limit].to(wire_dtype),
+                    )
+                ),
+                Flag.MORE if start != starts[-1] else 0,
+            )
+            for start in starts
+        ]
+
+    # Pulls.
+    def _on_pull(self, worker: int, header: Header, payload: memoryview) -> None:
+        shard = self._owned(pulled_shard(payload))
+        numbers = decode_pull(payload, shard)
+        with self._lock:
+            fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
+            new = numbers[fetched.index.find(numbers) < 0]
+            request = self._register(shard, header.step, fetched, new) if len(new) else None
+            waiting = _Waiting(worker, header, *fetched.find(numbers))
+            complete = waiting.complete  # by now; if not, who receives the last rows hands them out
+            if not complete:
+                fetched.waiting.append(waiting)
+        if request is not None:
+            data, place = encode_pull(shard.number, new), (header.step, header.priority)
+            self._host.send_on(Kind.ROWS_PULL, *place, request.number, data)
+        if complete:
+            self._hand_out(waiting)
+
+    def _fetched_as_of(self, shard: Shard, step: int, *, anew: bool) -> _Fetched:
+        steps = self._fetched.setdefault(shard.number, {})
+        if anew or step not in steps:
+            steps[step] = _Fetched()
+            for old in sorted(steps)[:-_STEPS_KEPT]:
+                del steps[old]
+        return steps[step]
+
+    def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> _Request:
+        number = self._next_request
+        self._next_request = (number + 1) % _REQUESTS
+        # the values at the start come in full
+        dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
+        rows = torch.empty(len(new), shard.row_elems * dtype.itemsize, dtype=torch.uint8)
+        self._requests[number] = request = _Request(number, fetched, step, rows)
+        fetched.add(request, new)
+        return request
+
+    def room(self, header: Header) -> memoryview:
+        """Where a reply's rows go; raises `RemoteProtocolError` for what nobody asked for."""
+        request = self._requests.get(header.slice)
+        if request is None or request.step != header.step:
+            raise RemoteProtocolError(
+                f"rows for request {header.slice}, step {header.step}, which is not awaited"
+            )
+        return bytes_of(request.rows)
+
+    def arrived(self, header: Header) -> None:
+        """A reply's rows are in their `room`."""
+        with self._lock:
+            request = self._requests.pop(header.slice)
+            request.arrived = True
+            fetched = request.fetched
+            complete = [waiting for waiting in fetched.waiting if waiting.complete]
+            fetched.waiting = [waiting for waiting in fetched.waiting if not waiting.complete]
+        for waiting in complete:
+            self._hand_out(waiting)
+
+    def _hand_out(self, waiting: _Waiting) -> None:
+        _, _, _, step, slice_, priority, _ = waiting.header
+        width = waiting.requests[0].rows.shape[1] if waiting.requests else 0
+        rows = torch.empty(len(waiting.places), width, dtype=torch.uint8)
+        for number, request in enumerate(waiting.requests):
+            own = waiting.sources == number
+            rows[own] = request.rows[waiting.places[own]]
+        data = bytes(bytes_of(rows))
+        self._host.answer(waiting.worker, Kind.ROWS_REPLY, step, priority, slice_, data)
+
+    # Reports and the end.
+    def rank_left(self, worker: int) -> None:
+        with self._lock:
+            self._decide(self._machine.handle(RankLeft(worker)))
+
+    def has_pushed(self, number: int, step: int) -> bool:
+        """Whether the node's push of a shard of this server is with the server."""
+        return number in self._shards and self._pushed.get(number, -1) >= step
+
+    def describe_wait(self, number: int, step: int) -> str:
+        return self._machine.describe_wait(number, step)
+
+    def incomplete(self) -> list[tuple[int, int]]:
+        return self._machine.incomplete()

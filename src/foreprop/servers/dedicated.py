@@ -1,0 +1,244 @@
+"""Servers on machines of their own: what ``foreprop server`` runs.
+
+Rank 0 of a session with ``dedicated_servers=k`` announces it in the store that torchrun's workers
+meet in. Every `Supervisor` that watches the store claims some of the k indices, starts a server
+process for each, and leaves its address there. It ends when the store has gone and its servers
+have ended, which they do with their sessions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from foreprop.config import Config
+from foreprop.errors import ConfigError, ForepropError, TransportError
+from foreprop.link.tcp import keep_alive, listen, local_address
+from foreprop.observe.trace import check_trace_folder
+from foreprop.servers.launch import (
+    DEDICATED_SESSIONS,
+    REFUSED,
+    Announcement,
+    dedicated_key,
+)
+from foreprop.servers.processes import ProcessServer, ServerTask
+from foreprop.version import __version__
+
+_POLL_S = 0.2
+_STORE_TIMEOUT_S = 30.0
+_REPORT_S = 10.0
+
+Say = Callable[[str], None]
+
+
+class _SessionAnnounced(NamedTuple):
+    number: int
+
+
+class _StoreGone(NamedTuple):
+    pass
+
+
+class Supervisor:
+    """Gives up to ``count`` servers to every session that is announced at ``host:port``."""
+
+    def __init__(
+        self, *, host: str, port: int, count: int, interface: str | None, wait_s: float, say: Say
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._count = count
+        self._wait_s = wait_s
+        self._say = say
+        self._interface = interface
+        self._address = ""
+        self._servers: dict[str, ProcessServer] = {}
+        self._started = 0
+        self._failed: list[str] = []
+
+    def run(self) -> bool:
+        """Serve until the store has gone; False if a server failed or none was ever needed."""
+        try:
+            watch = self._meet()
+            with watch:
+                self._serve(watch)
+        finally:
+            for server in self._servers.values():
+                server.finish(kill_after_s=0.0, report=lambda: None)
+        if not self._started:
+            where = f"{self._host}:{self._port}"
+            self._say(f"the run at {where} ended without asking this command for a server")
+        return bool(self._started) and not self._failed
+
+    def _meet(self) -> _StoreWatch:
+        self._say(f"waits for the workers' rendezvous at {self._host}:{self._port}")
+        watch = _StoreWatch(self._host, self._port, self._wait_s)
+        self._address = local_address(self._host, self._interface)
+        self._say(
+            f"met the workers' rendezvous at {self._host}:{self._port}; servers will listen on"
+            f" {self._address}"
+        )
+        return watch
+
+    def _serve(self, watch: _StoreWatch) -> None:
+        open_, report_at = True, time.monotonic() + _REPORT_S
+        while open_ or self._servers:
+            with contextlib.suppress(queue.Empty):
+                event = watch.events.get(timeout=_POLL_S)
+                if isinstance(event, _SessionAnnounced):
+                    self._join_session(watch.store, event.number)
+                else:
+                    open_ = False
+            open_ = open_ and not watch.is_gone()
+            self._reap()
+            if time.monotonic() > report_at:
+                report_at = float("inf")
+                if not self._started:
+                    self._say("waits for a session with dedicated_servers")
+
+    def _join_session(self, store: TCPStore, number: int) -> None:
+        key = dedicated_key(number)
+        try:
+            announced = msgspec.json.decode(store.get(key), type=Announcement)
+            claimed = store.add(f"{key}/claimed", self._count)
+            first = claimed - self._count
+            for index in range(first, min(claimed, announced.servers)):
+                store.set(f"{key}/server/{index}", self._start_or_refuse(announced, index))
+        except (dist.DistError, RuntimeError, msgspec.MsgspecError) as error:
+            self._failed.append(f"session {number}")
+            self._say(f"cannot join session {number}: {error}")
+
+    def _start_or_refuse(self, announced: Announcement, index: int) -> str:
+        """The entry for one server: where it listens, or why there is none."""
+        name = f"server {index} of session {announced.session_id.partition('-')[0]}"
+        try:
+            address = self._start(announced, index, name)
+        except (ForepropError, TypeError, OSError) as error:
+            self._failed.append(name)
+            self._say(f"{name} cannot start: {error}")
+            return f"{REFUSED}dedicated server {index} at {self._address} cannot start: {error}"
+        self._started += 1
+        self._say(f"{name} of {announced.servers} listens on {address}")
+        return address
+
+    def _start(self, announced: Announcement, index: int, name: str) -> str:
+        if announced.foreprop != __version__:
+            raise ConfigError(
+                f"foreprop: rank 0 has {announced.foreprop!r}, this server has {__version__!r}"
+            )
+        settings: dict[str, Any] = {**announced.config, "interface": self._interface}
+        if (trace := Config(**settings).trace) is not None:  # which checks them
+            check_trace_folder(trace)
+        task = ServerTask(
+            index=index,
+            session_id=announced.session_id,
+            world_size=announced.world_size,
+            config=settings,
+            node=announced.nodes + index,
+            workers_per_node=announced.workers_per_node,
+            shares_node=False,
+        )
+        listener = listen(self._address)
+        address, port = listener.getsockname()[:2]
+        self._servers[name] = ProcessServer(task, [listener])
+        return f"{address} {port}"
+
+    def _reap(self) -> None:
+        for name, server in list(self._servers.items()):
+            code = server.poll()
+            if code is None:
+                continue
+            server.finish(kill_after_s=0.0, report=lambda: None)
+            del self._servers[name]
+            self._say(f"{name} " + ("is done" if code == 0 else f"failed (exit code {code})"))
+            if code != 0:
+                self._failed.append(name)
+
+
+class _StoreWatch:
+    """Looks at the store in a thread of its own, where a hanging network blocks nobody.
+
+    A second, silent connection tells when the store goes: torch would print its own traces.
+    """
+
+    def __init__(self, host: str, port: int, wait_s: float) -> None:
+        self.events: queue.SimpleQueue[_SessionAnnounced | _StoreGone] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._sentinel, self.store = _connect_to_store(host, port, wait_s)
+        self._thread = threading.Thread(target=self._watch, name="foreprop-watch", daemon=True)
+
+    def __enter__(self) -> _StoreWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(1.0)
+        self._sentinel.close()
+
+    def _watch(self) -> None:
+        seen = 0
+        try:
+            while not self._stop.wait(_POLL_S) and not self.is_gone():
+                announced = self.store.add(DEDICATED_SESSIONS, 0)
+                while seen < announced and self.store.check([dedicated_key(seen + 1)]):
+                    seen += 1
+                    self.events.put(_SessionAnnounced(seen))
+        except (dist.DistError, RuntimeError) as error:
+            print(f"foreprop: the rendezvous is gone: {error}", file=sys.stderr, flush=True)
+        self.events.put(_StoreGone())
+
+    def is_gone(self) -> bool:
+        """Whether the second connection has ended; any thread."""
+        try:
+            return not self._sentinel.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _connect_to_store(host: str, port: int, wait_s: float) -> tuple[socket.socket, TCPStore]:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            sentinel = socket.create_connection((host, port), timeout=min(wait_s, 5.0))
+            if sentinel.getsockname() == sentinel.getpeername():
+                raise ConnectionRefusedError("nobody listens")
+            sentinel.setblocking(False)
+            keep_alive(sentinel, _STORE_TIMEOUT_S)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise _no_rendezvous(host, port, wait_s, error) from error
+            time.sleep(0.1)
+            continue
+        try:
+            return sentinel, TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+            )
+        except (dist.DistError, RuntimeError) as error:
+            sentinel.close()
+            raise _no_rendezvous(host, port, wait_s, error) from error
+
+
+def _no_rendezvous(host: str, port: int, wait_s: float, error: Exception) -> TransportError:
+    why = str(error).partition("\n")[0]
+    return TransportError(
+        f"no workers' rendezvous at {host}:{port} within {wait_s:g} s ({why}); start torchrun, or"
+        " give its endpoint as --rendezvous HOST:PORT"
+    )

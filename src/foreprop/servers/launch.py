@@ -1,0 +1,392 @@
+"""A worker's way to its servers: starting them, finding them, connecting, and seeing them off."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from foreprop.cluster.meeting import Meeting
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.core.sendqueue import takes_turns
+from foreprop.core.window import window_share_bytes
+from foreprop.errors import ConfigError, HandshakeError, RemoteProtocolError, TransportError
+from foreprop.link.stream import SocketStream, Stream
+from foreprop.link.tcp import (
+    check_reachable,
+    connect,
+    listen,
+    local_address,
+    stays_on_this_machine,
+    tune,
+)
+from foreprop.path.reception import greeting
+from foreprop.servers.nodelinks import NodeLinks, node_links
+from foreprop.servers.processes import (
+    ProcessServer,
+    RelayTask,
+    ServerHandle,
+    ServerTask,
+    ThreadServer,
+    build_relays,
+    start_server,
+)
+from foreprop.version import __version__
+
+DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
+_END_BY_ITSELF_S = 3.0
+"""A server that has to end is given this long to tell the other workers why."""
+
+
+def dedicated_key(session: int) -> str:
+    """The raw store's key that announces a session to `foreprop server`."""
+    return f"foreprop/dedicated/{session}"
+
+
+REFUSED = "refused "
+"""How an entry begins that says why a dedicated server will not come."""
+
+
+class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells `foreprop server` about a session."""
+
+    session_id: str
+    world_size: int
+    servers: int
+    nodes: int
+    workers_per_node: int
+    foreprop: str
+    config: dict[str, str | bool | int | float | None]
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+class Connections:
+    """A worker's connections to all servers of a session, and the servers it has started.
+
+    With local aggregation they are to its node's relays, one for each server.
+    """
+
+    def __init__(self, world: World, config: Config, part: str = "") -> None:
+        self.meeting = Meeting(world, config, part)
+        self.streams: list[Stream] = []
+        self.handles: list[ServerHandle] = []
+        self._world = world
+        self._config = config
+        self._sockets: list[socket.socket] = []
+        self.workers_per_node = config.workers_per_node or world.local_size
+        self.nodes = -(-world.size // self.workers_per_node)
+        self.node = world.rank // self.workers_per_node
+        self.servers = config.servers_on(self.nodes)
+        if self.servers < 1:
+            raise ConfigError("servers_per_node is 0 and there are no dedicated_servers")
+        self.workers_per_push = self._plan_local_aggregation()
+        self.address = local_address(world.host, config.interface)
+        if world.size > world.local_size:
+            check_reachable(self.address, world.host)
+        self.links: NodeLinks | None = None
+        self.session_id = ""
+
+    def _plan_local_aggregation(self) -> int:
+        """How many workers' gradients each push to a server is to have; raises `ConfigError`."""
+        config, workers = self._config, min(self.workers_per_node, self._world.size)
+        crosses = self.nodes > 1 or config.dedicated_servers > 0
+        if config.local_aggregation == "on" and (workers == 1 or not crosses):
+            raise ConfigError(
+                f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
+                " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
+            )
+        return workers if crosses and config.local_aggregation != "off" else 1
+
+    @property
+    def _first_rank(self) -> int:
+        """Of this node."""
+        return self.node * self.workers_per_node
+
+    def open(self) -> None:
+        """Start this node's servers if it is this worker's task, then connect to all."""
+        self._check_dedicated()
+        try:
+            self.session_id = self._agree_on_session()
+            self.links = node_links(self._config, self.session_id, self.node, self.workers_per_node)
+            if not self._config.dedicated_servers:
+                self._start_servers()
+            if self.workers_per_push > 1 and self._world.rank == self._first_rank:
+                self._start_relays()
+            for server in range(self.servers):
+                self.streams.append(self._connect(server))
+        except BaseException as error:
+            self.meeting.refuse(error)
+            self.close(kill=True, patience_s=0.0)  # the servers have not been told anything
+            raise
+
+    def _check_dedicated(self) -> None:
+        if self._config.dedicated_servers and self._world.size == 1 and self._world.in_process:
+            raise ConfigError(
+                f"dedicated_servers is {self._config.dedicated_servers}, and servers find the"
+                " workers through torchrun's rendezvous: start the script with torchrun"
+            )
+
+    def _agree_on_session(self) -> str:
+        session_id = ""
+        if self._world.rank == 0:
+            session_id = secrets.token_hex(8)
+            if self._config.dedicated_servers:
+                session_id = self._announce_to_dedicated(session_id)
+        return self.meeting.agree(session_id, self._shape())
+
+    def _shape(self) -> dict[str, object]:
+        """What decides who listens and who connects."""
+        return {
+            "world size": self._world.size,
+            "architecture": "ps" if self._config.dedicated_servers else "p2p",
+            "workers_per_node": self.workers_per_node,
+            "servers_per_node": self._config.servers_per_node,
+            "dedicated_servers": self._config.dedicated_servers,
+            "servers": self.servers,
+            "local_aggregation": self._config.local_aggregation,
+        }
+
+    def _announce_to_dedicated(self, token: str) -> str:
+        entries = self._world.raw_entries
+        number = entries.add(DEDICATED_SESSIONS, 1)
+        session_id = f"{number}-{token}"
+        announcement = Announcement(
+            session_id=session_id,
+            world_size=self._world.size,
+            servers=self.servers,
+            nodes=self.nodes,
+            workers_per_node=self.workers_per_node,
+            foreprop=__version__,
+            config=asdict(self._config),
+        )
+        entries.set(dedicated_key(number), announcement.encode())
+        return session_id
+
+    def _start_servers(self) -> None:
+        if self._world.rank != self._first_rank:
+            return
+        for i in range(self._config.servers_per_node):
+            index = self.node * self._config.servers_per_node + i
+            listener = listen(self.address)
+            port = listener.getsockname()[1]
+            task = ServerTask(
+                index=index,
+                session_id=self.session_id,
+                world_size=self._world.size,
+                config=asdict(self._config),
+                node=self.node,
+                workers_per_node=self.workers_per_node,
+            )
+            in_process = self._world.in_process
+            self.handles.append(start_server(task, self._config, listener, in_process=in_process))
+            self.meeting.publish(f"server/{index}", f"{self.address} {port}")
+
+    def _start_relays(self) -> None:
+        """One process leads to all servers; it gets connections that are made already."""
+        task = RelayTask(
+            session_id=self.session_id,
+            world_size=self._world.size,
+            config=asdict(self._config),
+            node=self.node,
+            workers_per_node=self.workers_per_node,
+            server_names=self._server_names(),
+            server_nodes=[self._node_of(server) for server in range(self.servers)],
+        )
+        upstreams: list[socket.socket] = []
+        listeners: list[socket.socket] = []
+        try:
+            for server in range(self.servers):
+                upstreams.append(self._reach(server))
+                listeners.append(listen(self.address))
+        except BaseException:
+            for sock in (*upstreams, *listeners):
+                sock.close()
+            raise
+        ports = [listener.getsockname()[1] for listener in listeners]
+        if self._world.in_process:
+            relays = build_relays(task, self._config, upstreams)
+            self.handles += map(ThreadServer, relays, listeners)
+        else:
+            self.handles.append(ProcessServer(task, [*listeners, *upstreams]))
+        for server, port in enumerate(ports):
+            self.meeting.publish(f"relay/{self.node}/{server}", f"{self.address} {port}")
+
+    def _connect(self, server: int) -> Stream:
+        """To a server, or to this node's relay to it."""
+        direct = self.workers_per_push == 1
+        sock = self._reach(server) if direct else self._reach_relay(server)
+        self._sockets.append(sock)
+        stream: Stream = SocketStream(sock, self.server_names()[server])
+        if self.links is not None and direct:
+            stream = self.links.wrap_to_node(stream, self._node_of(server))
+        try:
+            window_bytes = self._window_bytes(sock)
+        except OSError as error:
+            raise self._ended(sock, error) from error
+        if window_bytes and direct and takes_turns(self._config.order, self.servers):
+            stream.bound(window_bytes)
+        return stream
+
+    def _node_of(self, server: int) -> int:
+        """The (emulated) node that a server is on; -1 for a dedicated one's own."""
+        dedicated = self._config.dedicated_servers
+        return -1 if dedicated else server // self._config.servers_per_node
+
+    def _reach_relay(self, server: int) -> socket.socket:
+        what = f"the relay of node {self.node}, which rank {self._first_rank} starts"
+        found = self.meeting.lookup(f"{self.meeting.key}/relay/{self.node}/{server}", what)
+        return self._greeted(self._connect_to(*_parse_address(found, what)))
+
+    def _reach(self, server: int) -> socket.socket:
+        dedicated = self._config.dedicated_servers
+        if dedicated:
+            number = self.session_id.partition("-")[0]
+            key = f"{dedicated_key(int(number))}/server/{server}"
+            what = (
+                f"dedicated server {server} of {dedicated}; start `foreprop server --count"
+                f" {dedicated}{self._rendezvous_option()}`"
+            )
+        else:
+            key = f"{self.meeting.key}/server/{server}"
+            what = f"server {server}, which rank {self._starter_of(server)} starts"
+        found = self.meeting.lookup(key, what, raw=bool(dedicated))
+        if found.startswith(REFUSED):
+            raise HandshakeError(found.removeprefix(REFUSED))
+        address, port = _parse_address(found, what)
+        self._check_reachable(server, address)
+        return self._greeted(self._connect_to(address, port))
+
+    def _greeted(self, sock: socket.socket) -> socket.socket:
+        """At once: servers do not keep for long who says nothing."""
+        try:
+            tuned = self._tuned(sock)
+            tuned.sendall(greeting(self.session_id, self._world.rank))
+        except OSError as error:
+            raise self._ended(sock, error) from error
+        return tuned
+
+    def _ended(self, sock: socket.socket, error: OSError) -> TransportError:
+        """A server that ends while workers join has been told why, and so are we."""
+        sock.close()
+        self.meeting.check_refused()
+        text = f"rank {self._world.rank}'s connection to a server ended at once: {error}"
+        return TransportError(text)
+
+    def _tuned(self, sock: socket.socket) -> socket.socket:
+        tune(
+            sock,
+            unsent_bytes=self._config.unsent_bytes,
+            timeout_s=self._config.step_timeout_s,
+            window_bytes=self._window_bytes(sock),
+            emulated=self.links is not None,
+        )
+        return sock
+
+    def _window_bytes(self, sock: socket.socket) -> int | None:
+        """How much of the pushes may be under way on this connection.
+
+        Within a machine there is no link to keep free, and less than one of loopback's segments
+        of 64 KiB would be acknowledged only after the kernel's delay of 40 ms.
+        """
+        if stays_on_this_machine(sock):
+            return None
+        return window_share_bytes(self._config.push_window_bytes, self.servers, self._config.order)
+
+    def _connect_to(self, address: str, port: int) -> socket.socket:
+        timeout_s = self._config.join_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.meeting.check_refused()
+            try:
+                return connect(address, port, timeout_s=min(1.0, timeout_s))
+            except TransportError as error:
+                if time.monotonic() >= deadline:
+                    rank = self._world.rank
+                    raise TransportError(
+                        f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
+                    ) from error
+
+    def _rendezvous_option(self) -> str:
+        store: Any = self._world.raw_store
+        port = getattr(store, "port", None)
+        return f" --rendezvous {self._world.host}:{port}" if port else ""
+
+    def _check_reachable(self, server: int, address: str) -> None:
+        theirs, ours = ipaddress.ip_address(address), ipaddress.ip_address(self.address)
+        if theirs.is_loopback and not ours.is_loopback:
+            raise TransportError(
+                f"server {server} listens on {address}, where only its own machine can reach it;"
+                f" rank {self._world.rank} is at {self.address}. Set interface (or"
+                " FOREPROP_INTERFACE) on that machine, or give torchrun a rendezvous address that"
+                " is not a loopback one"
+            )
+
+    def server_names(self) -> list[str]:
+        """At the other end of each connection, with who goes if it goes."""
+        if self.workers_per_push > 1:
+            name = f"the relay of node {self.node} (beside rank {self._first_rank})"
+            return [f"{name} to server {i}" for i in range(self.servers)]
+        return self._server_names()
+
+    def _server_names(self) -> list[str]:
+        if self._config.dedicated_servers:
+            return [f"server {i} (dedicated)" for i in range(self.servers)]
+        return [f"server {i} (beside rank {self._starter_of(i)})" for i in range(self.servers)]
+
+    def _starter_of(self, server: int) -> int:
+        return server // self._config.servers_per_node * self.workers_per_node
+
+    def settled(self) -> None:
+        """Every process has joined: names that were needed only for that can go."""
+        if self.links is not None:
+            self.links.unlink()
+
+    def close(self, *, kill: bool, patience_s: float = _END_BY_ITSELF_S) -> None:
+        """Let the servers end by themselves, for a while if they have to, or else end them."""
+        limit_s = patience_s if kill else self._config.step_timeout_s
+        for stream in self.streams:
+            stream.close()
+        for handle in self.handles:
+            handle.finish(kill_after_s=limit_s, report=self._report_waiting)
+        self.handles.clear()
+        if self.links is not None:
+            self.links.close()
+            self.links = None
+
+    def _report_waiting(self) -> None:
+        text = (
+            f"foreprop: rank {self._world.rank} is done and waits for the process of its server to"
+            " end"
+        )
+        print(text, file=sys.stderr, flush=True)
+
+    def forget_in_child(self) -> None:
+        """In a forked child: let go of what only the parent may keep alive."""
+        for sock in self._sockets:
+            sock.close()
+        for handle in self.handles:
+            if isinstance(handle, ProcessServer):
+                handle.forget_in_child()
+
+
+def _parse_address(text: str, what: str) -> tuple[str, int]:
+    """What a server has left in the store; raises `RemoteProtocolError`."""
+    try:
+        address, port = text.split()
+        ipaddress.ip_address(address)
+        if not 0 < (number := int(port)) < 2**16:
+            raise ValueError(f"port {number}")
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"the store has {text[:100]!r} for the address of {what}: {error}"
+        ) from error
+    return address, number

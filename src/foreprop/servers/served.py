@@ -1,0 +1,422 @@
+"""The backend of parameter servers: they hold the optimizer's state and apply the updates."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from foreprop.core.manifest import (
+    BUFFERS_BLOB,
+    ITEMSIZE_BYTES,
+    NO_GROUP,
+    Hyperparameters,
+    Manifest,
+    OptimizerInfo,
+)
+from foreprop.core.norm import SquareSum
+from foreprop.core.rows_machine import Shard
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
+from foreprop.errors import ConfigError
+from foreprop.hooks import buffers
+from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
+from foreprop.path.hyperparameters import with_scale
+from foreprop.path.memory import Memory, MemoryFactory
+from foreprop.path.optimizer import (
+    check_elementwise,
+    check_groups,
+    hyperparameters,
+)
+from foreprop.path.slicestore import (
+    AVERAGE,
+    DTYPES,
+    GRADIENT,
+    MASTER,
+    decode_state,
+    encode_state,
+    state_limit_bytes,
+)
+from foreprop.path.summing import start_average
+from foreprop.path.worker import WorkerEngine
+from foreprop.servers.launch import Connections
+from foreprop.version import __version__
+
+_FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
+_MOST_ROWS = 2**31 - 1
+"""Of a shard: their numbers travel as int32."""
+_NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+"""In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
+
+
+class ServedBackend:
+    """Servers sum the gradients, apply the optimizer and send the parameters back."""
+
+    def __init__(self, setup: Setup) -> None:
+        served = [info for info in setup.infos if info.group != NO_GROUP]
+        self._serves = bool(served)
+        """Whether servers apply the optimizer to anything."""
+        if not all(info.rows for info in served):
+            check_elementwise(setup.optimizer)
+        if self._serves:
+            check_groups(setup.optimizer)
+        self._setup = setup
+        self._by_workers = setup.by_workers
+        self._optimizer = setup.optimizer
+        self._memory_factory = MemoryFactory()
+        self._loaded: dict[Any, Any] | None = None
+        self._loaded_after = -1
+        """Optimizer state that was loaded, and after which step: it counts until the next one."""
+        self._loaded_averages: Sequence[torch.Tensor] = ()
+        self._averages_loaded_after = -1
+        self.connections = Connections(setup.world, setup.config, setup.part)
+        manifest = self._manifest()
+        _check_frames(manifest)
+        self._wire_dtypes = [
+            DTYPES[on_wire] if on_wire != info.dtype else None
+            for on_wire, info in zip(manifest.wire_dtypes(), manifest.parameters, strict=True)
+        ]
+        """Of the parameters that are cast."""
+        self.connections.open()
+        self.session_id = self.connections.session_id
+        self._engine = WorkerEngine(
+            msgspec.structs.replace(manifest, session=self.session_id),
+            setup.memory,
+            self.connections.streams,
+            rank=setup.world.rank,
+            config=setup.config,
+            trace=setup.make_trace(self.session_id),
+            servers=self.connections.server_names(),
+        )
+
+    @property
+    def _shards(self) -> list[Shard]:
+        """Those of tables that workers have, too."""
+        return [shard for shard in self._engine.rows.shards if not shard.remote]
+
+    @property
+    def _slices(self) -> Sequence[Slice]:
+        """Those that servers update."""
+        return () if self._by_workers else self._engine.slices
+
+    def _manifest(self) -> Manifest:
+        setup = self._setup
+        return Manifest(
+            foreprop=__version__,
+            torch=torch.__version__.partition("+")[0],
+            byteorder=sys.byteorder,
+            session="",
+            world_size=setup.world.size,
+            workers_per_push=self.connections.workers_per_push,
+            knobs=msgspec.structs.replace(
+                setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
+            ),
+            optimizer=OptimizerInfo(
+                name=type(setup.optimizer).__name__, groups=self._hyperparameters()
+            ),
+            parameters=tuple(setup.infos),
+            blob_bytes=(
+                setup.buffers.size_bytes,
+                *(buffers.packed_bytes([parameter]) for parameter in setup.frozen),
+            ),
+        )
+
+    @property
+    def engine(self) -> WorkerEngine:
+        return self._engine
+
+    @property
+    def rows(self) -> RowEngine:
+        return self._engine
+
+    # The start.
+    def start(self, parameters: Sequence[Starting]) -> None:
+        rank_zero = self.engine.is_rank_zero
+        if not rank_zero:
+            self._engine.await_values()  # before the servers know us: values may come at once
+        self._engine.join(self.connections.meeting.check_refused)
+        self.connections.settled()
+        shared = [[frozen] for frozen in self._setup.frozen]
+        if rank_zero:
+            for parameter in parameters:
+                parameter.before_offering()
+            if self._serves:
+                self._send_state(0)  # first: who has the values may ask for it
+            self._engine.offer_values()
+            for number, info in enumerate(self._setup.infos):
+                if info.rows and info.init is None:
+                    table = self._setup.parameters[number].detach()
+                    self._engine.send_row_values(number, 0, table)
+            if self._setup.world.size > 1:
+                for number, tensors in enumerate(shared, _FROZEN):
+                    self.engine.publish_blob(number, 0, buffers.pack(tensors))
+        else:
+            for parameter in parameters:
+                parameter.receive_initial_value()
+            for number, tensors in enumerate(shared, _FROZEN):
+                buffers.unpack_into(tensors, self.engine.fetch_blob(number, 0))
+        self._forget_state()
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        return self._memory_factory.memory_of(parameter)
+
+    # The optimizer's numbers and state.
+    def numbers(self) -> tuple[Hyperparameters, ...]:
+        return with_scale(self._hyperparameters(), self._setup.scale)
+
+    def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
+        return hyperparameters(self._optimizer) if self._serves else ()
+
+    def announce(self, step: int) -> None:
+        self._engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
+
+    def pull_state(self, step: int) -> None:
+        """Fetch what single-process training would have."""
+        if self._loaded is not None and self._loaded_after == step:
+            self._optimizer.state.update(self._loaded)
+            return
+        self._engine.settle_rows()
+        pieces: dict[int, list[dict[str, Any]]] = {}
+        slices, shards = self._slices, self._shards
+        answers = self._engine.fetch_states(_numbers(slices, shards), step)
+        for piece in slices:
+            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
+            pieces.setdefault(piece.parameter, []).append(state)
+        for index, states in pieces.items():
+            parameter = self._setup.parameters[index]
+            joined = _join_states(states, parameter)
+            if joined:
+                self._optimizer.state[parameter] = joined
+        for shard in shards:
+            data = memoryview(answers[shard.number])
+            self._join_rows(shard, decode_state(data, elems=shard.rows * shard.row_elems))
+
+    def _join_rows(self, shard: Shard, state: dict[str, Any]) -> None:
+        """Put a shard's state where its rows are in the parameter's."""
+        parameter = self._setup.parameters[shard.parameter]
+        own = self._optimizer.state[parameter] if state else {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                if key not in own:
+                    own[key] = torch.empty(parameter.shape, dtype=value.dtype)
+                own[key][shard.server :: self.connections.servers] = value.view(-1, shard.row_elems)
+            else:
+                own[key] = value
+
+    def drop_state(self) -> None:
+        self._forget_state()
+
+    def _forget_state(self) -> None:
+        """Of what servers update, they have the state."""
+        if not self._by_workers:
+            self._optimizer.state.clear()
+        for shard in self._shards:
+            self._optimizer.state.pop(self._setup.parameters[shard.parameter], None)
+
+    def leave_updates(self) -> None:
+        """In the first step: from now on the workers update, and have the state."""
+        if not self._by_workers:
+            self.pull_state(0)
+            self._by_workers = True
+            self._forget_state()
+
+    def replace_state(self, step: int) -> None:
+        """From the next step on rank 0's counts.
+
+        Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
+        """
+        if self.engine.is_rank_zero:
+            self._engine.settle_rows()  # the updates so far go by the old state
+            self._send_state(step + 1)
+        self._loaded, self._loaded_after = dict(self._optimizer.state), step
+        self._forget_state()
+
+    def _send_state(self, step: int) -> None:
+        state = self._optimizer.state
+        if not state and step == 0:
+            return
+        for piece in self._slices:
+            parameter = self._setup.parameters[piece.parameter]
+            part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
+            self._engine.send_state(piece.number, step, encode_state(part))
+        for shard in self._shards:
+            parameter = self._setup.parameters[shard.parameter]
+            own = {
+                key: value[shard.server :: self.connections.servers]
+                if isinstance(value, torch.Tensor) and value.dim()
+                else value
+                for key, value in state.get(parameter, {}).items()
+            }
+            self._engine.send_state(shard.number, step, encode_state(own))
+
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
+        numbers = [piece.number for piece in pieces]
+        answers = self._engine.fetch_states(numbers, step, flags=Flag.GRADIENT)
+        parts = [
+            decode_state(memoryview(answers[piece.number]), elems=piece.elems)[GRADIENT]
+            for piece in pieces
+        ]
+        return torch.cat(parts)
+
+    can_measure = True
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        return self._engine.square_sums(round_)
+
+    # The servers' copy of the values.
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        parameters, cast = self._setup.parameters, self._wire_dtypes
+        if step == 0 or not any(cast):  # all ranks have started in full
+            return parameters
+        pieces: list[Slice | Shard] = [*self._slices, *self._shards]
+        pieces = [piece for piece in pieces if cast[piece.parameter] is not None]
+        numbers = [piece.number for piece in pieces]
+        answers = self._engine.fetch_states(numbers, step, flags=Flag.MASTER)
+        layout = torch.contiguous_format
+        found = [
+            parameter if parameter.is_meta else parameter.detach().cpu().clone(memory_format=layout)
+            for parameter in parameters
+        ]
+        for piece in pieces:
+            shown = self._own_part(piece, found[piece.parameter])
+            state = decode_state(memoryview(answers[piece.number]), elems=shown.numel())
+            master = state[MASTER].view(shown.shape)
+            same = shown == master.to(cast[piece.parameter])
+            shown.copy_(torch.where(same, master, shown))  # others were changed by hand since
+        return found
+
+    def _own_part(self, piece: Slice | Shard, values: torch.Tensor) -> torch.Tensor:
+        """The piece's elements of a parameter's values."""
+        if isinstance(piece, Slice):
+            return values.view(-1)[piece.start_elems : piece.stop_elems]
+        return values[piece.server :: self.connections.servers]
+
+    # Moving averages.
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        if self._averages_loaded_after == step:
+            return self._loaded_averages
+        if step == 0:  # rank 0's values may still be on their way to the servers
+            return [start_average(parameter) for parameter in self._setup.parameters]
+        pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
+        slices, shards = self._slices, self._shards
+        answers = self._engine.fetch_states(_numbers(slices, shards), step, flags=Flag.AVERAGES)
+        for piece in slices:
+            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
+            pieces[piece.parameter].append(state[AVERAGE])
+        found = [
+            torch.cat(parts) if parts else start_average(parameter)  # an empty one has no slices
+            for parts, parameter in zip(pieces, self._setup.parameters, strict=True)
+        ]
+        for shard in shards:
+            elems = shard.rows * shard.row_elems
+            part = decode_state(memoryview(answers[shard.number]), elems=elems)[AVERAGE]
+            rows = found[shard.parameter][shard.server :: self.connections.servers]
+            rows.copy_(part.view(rows.shape))
+        return found
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
+        if self.engine.is_rank_zero:
+            for piece in self._slices:
+                flat = averages[piece.parameter].reshape(-1)
+                data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
+                self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+            for shard in self._shards:
+                rows = averages[shard.parameter][shard.server :: self.connections.servers]
+                data = encode_state({AVERAGE: rows.reshape(-1)})
+                self._engine.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
+        self._loaded_averages, self._averages_loaded_after = averages, step
+
+    # The end.
+    def refuse(self, error: BaseException) -> None:
+        self.connections.meeting.refuse(error)
+
+    def close(self, *, failed: bool) -> None:
+        self._memory_factory.stop()
+
+    def see_off(self, *, failed: bool) -> None:
+        self.connections.close(kill=failed)
+
+    def forget_in_child(self) -> None:
+        self.connections.forget_in_child()
+
+    def describe(self) -> str:
+        config, connections = self._setup.config, self.connections
+        kind = "dedicated" if config.dedicated_servers else "beside the workers"
+        relayed = ", local aggregation" if connections.workers_per_push > 1 else ""
+        return (
+            f"{self._setup.world.size} workers on {connections.nodes} node(s),"
+            f" {connections.servers} server(s) {kind}{relayed}; granularity={config.granularity}"
+            f" order={config.order} reply={config.reply} placement={config.placement}"
+            f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
+            f" address {connections.address}"
+        )
+
+
+def _numbers(slices: Sequence[Slice], shards: Sequence[Shard]) -> list[int]:
+    return [piece.number for piece in slices] + [shard.number for shard in shards]
+
+
+def _check_frames(manifest: Manifest) -> None:
+    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
+            f" than a frame of {MAX_PAYLOAD_BYTES}"
+        )
+    slices = manifest.slices()
+    for shard in manifest.shards(len(slices)):
+        if shard.rows > _MOST_ROWS:
+            raise ConfigError(
+                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
+                f" each server; at most {_MOST_ROWS}: use more servers (servers_per_node,"
+                " dedicated_servers)"
+            )
+        if shard.remote:
+            continue
+        limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
+        if limit_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
+                f" each server, whose optimizer state may take {limit_bytes} bytes; a frame holds"
+                f" {MAX_PAYLOAD_BYTES}: use more servers (servers_per_node, dedicated_servers)"
+            )
+    for piece in slices:
+        info = manifest.parameters[piece.parameter]
+        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
+        if size_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
+                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
+            )
+
+
+def _join_states(states: Sequence[dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
+    """One state of the parameter's shape from the states of its slices."""
+    joined: dict[str, Any] = {}
+    for key, first in states[0].items():
+        if isinstance(first, torch.Tensor) and first.dim():
+            flat = torch.cat([state[key] for state in states])
+            joined[key] = flat.reshape(parameter.shape).to(parameter.device)
+        else:
+            joined[key] = first
+    return joined
+
+
+def _cut_state(
+    state: dict[str, Any], parameter: torch.Tensor, start: int, stop: int
+) -> dict[str, Any]:
+    return {
+        key: value.detach().reshape(-1)[start:stop]
+        if isinstance(value, torch.Tensor) and _is_elementwise(key, value)
+        else value
+        for key, value in state.items()
+    }
+
+
+def _is_elementwise(key: str, value: torch.Tensor) -> bool:
+    """One number per element of the parameter; of one without dimensions, the name tells."""
+    return value.dim() > 0 or key not in _NUMBERS_OF_A_PARAMETER

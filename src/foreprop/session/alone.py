@@ -1,0 +1,231 @@
+"""A world of one: plain PyTorch, which needs no servers, sockets or threads."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from foreprop.config import Config
+from foreprop.errors import ConfigError
+from foreprop.hooks.compute_trace import ComputeTrace
+from foreprop.numerics.moving_average import averaged_state_dict, averages_from
+from foreprop.observe.trace import TraceRecorder, check_trace_folder, trace_path
+from foreprop.path.optimizer import named_parameters
+from foreprop.session.contract import Session
+from foreprop.session.lonesteps import LoneSteps
+
+
+def needs_servers(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> bool:
+    """Whether a world of one has to have servers: for remote tables, or as they are there."""
+    tensors = itertools.chain(_named(model, optimizer).values(), model.buffers())
+    return config.dedicated_servers > 0 or any(tensor.is_meta for tensor in tensors)
+
+
+def _named(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters of both."""
+    own = [] if optimizer is None else named_parameters(model, optimizer)
+    return dict(model.named_parameters()) | {name: parameter for name, parameter, _ in own}
+
+
+def _check_no_steps(config: Config) -> None:
+    for name in ("clip_grad_norm", "clip_grad_value", "ema"):
+        if (value := getattr(config, name)) is not None:
+            raise ConfigError(
+                f"{name} is {value!r}, which is part of optimizer.step(), and parallelize() was"
+                " given no optimizer: give it one"
+            )
+
+
+class LoneSession(Session):
+    """A session that leaves model and optimizer alone, but for what its settings add.
+
+    Those are ``clip_grad_norm``, ``clip_grad_value``, ``ema``, ``check_finite``, and with a scaler
+    the gradients' norm, which are part of `optimizer.step` then, and ``trace``. Settings of how
+    something is sent, divided or held do nothing, as nothing is: ``wire_dtype`` rounds nothing,
+    for one.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._closed = False
+        self._steps: LoneSteps | None = None
+        self._trace: _LoneTrace | None = None
+        if config.trace is not None:
+            check_trace_folder(config.trace)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        finite = True if config.check_finite else None
+        asked = (
+            config.clip_grad_norm,
+            config.clip_grad_value,
+            config.ema,
+            config.trace,
+            scaler,
+            finite,
+        )
+        if optimizer is None:
+            _check_no_steps(config)
+        elif any(setting is not None for setting in asked):
+            self._steps = LoneSteps(model, optimizer, config, scaler)
+        if config.trace is not None:
+            self._trace = _LoneTrace(
+                Path(config.trace), _named(model, optimizer), model, self._step
+            )
+
+    def _step(self) -> int:
+        return 1 if self._steps is None else self._steps.count + 1
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def planning(self) -> bool:
+        return False
+
+    def flush(self) -> None:
+        """Every parameter shows the last step as soon as it is over."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        norm = None if self._steps is None else self._steps.norm
+        return None if norm is None else float(norm)
+
+    def ema_state_dict(self) -> dict[str, Any]:
+        steps = self._averaging()
+        return averaged_state_dict(self._model, steps.parameters, steps.averages)
+
+    def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
+        steps = self._averaging()
+        steps.replace_averages(averages_from(state, self._model, steps.parameters))
+
+    def _averaging(self) -> LoneSteps:
+        if self._steps is None or self.config.ema is None:
+            raise ConfigError(
+                "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
+            )
+        return self._steps
+
+    def master_state_dict(self) -> dict[str, Any]:
+        return averaged_state_dict(self._model, [], [])
+
+    def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        named = _named(self._model, self._optimizer)
+        if name not in named:
+            raise ConfigError(f"no parameter is called {name!r}; there are {list(named)}")
+        with torch.no_grad():
+            return torch.nn.functional.embedding(numbers.to(named[name].device), named[name])
+
+    def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        raise ConfigError(
+            f"{name} is not a remote table: change the parameter itself, under torch.no_grad()"
+        )
+
+    def save_tables(self, folder: str | os.PathLike[str]) -> None:
+        raise ConfigError(_NO_TABLES)
+
+    def load_tables(self, folder: str | os.PathLike[str]) -> None:
+        raise ConfigError(_NO_TABLES)
+
+    def stats(self) -> dict[str, Any]:
+        """Nothing was sent. ``steps`` is None where no setting has them counted."""
+        return {
+            "steps": None if self._steps is None else self._steps.count,
+            "pushes": 0,
+            "pushed_bytes": 0,
+            "replies": 0,
+            "reply_bytes": 0,
+            "queue_depth": 0,
+            "max_queue_depth": 0,
+            "waits": 0,
+            "waited_s": 0.0,
+            "waited_s_by_parameter": {},
+        }
+
+    def describe(self) -> str:
+        return "a world of one: plain PyTorch, without servers"
+
+    def close(self) -> None:
+        """The optimizer's state stays."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._steps is not None:
+            self._steps.remove()
+        if self._trace is not None:
+            self._trace.end()
+
+    def __enter__(self) -> LoneSession:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        step = "" if self._steps is None else f", step {self._steps.count}"
+        return f"<foreprop.Session rank 0 of 1{step}>"
+
+
+_NO_TABLES = (
+    "there are no remote tables: embeddings with sparse=True that were made under"
+    " torch.device('meta')"
+)
+
+
+class _LoneTrace:
+    """When each layer computes, to be written at the end."""
+
+    def __init__(
+        self,
+        folder: Path,
+        named: Mapping[str, torch.nn.Parameter],
+        model: torch.nn.Module,
+        current_step: Callable[[], int],
+    ) -> None:
+        path = trace_path(folder, "worker-0", secrets.token_hex(8))
+        self._recorder = TraceRecorder(path, "worker 0", 0)
+        self._compute = ComputeTrace(model, self._recorder, current_step)
+        self._handles = [
+            _watch_gradient(self._compute, name, parameter)
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        ]
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        atexit.unregister(self.end)
+        self._compute.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._recorder.write()
+
+
+def _watch_gradient(compute: ComputeTrace, name: str, parameter: Any) -> RemovableHandle:
+    def ready(_: torch.Tensor) -> None:
+        compute.gradient_ready(name)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(ready)
+    return handle

@@ -1,0 +1,212 @@
+"""What settings add to the steps of an optimizer that is otherwise left alone.
+
+Clipping, the gradients' norm and moving averages, in a world of one, where gradients are aggregated
+as soon as they are there. Torch's own step hooks would not do: a subclass whose ``step`` calls its
+base class's runs them twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from foreprop.config import Config
+from foreprop.numerics.finite import check_finite
+from foreprop.path.optimizer import named_parameters
+from foreprop.path.summing import move_average, start_average
+
+Closure = Callable[[], Any]
+
+
+class LoneSteps:
+    """Counts an optimizer's steps, and does what the settings ask for in them.
+
+    ``scaler``: the enabled one that calls the optimizer's step, if there is one. It leaves out
+    steps with gradients that are not finite; they count, as they do with several ranks.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.count = 0
+        self.norm: torch.Tensor | None = None
+        """Of the last step's gradients, before clipping; None where nobody asked for it."""
+        self._model = model
+        self._optimizer = optimizer
+        self._clip_norm, self._clip_value = config.clip_grad_norm, config.clip_grad_value
+        self._wants_norm = scaler is not None or self._clip_norm is not None
+        self._decay = config.ema
+        self._aggregation = msgspec.structs.replace(
+            config.aggregation, skip_nonfinite=scaler is not None
+        )
+        self._parameters: list[torch.nn.Parameter] = []
+        self._averages: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._removed = False
+        self._follow_groups()
+        self._give_back = [_put_in_place(optimizer, self._around(optimizer.step))]
+        if scaler is not None:
+            self._give_back.append(_put_in_place(scaler, self._around_scaled(scaler.step)))
+
+    def remove(self) -> None:
+        """The optimizer, and the scaler, are as they were."""
+        self._removed = True  # a scheduler made meanwhile has our step within its own
+        while self._give_back:
+            self._give_back.pop()()
+
+    # A step.
+    def _around(self, own_step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(getattr(own_step, "__func__", own_step))
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._removed:
+                return own_step(*args, **kwargs)
+            self._follow_groups()
+            args, kwargs = self._before(*args, **kwargs)
+            result = own_step(*args, **kwargs)
+            self._after()
+            return result
+
+        return step
+
+    def _around_scaled(self, own_step: Callable[..., Any]) -> Callable[..., Any]:
+        """A scaler that leaves a step out does not tell the optimizer."""
+
+        @functools.wraps(getattr(own_step, "__func__", own_step))
+        def step(_: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.count
+            result = own_step(optimizer, *args, **kwargs)
+            if optimizer is self._optimizer and self.count == before and not self._removed:
+                self._follow_groups()
+                self.norm = _norm_of(self._holders())
+                self._after()
+            return result
+
+        return step
+
+    def _before(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments for the optimizer's own step."""
+        if args and args[0] is not None:
+            return (self._preparing(args[0]), *args[1:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._preparing(kwargs["closure"])}
+        self._prepare_gradients()
+        return args, kwargs
+
+    def _preparing(self, closure: Closure) -> Closure:
+        """The gradients that a step uses are those that its closure has made."""
+
+        def prepared() -> Any:
+            loss = closure()
+            self._prepare_gradients()
+            return loss
+
+        return prepared
+
+    def _prepare_gradients(self) -> None:
+        """Clip as ``torch.nn.utils`` does, and keep the norm."""
+        if self._aggregation.reports_nonfinite:
+            self._check_finite()
+        if not self._wants_norm and self._clip_value is None:
+            return
+        holders = self._holders()
+        self._unscale(holders)
+        if self._clip_norm is not None:
+            self.norm = torch.nn.utils.clip_grad_norm_(holders, self._clip_norm)
+        elif self._wants_norm:
+            self.norm = _norm_of(holders)
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(holders, self._clip_value)
+
+    def _check_finite(self) -> None:
+        for name, parameter, _ in named_parameters(self._model, self._optimizer):
+            gradient = _holder(parameter).grad
+            if gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                about = {"whose": "rank 0", "name": name}
+                check_finite(values, self._aggregation, step=self.count + 1, **about)
+
+    def _unscale(self, holders: Sequence[torch.Tensor]) -> None:
+        """Fused optimizers unscale within the step, which is too late: have it done before."""
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is None:
+            return
+        for holder in holders:
+            if holder.grad is not None:
+                holder.grad.div_(scale.to(holder.grad.device))
+        self._optimizer.grad_scale = torch.ones_like(scale)  # type: ignore[attr-defined]
+
+    def _after(self) -> None:
+        self.count += 1
+        if self._decay is not None:
+            for parameter, average in self._averages.items():
+                move_average(average, parameter, self._decay)
+
+    def _holders(self) -> list[torch.Tensor]:
+        return [_holder(parameter) for parameter in self._parameters]
+
+    def _follow_groups(self) -> None:
+        """Have the averages of parameters that are new in the optimizer begin with their values."""
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count == len(self._parameters):
+            return
+        named = named_parameters(self._model, self._optimizer)
+        self._parameters = [parameter for _, parameter, _ in named]
+        if self._decay is not None:
+            for parameter in self._parameters:
+                if parameter not in self._averages:
+                    self._averages[parameter] = start_average(parameter)
+
+    # The moving averages.
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The optimizer's, in the model's order."""
+        self._follow_groups()
+        return self._parameters
+
+    @property
+    def averages(self) -> list[torch.Tensor]:
+        """One for each of `parameters`."""
+        return [self._averages[parameter] for parameter in self.parameters]
+
+    def replace_averages(self, averages: Sequence[torch.Tensor]) -> None:
+        """One for each of `parameters`, which become ours."""
+        self._averages = dict(zip(self.parameters, averages, strict=True))
+
+
+def _put_in_place(owner: Any, step: Callable[..., Any]) -> Callable[[], None]:
+    """Make it the object's method; the returned function gives its own back."""
+    had, ours = vars(owner).get("step"), types.MethodType(step, owner)
+    owner.step = ours
+
+    def give_back() -> None:
+        if vars(owner).get("step") is ours:
+            del owner.step
+            if had is not None:
+                owner.step = had
+
+    return give_back
+
+
+def _holder(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Something whose ``grad`` is dense, with the memory of the parameter's gradient."""
+    gradient = parameter.grad
+    if gradient is None or not gradient.is_sparse:
+        return parameter
+    parameter.grad = gradient.coalesce()  # a row's parts are one gradient
+    values = parameter.grad._values()
+    holder = values.detach()
+    holder.grad = values
+    return holder
+
+
+def _norm_of(holders: list[torch.Tensor]) -> torch.Tensor:
+    gradients = [holder.grad for holder in holders if holder.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)

@@ -1,0 +1,194 @@
+"""A model's embeddings: which of their tables servers may hold row by row."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import ParameterInfo
+from foreprop.core.rowinit import RowInit, row_init_of
+from foreprop.errors import ConfigError
+from foreprop.path.optimizer import check_row_wise
+
+Named = Sequence[tuple[str, torch.nn.Parameter, int]]
+"""Parameters with their names and groups, see `path.optimizer.named_parameters`."""
+
+EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+"""The modules whose tables are looked up by row."""
+
+
+class Embeddings:
+    """The embeddings of a model among the optimizer's parameters.
+
+    Raises `ConfigError` if the settings, or ``sparse=True``, ask for what cannot be.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        named: Named,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+    ) -> None:
+        self._optimizer = optimizer
+        self._modules: dict[str, list[Any]] = {}
+        found = {id(parameter): (name, group) for name, parameter, group in named}
+        self._group_of: dict[str, int] = {}
+        for module in model.modules():
+            if isinstance(module, EMBEDDINGS) and id(module.weight) in found:
+                name, group = found[id(module.weight)]
+                self._modules.setdefault(name, []).append(module)
+                self._group_of[name] = group
+        self._made_sparse: list[Any] = []
+        self.sparse = self._with_sparse_gradients()
+        """The names of the tables whose gradients are sparse, as the user has made the modules."""
+        self._check_optimizer(self.sparse)
+        self.row_wise = self._asked_for(self.sparse, config)
+        """The names of the tables that servers hold row by row from the start."""
+        self.remote = self._find_remote(named, config)
+        """Those of them that are on the meta device, and how their rows begin."""
+        self.candidates = self._may_be_either(config)
+        """The names of those that ``architecture="auto"`` decides about."""
+        self.make_sparse(self.row_wise)
+
+    def _find_remote(self, named: Named, config: Config) -> dict[str, RowInit]:
+        found = {}
+        for name, parameter, _ in named:
+            if not parameter.is_meta:
+                continue
+            if name not in self.row_wise:
+                raise ConfigError(_meta_text(f"parameter {name}"))
+            if "auto" in (config.architecture, config.slice_elems):
+                raise ConfigError(
+                    f"parameter {name} is on the meta device, and architecture='auto' may begin"
+                    " anew after some steps, when only the servers have its rows, as may"
+                    " slice_elems='auto': use 'hybrid' and sparse_parameters, and a number"
+                )
+            found[name] = row_init_of(
+                name,
+                config.table_init,
+                seed=config.table_seed,
+                padding_row=self._modules[name][0].padding_idx,
+            )
+        return found
+
+    def modules_of(self, name: str) -> Sequence[Any]:
+        """Those whose table it is."""
+        return self._modules[name]
+
+    def make_sparse(self, names: Collection[str]) -> None:
+        """Have these tables' gradients be sparse, until `restore`."""
+        for name in names:
+            for module in self._modules[name]:
+                if not module.sparse:
+                    module.sparse = True
+                    module.weight.grad = None  # a dense one would make the next one dense
+                    self._made_sparse.append(module)
+
+    def restore(self) -> None:
+        while self._made_sparse:
+            self._made_sparse.pop().sparse = False
+
+    def _with_sparse_gradients(self) -> set[str]:
+        return {name for name, found in self._modules.items() if any(m.sparse for m in found)}
+
+    def _check_optimizer(self, names: Collection[str]) -> None:
+        check_row_wise(self._optimizer, {name: self._group_of[name] for name in names})
+
+    def _asked_for(self, sparse: set[str], config: Config) -> set[str]:
+        wanted = {name for name in self._modules if _matches(name, config.sparse_parameters)}
+        for name in wanted:
+            self._check_row_wise(name)
+        if config.architecture == "ring":
+            if config.sparse_parameters:
+                raise ConfigError(
+                    f"sparse_parameters is {config.sparse_parameters!r}, but architecture='ring'"
+                    " has no servers to hold rows; use 'hybrid'"
+                )
+            return set()
+        for name in sparse - wanted:
+            if not _matches(name, config.dense_parameters):
+                self._check_row_wise(name)
+                wanted.add(name)
+        return wanted
+
+    def _check_row_wise(self, name: str) -> None:
+        self._check_optimizer([name])
+        for module in self._modules[name]:
+            for option in ("max_norm", "scale_grad_by_freq"):
+                value = getattr(module, option)
+                if value is not None and value is not False:
+                    raise ConfigError(
+                        f"the embedding of {name} has {option}={value}, which cannot be done by"
+                        f" rows; leave it out, or name {name} in dense_parameters"
+                    )
+
+    def _may_be_either(self, config: Config) -> set[str]:
+        if config.architecture != "auto":
+            return set()
+        return {
+            name
+            for name in self._modules
+            if not _matches(name, config.dense_parameters)
+            and not _matches(name, config.sparse_parameters)
+            and self._can_be_row_wise(name)
+        }
+
+    def _can_be_row_wise(self, name: str) -> bool:
+        try:
+            self._check_row_wise(name)
+        except ConfigError:
+            return False
+        return True
+
+
+def check_rest(model: torch.nn.Module, named: Named) -> None:
+    """Raise `ConfigError` if something that the optimizer does not have is on the meta device."""
+    ours = {id(parameter) for _, parameter, _ in named}
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if tensor.is_meta and id(tensor) not in ours:
+                raise ConfigError(_meta_text(f"{kind} {name}"))
+
+
+def _meta_text(what: str) -> str:
+    return (
+        f"{what} is on the meta device, where only the weights of embeddings may be that have"
+        " sparse=True (or are named in sparse_parameters), are in the optimizer, and are held row"
+        " by row by servers (any architecture but 'ring'). Give it memory and values first:"
+        " module.to_empty(device='cpu'), then initialise it"
+    )
+
+
+def check_kind(info: ParameterInfo, aggregation: Aggregation, *, sparse: bool) -> None:
+    """A gradient is sparse, or dense: raise `ConfigError` if it must be reduced as the other kind.
+
+    What the ranks make of it is agreed on before there is any, by what the modules say.
+    """
+    reduction_of = aggregation.reduction_of
+    if reduction_of(sparse=sparse) == reduction_of(sparse=info.sparse):
+        return
+    if sparse:
+        why = "sparse, but it is not the weight of an embedding with sparse=True"
+        todo = "make it one"
+    else:
+        why = "dense, but it is the weight of an embedding with sparse=True"
+        todo = "say sparse=False"
+    raise ConfigError(
+        f"reduction is {aggregation.reduction!r}, sparse_reduction is"
+        f" {aggregation.sparse_reduction!r}, and the gradient of {info.name} is {why}: {todo}, or"
+        " give both the same value"
+    )
+
+
+def _matches(name: str, patterns: str | None) -> bool:
+    split = (pattern.strip() for pattern in (patterns or "").split(","))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in split if pattern)

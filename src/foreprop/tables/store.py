@@ -1,0 +1,348 @@
+"""A server's rows: its shards' tables, the gradients in flight, the optimizer's state.
+
+The update is a real ``torch.optim`` optimizer's, given a sparse gradient: torch's own semantics of
+SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented (`tables.rowoptimizer`). The
+rows of a remote table are made here (`tables.firstvalues`), and take memory from their first
+update on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from foreprop.core.manifest import Hyperparameters, Manifest, ParameterInfo
+from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.rows_machine import Shard
+from foreprop.errors import RemoteProtocolError
+from foreprop.path.slicestore import (
+    AVERAGE,
+    DTYPES,
+    MASTER,
+    bytes_of,
+    decode_state,
+    encode_state,
+    is_array,
+    state_limit_bytes,
+)
+from foreprop.path.summing import clip, finish_sum, square_sum, start_average
+from foreprop.tables.averages import RowAverages
+from foreprop.tables.firstvalues import make_rows
+from foreprop.tables.kept import (
+    END,
+    STATE,
+    VALUES,
+    KeptRows,
+    decode_kept,
+    decode_pull,
+    encode_kept,
+    limit_bytes,
+    rows_at_once,
+)
+from foreprop.tables.parts import RowPart, decode_part, part_limit_bytes, sum_parts
+from foreprop.tables.rowoptimizer import RowOptimizer
+from foreprop.tables.table import Make, RowTable
+
+SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+}
+"""Each leaves rows without a gradient as they are; see `path.optimizer.check_row_wise`."""
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class _ShardTensors:
+    __slots__ = (
+        "averages",
+        "gradients",
+        "optimizer",
+        "shard",
+        "staged",
+        "table",
+        "total",
+        "wire_dtype",
+    )
+
+    def __init__(
+        self,
+        shard: Shard,
+        wire_dtype: torch.dtype,
+        table: RowTable,
+        optimizer: RowOptimizer,
+    ) -> None:
+        self.shard = shard
+        self.wire_dtype = wire_dtype
+        self.table = table
+        self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
+        self.staged: list[RowPart] = []  # values for the next update
+        self.averages: RowAverages | None = None  # moving, from the first update on
+        self.total: RowPart | None = None  # the gradients' sum, if made before the update
+        self.optimizer = optimizer
+
+
+class RowStore:
+    """The tensors of one server's shards.
+
+    Methods are called with the server's lock held, but for `aggregate` and `update`: one thread per
+    shard.
+    """
+
+    def __init__(self, manifest: Manifest, shards: Sequence[Shard], index: int) -> None:
+        self._manifest = manifest
+        self._world_size = manifest.world_size
+        self._aggregation = manifest.knobs.aggregation
+        self._reductions = manifest.reductions()
+        wire_dtypes = manifest.wire_dtypes()
+        self._shards = {
+            shard.number: self._tensors_of(shard, DTYPES[wire_dtypes[shard.parameter]])
+            for shard in shards
+            if shard.server == index
+        }
+
+    def _tensors_of(self, shard: Shard, wire_dtype: torch.dtype) -> _ShardTensors:
+        manifest = self._manifest
+        info = manifest.parameters[shard.parameter]
+        dtype, shape = DTYPES[info.dtype], (shard.rows, shard.row_elems)
+        group = manifest.optimizer.groups[info.group]
+        table = RowTable(*shape, dtype, self._make_of(shard, info))
+        optimizer = RowOptimizer(SPARSE_OPTIMIZERS[manifest.optimizer.name], table, group)
+        return _ShardTensors(shard, wire_dtype, table, optimizer)
+
+    def _make_of(self, shard: Shard, info: ParameterInfo) -> Make | None:
+        """How this shard's rows begin, if the server makes them itself."""
+        init, servers, dtype = info.init, self._manifest.knobs.servers, DTYPES[info.dtype]
+        if init is None:
+            return None
+
+        def make(numbers: torch.Tensor) -> torch.Tensor:
+            return make_rows(init, numbers * servers + shard.server, shard.row_elems, dtype)
+
+        return make
+
+    def __contains__(self, shard: int) -> bool:
+        return shard in self._shards
+
+    def numbers(self) -> Iterable[int]:
+        return self._shards
+
+    def shard(self, number: int) -> Shard:
+        return self._shards[number].shard
+
+    def part_limit_bytes(self, number: int) -> int:
+        tensors = self._shards[number]
+        return part_limit_bytes(tensors.shard, tensors.table.dtype.itemsize)
+
+    def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> torch.Tensor:
+        """Keep a part of a worker's gradient, and return its rows.
+
+        Raises `RemoteProtocolError` if it does not fit.
+        """
+        tensors = self._shards[number]
+        part = decode_part(data, tensors.shard, tensors.wire_dtype)
+        tensors.gradients.setdefault((step, rank), []).append(part)
+        return part.rows
+
+    def put_value(self, number: int, data: memoryview) -> None:
+        tensors = self._shards[number]
+        tensors.staged.append(decode_part(data, tensors.shard, tensors.table.dtype))
+
+    def install_values(self, number: int, *, shown: bool = False) -> None:
+        """Take the values that rank 0 sent. Gradients must be disabled.
+
+        If rows have been ``shown`` in the wire's type, an element that is still what was shown was
+        not changed by hand, and keeps what the cast had rounded off.
+        """
+        tensors = self._shards[number]
+        cast = tensors.wire_dtype != tensors.table.dtype
+        for numbers, values in tensors.staged:
+            if cast and shown:
+                kept = tensors.table.take(numbers)
+                same = values == kept.to(tensors.wire_dtype)
+                tensors.table.put(numbers, torch.where(same, kept, values))
+            else:
+                tensors.table.put(numbers, values)
+        tensors.staged.clear()
+
+    def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[list[RowPart]]:
+        """Each rank's parts of this step, which the store forgets."""
+        gradients = self._shards[number].gradients
+        taken = [gradients.pop((step, rank), []) for rank in ranks]
+        for key in [key for key in gradients if key[0] == step]:  # of ranks without a gradient
+            del gradients[key]
+        return taken
+
+    def aggregate(
+        self, number: int, gradients: Sequence[list[RowPart]], scale: float = 1.0
+    ) -> SquareSum:
+        """Do the first half of `update` ahead; returns the sum of the gradient's squares.
+
+        ``scale`` is that of the loss.
+        """
+        tensors = self._shards[number]
+        tensors.total = self._total(gradients, tensors, scale)
+        return ZERO if tensors.total is None else square_sum(tensors.total.rows)
+
+    def update(
+        self,
+        number: int,
+        gradients: Sequence[list[RowPart]],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
+        """Aggregate the gradients, adding in rank order, and apply ``coefficient`` of them.
+
+        Or of what has been aggregated ahead. Without ``groups`` nothing is applied. The calling
+        thread must have gradients disabled (``torch.set_grad_enabled(False)``).
+        """
+        tensors = self._shards[number]
+        if tensors.averages is not None and tensors.staged:
+            tensors.averages.before_change()
+        self.install_values(number, shown=True)
+        averages = tensors.averages = tensors.averages or self._new_averages(tensors)
+        total, tensors.total = tensors.total, None
+        if total is None:
+            total = self._total(gradients, tensors)
+        if total is not None and groups:
+            if averages is not None:
+                averages.before_change(total.numbers)
+            self._apply(tensors, total, groups, coefficient)
+        if averages is not None:
+            averages.end_step()
+
+    def _new_averages(self, tensors: _ShardTensors) -> RowAverages | None:
+        decay = self._aggregation.ema
+        return None if decay is None else RowAverages(tensors.table, decay)
+
+    def _apply(
+        self,
+        tensors: _ShardTensors,
+        total: RowPart,
+        groups: Sequence[Hyperparameters],
+        coefficient: float,
+    ) -> None:
+        clip(total.rows, self._aggregation, coefficient)
+        group = groups[self._manifest.parameters[tensors.shard.parameter].group]
+        values = tensors.table.take(total.numbers)
+        gradient = total.rows.to(values.dtype)
+        tensors.optimizer.step(total.numbers, values, gradient, group)
+
+    def _total(
+        self, gradients: Sequence[list[RowPart]], tensors: _ShardTensors, scale: float = 1.0
+    ) -> RowPart | None:
+        """The aggregated gradient, not clipped; None if nobody had one.
+
+        One without rows is another matter: a step is counted.
+        """
+        parts = [part for of_rank in gradients for part in of_rank]
+        if not parts:
+            return None
+        shard, dtype = tensors.shard, tensors.table.dtype
+        wide = dtype in _HALVES and self._world_size > 1
+        total = sum_parts(parts, shard.row_elems, torch.float32 if wide else dtype)
+        reduction = self._reductions[shard.parameter]
+        finish_sum(total.rows, reduction, workers=self._world_size, scale=scale)
+        return total
+
+    def rows(self, number: int, numbers: torch.Tensor, step: int) -> bytes:
+        """A copy of these rows' bytes: in the wire's type, but in full as they are at the start."""
+        tensors = self._shards[number]
+        found = tensors.table.take(numbers)
+        return bytes(bytes_of(found.to(tensors.wire_dtype) if step else found))
+
+    # Optimizer state, for checkpoints. Of whole shards: tables that workers have, too.
+    def export_state(self, number: int) -> bytes:
+        """As `slicestore.encode_state` writes it."""
+        return encode_state(self._shards[number].optimizer.whole)
+
+    def export_master(self, number: int) -> bytes:
+        """The shard's values in full, as a state of one tensor."""
+        return encode_state({MASTER: self._shards[number].table.whole})
+
+    def import_state(self, number: int, data: memoryview) -> None:
+        """Replace the shard's optimizer state; raises `RemoteProtocolError` if it does not fit."""
+        tensors = self._shards[number]
+        shape = (tensors.shard.rows, tensors.shard.row_elems)
+        state = decode_state(data, elems=tensors.shard.elems)
+        tensors.optimizer.replace(
+            {key: value.view(shape) if is_array(value) else value for key, value in state.items()}
+        )
+
+    # Moving averages.
+    def export_average(self, number: int) -> bytes:
+        """The shard's moving averages, as a state of one tensor."""
+        tensors = self._shards[number]
+        if tensors.averages is None:
+            return encode_state({AVERAGE: start_average(tensors.table.whole).reshape(-1)})
+        return encode_state({AVERAGE: tensors.averages.current().reshape(-1)})
+
+    def import_average(self, number: int, data: memoryview) -> None:
+        """Go on from these averages; raises `RemoteProtocolError` if they do not fit."""
+        tensors = self._shards[number]
+        value = decode_state(data, elems=tensors.shard.elems).get(AVERAGE)
+        averages = tensors.averages or self._new_averages(tensors)
+        if averages is None or not is_array(value):
+            raise RemoteProtocolError(f"a moving average for shard {number}, which has none")
+        rows = tensors.shard.rows
+        averages.put(torch.arange(rows), value.view(rows, tensors.shard.row_elems))
+        tensors.averages = averages
+
+    def state_limit_bytes(self, number: int) -> int:
+        return state_limit_bytes(self._shards[number].shard.elems)
+
+    # All that is kept of a remote table, in parts.
+    def export_kept(self, number: int, data: memoryview) -> bytes:
+        """The part that a pull asks for; raises `RemoteProtocolError`."""
+        tensors = self._remote(number)
+        limit = rows_at_once(tensors.shard)
+        first = decode_pull(data, tensors.shard)
+        numbers = tensors.table.kept_at(first, limit)
+        following = first + limit if len(numbers) == limit else END
+        entries = {VALUES: tensors.table.take(numbers)}
+        if tensors.averages is not None:
+            entries[AVERAGE] = tensors.averages.of(numbers)
+        state = tensors.optimizer.state_of(numbers)
+        entries |= {STATE + key: value for key, value in state.items()}
+        return encode_kept(KeptRows(numbers, entries, following))
+
+    def import_kept(self, number: int, data: memoryview, *, anew: bool) -> None:
+        """Rows' values, states and averages, as far as they are there.
+
+        No update may be under way. Raises `RemoteProtocolError` if they do not fit.
+        """
+        tensors = self._remote(number)
+        numbers, entries, _ = decode_kept(data, tensors.shard)
+        values, average = (_rows_in(entries, name) for name in (VALUES, AVERAGE))
+        if anew:
+            tensors.table.forget()
+            tensors.optimizer.forget()
+            tensors.averages = None
+        if values is not None:
+            if tensors.averages is not None:
+                tensors.averages.before_change(numbers)
+            tensors.table.put(numbers, values.to(tensors.table.dtype))
+        if average is not None and self._aggregation.ema is not None:
+            averages = tensors.averages = tensors.averages or self._new_averages(tensors)
+            if averages is not None:
+                averages.put(numbers, average)
+        size = len(STATE)
+        state = {key[size:]: v for key, v in entries.items() if key.startswith(STATE)}
+        tensors.optimizer.put(numbers, state)
+
+    def kept_limit_bytes(self, number: int) -> int:
+        return limit_bytes(self._remote(number).shard)
+
+    def _remote(self, number: int) -> _ShardTensors:
+        tensors = self._shards.get(number)
+        if tensors is None or not tensors.shard.remote:
+            raise RemoteProtocolError(f"shard {number} is not of a remote table, or not here")
+        return tensors
+
+
+def _rows_in(entries: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    """An entry of a part of what is kept; raises `RemoteProtocolError` for a plain number."""
+    value = entries.get(name)
+    if value is not None and not is_array(value):
+        raise RemoteProtocolError(f"{name} of rows is {value!r}, not rows")
+    return value

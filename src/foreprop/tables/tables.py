@@ -1,0 +1,307 @@
+"""Remote tables as a whole: their files, changes by hand, and what a ``state_dict()`` has of them.
+
+No worker has room for such a table, so all this goes part by part. A file's parts have the rows
+that a step has updated, or somebody has set; the others begin as they always do
+(`tables.firstvalues`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from foreprop.cluster.board import Board
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.core.manifest import ParameterInfo
+from foreprop.errors import ConfigError
+from foreprop.hooks.buffers import ModelHook
+from foreprop.path.backend import Backend, RowEngine
+from foreprop.tables.folder import TableFolder
+from foreprop.tables.kept import VALUES, KeptRows
+from foreprop.tables.remote import RemoteTable
+
+_PARTS_IN_A_FILE = 16
+_AT_ONCE_ELEMS = 1 << 20
+_MORE, _DONE, _FAILED = "more", "done", "failed: "
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+class RemoteTables:
+    """All remote tables of one session; there may be none. Training thread."""
+
+    def __init__(
+        self,
+        tables: Sequence[RemoteTable],
+        infos: Sequence[ParameterInfo],
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        *,
+        world: World,
+        config: Config,
+    ) -> None:
+        self._by_name = {table.name: table for table in tables}
+        self._infos = {info.name: info for info in infos if info.init is not None}
+        self._optimizer = type(optimizer).__name__
+        self._backend = backend
+        self._world = world
+        self._config = config
+        look = backend.engine.raise_if_failed
+        self._board = Board(world, config, f"tables/{backend.session_id}", look)
+        self._changes = 0
+        self._aside = False
+
+    @property
+    def _rows(self) -> RowEngine:
+        return self._backend.rows
+
+    def _check_any(self) -> None:
+        if not self._by_name:
+            raise ConfigError(
+                "there are no remote tables: embeddings with sparse=True that were made under"
+                " torch.device('meta')"
+            )
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write what the servers keep: values, optimizer state, averages. Any rank by itself."""
+        self._check_any()
+        files = TableFolder(Path(folder))
+        self._rows.settle_rows()
+        files.save(lambda: self._write_to(files))
+
+    def _write_to(self, folder: TableFolder) -> dict[str, Any]:
+        described = {}
+        for number, (name, table) in enumerate(self._by_name.items()):
+            groups = _in_groups(self._rows.kept_rows(table.index), _PARTS_IN_A_FILE)
+            files = [folder.write_part(number, n, parts) for n, parts in enumerate(groups)]
+            described[name] = {**self._describe(name), "files": files}
+        return described
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what `save` has written. Every rank calls it alike; rank 0 reads."""
+        self._check_any()
+        self._change(lambda: self._read(Path(folder)))
+
+    def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Change rows by hand. Every rank calls it alike; rank 0's values count."""
+        table = self._by_name.get(name)
+        if table is None:
+            raise ConfigError(
+                f"{name} is not a remote table: change the parameter itself, under torch.no_grad()"
+            )
+        unique, places = torch.unique(numbers.to("cpu", torch.int64), return_inverse=True)
+        table.check_numbers(unique)
+        wanted = (len(numbers), table.row_elems)
+        if numbers.dim() != 1 or len(unique) != len(numbers) or values.shape != wanted:
+            raise ConfigError(
+                f"{tuple(values.shape)} values for the rows of numbers {tuple(numbers.shape)} of"
+                f" {name}: there must be {wanted}, and each number once"
+            )
+        rows = torch.empty(wanted, dtype=table.parameter.dtype)
+        rows[places] = values.detach().to(rows)
+        self._change(lambda: self._send_in_parts(table, unique, rows))
+
+    def _send_in_parts(
+        self, table: RemoteTable, numbers: torch.Tensor, rows: torch.Tensor
+    ) -> Iterator[None]:
+        at_once = max(1, _AT_ONCE_ELEMS // max(1, table.row_elems))
+        for start in range(0, len(numbers), at_once):
+            some = slice(start, start + at_once)
+            part = KeptRows(numbers[some], {VALUES: rows[some]})
+            self._rows.send_kept_rows(table.index, part)
+            yield
+
+    def _read(self, folder: Path) -> Iterator[None]:
+        described = self._read_index(folder)
+        for name, table in self._by_name.items():
+            self._rows.send_kept_rows(table.index, KeptRows(_NOTHING, {}), anew=True)
+            for file in described[name]["files"]:
+                for part in _parts_in(folder / file):
+                    self._rows.send_kept_rows(table.index, part)
+                    yield
+
+    def _read_index(self, folder: Path) -> Mapping[str, Any]:
+        found = TableFolder(folder).read_index()
+        for name in self._by_name:
+            theirs = found.get(name, {})
+            for key, value in self._describe(name).items():
+                other = theirs.get(key)
+                if other != value:
+                    raise ConfigError(
+                        f"the tables in {folder} do not fit: {key} of {name} is {value!r} here and"
+                        f" {other!r} there"
+                    )
+            for file in theirs["files"]:
+                if not (folder / file).is_file():
+                    raise ConfigError(f"the tables in {folder} are not complete: {file} is missing")
+        return found
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        info = self._infos[name]
+        return {
+            "shape": list(info.shape),
+            "dtype": info.dtype,
+            "rows begin as": msgspec.to_builtins(info.init),
+            "optimizer": self._optimizer,
+        }
+
+    # Whole tables.
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether this rank gets all rows of tables, in a checkpoint."""
+        keepers = {"all": True, "rank0": self._world.rank == 0, "none": False}
+        return keepers[self._config.whole_tables or "all"]
+
+    def check_whole(self, name: str | None = None) -> None:
+        """A checkpoint is made: raise if nobody has said who gets whole tables."""
+        chosen = self._config.whole_tables is not None or self._aside
+        for known, info in self._infos.items():
+            if not chosen and name in (None, known):
+                raise ConfigError(_whole_text(known, info))
+
+    def show(self, name: str, state: dict[str, Any], key: str) -> None:
+        """A module's state dict has its table on the meta device: have it whole, if it shall be."""
+        if self.keeps_whole and not self._aside:
+            state[key] = self._by_name[name].whole()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile state dicts show remote tables as they are, on the meta device."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+    def put_whole(self, values: Sequence[torch.Tensor], entry: str) -> list[torch.Tensor]:
+        """By parameter: with the tables' own (`tables.kept`), if this rank gets them whole."""
+        tables = {table.index: table for table in self._by_name.values()}
+        return [
+            value.detach()
+            if number not in tables or not self.keeps_whole
+            else tables[number].whole_of(entry)
+            for number, value in enumerate(values)
+        ]
+
+    def watch(
+        self, modules_of: Callable[[str], Sequence[torch.nn.Module]]
+    ) -> Iterator[RemovableHandle]:
+        """Have the modules' state dicts ask here."""
+        for name in self._by_name:
+            module: Any
+            for module in modules_of(name):
+                yield module.register_state_dict_pre_hook(BeforeTableIsSaved(self, name))
+                yield module.register_state_dict_post_hook(TableIsSaved(self, name))
+                yield module.register_load_state_dict_pre_hook(BeforeTableIsLoaded(self, name))
+
+    # Changes, on all ranks alike.
+    def _change(self, work: Callable[[], Iterator[None]]) -> None:
+        """Rank 0 works while the others wait, so that nobody sees half of it."""
+        for table in self._by_name.values():
+            table.check_stepped()
+        self._changes += 1
+        key = str(self._changes)
+        self._board.tell(f"{key}/here/{self._world.rank}", _DONE)
+        if self._world.rank == 0:
+            self._lead(key, work)
+        else:
+            self._follow(key)
+            self._rows.settle_rows()  # no relay has older rows
+        for table in self._by_name.values():
+            table.drop_rows()
+
+    def _lead(self, key: str, work: Callable[[], Iterator[None]]) -> None:
+        for rank in range(1, self._world.size):
+            self._board.hear(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
+        done = 0
+        try:
+            self._rows.settle_rows()  # the updates so far are of the old values
+            for done, _ in enumerate(work(), 1):
+                self._board.tell(f"{key}/{done - 1}", _MORE)
+        except BaseException as error:
+            self._board.tell(f"{key}/{done}", f"{_FAILED}{error}")
+            raise
+        self._board.tell(f"{key}/{done}", _DONE)
+
+    def _follow(self, key: str) -> None:
+        done, told = 0, _MORE
+        while told == _MORE:
+            told = self._board.hear(
+                f"{key}/{done}", f"part {done} of rank 0's change of remote tables"
+            )
+            done += 1
+        if told != _DONE:
+            raise ConfigError(f"rank 0 could not change its tables: {told.removeprefix(_FAILED)}")
+
+
+def _in_groups(parts: Iterator[KeptRows], size: int) -> Iterator[list[Any]]:
+    """As plain tuples: files are to be read without this class."""
+    group: list[Any] = []
+    for part in parts:
+        group.append((part.numbers, dict(part.entries)))
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _parts_in(path: Path) -> Iterator[KeptRows]:
+    try:
+        parts = torch.load(path, map_location="cpu", weights_only=True)
+        rows = [KeptRows(numbers, entries) for numbers, entries in parts]
+    except Exception as error:  # whatever torch makes of a file that is not its own
+        raise ConfigError(f"{path} cannot be read as a part of tables: {error}") from error
+    yield from rows
+
+
+# What a module's state_dict() has of its table.
+class _TableHook(ModelHook):
+    def __init__(self, source: Any = None, name: str = "") -> None:
+        super().__init__(source)
+        self._name = name
+
+
+class BeforeTableIsSaved(_TableHook):
+    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        source: Any = self._get()
+        if source is not None:
+            source.check_whole(self._name)
+
+
+class TableIsSaved(_TableHook):
+    def __call__(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        source: Any = self._get()
+        if source is not None:
+            source.show(self._name, state, f"{prefix}weight")
+
+
+class BeforeTableIsLoaded(_TableHook):
+    def __call__(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        value = state.get(f"{prefix}weight")
+        if self._get() is None or value is None or value.is_meta:
+            return
+        raise ConfigError(
+            f"load_state_dict() has values for {self._name}, which is on the meta device, and would"
+            " ignore them: use session.load_tables(folder), or session.set_rows(name, numbers,"
+            " values), and leave it out here"
+        )
+
+
+def _whole_text(name: str, info: ParameterInfo) -> str:
+    return (
+        f"state_dict() of {name}, whose {info.shape[0]} rows are on the servers only: say who is to"
+        " get it whole, parallelize(..., whole_tables='all') or 'rank0', or that nobody is, 'none':"
+        " then state_dict() shows it on the meta device, and session.save_tables(folder) saves it"
+    )
