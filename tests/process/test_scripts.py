@@ -50,7 +50,6 @@ def test_dedicated_servers_need_a_rendezvous(zygote: Zygote, tmp_path: Path) -> 
         assert "start the script with torchrun" in result["message"]
 
 
-@pytest.mark.long
 def test_exit_while_a_data_loader_s_workers_live(zygote: Zygote, tmp_path: Path) -> None:
     """They were forked with our descriptors open, and must keep neither server nor peers alive."""
     scenario = Scenario(loader_workers=2, keep_loader=True)
@@ -103,7 +102,6 @@ def test_ranks_that_make_different_numbers_of_steps(zygote: Zygote, tmp_path: Pa
         run.check_nothing_left()
 
 
-@pytest.mark.long
 def test_ranks_may_end_at_different_times(zygote: Zygote, tmp_path: Path) -> None:
     """Rank 0 owns the only server and is done first; rank 1 still reads its parameters."""
     scenario = Scenario(steps=3, linger_s={"1": 1.5})
