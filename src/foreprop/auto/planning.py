@@ -139,7 +139,7 @@ class Planning:
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
                 plan = plan_session(setting, self._config, row_wise, table, servable=self._servable)
-            board.tell("plan", msgspec.json.encode(plan).decode())
+            board.publish("plan", msgspec.json.encode(plan).decode())
         return msgspec.json.decode(board.hear("plan", "rank 0's plan"), type=Plan)
 
     def _choose_tables(self, shares: Mapping[str, float]) -> tuple[frozenset[str], str]:
@@ -218,7 +218,7 @@ def plan_session(
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
         step_s=steps_s[chosen],
-        text=_tell(setting, steps_s, chosen, slices if is_served else None, table),
+        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table),
     )
 
 
@@ -258,7 +258,7 @@ def _deployment(
     )
 
 
-def _tell(
+def _plan_text(
     setting: PlanSetting,
     steps_s: Mapping[Candidate, float],
     chosen: Candidate,
