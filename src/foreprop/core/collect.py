@@ -77,21 +77,22 @@ class Collector:
     ) -> None:
         self._all = all_pushes
         self._peers = peers
+        self._count = peers.count
         self._ahead = ahead
         self._left: set[int] = set()
 
     @property
     def all_left(self) -> bool:
-        return len(self._left) == self._peers.count
+        return len(self._left) == self._count
 
     def check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._peers.count:
-            raise RemoteProtocolError(f"rank {rank} of a world of {self._peers.count}")
+        if not 0 <= rank < self._count:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self._count}")
 
     def check_present(self, rank: int, pushes: Pushes) -> None:
         """Raises `RemoteProtocolError` for somebody unknown, or after the goodbye."""
-        self.check_rank(rank)
-        if rank in self._left:
+        if rank in self._left or not 0 <= rank < self._count:
+            self.check_rank(rank)
             raise self._refused(rank, f"{pushes.use} after its goodbye")
 
     def check_first(self, rank: int) -> None:
@@ -104,11 +105,14 @@ class Collector:
 
         `RemoteProtocolError` leaves everything as it was.
         """
-        pushes, at = self._all[push.slice], (push.step, again)
-        self.check_present(push.rank, pushes)
-        self._check(pushes, push.rank, at)
-        pushed = pushes.rounds.setdefault(at, {})
-        pushed[push.rank] = push.flags
+        rank, number, step, _, flags = push
+        pushes, at = self._all[number], (step, again)
+        self.check_present(rank, pushes)
+        pushed = pushes.rounds.get(at)
+        if pushed is None or rank in pushed:  # otherwise nothing can be wrong with it
+            self._check(pushes, rank, at)
+            pushed = pushes.rounds.setdefault(at, {})
+        pushed[rank] = flags
         return pushed
 
     def _check(self, pushes: Pushes, rank: int, at: Round) -> None:
@@ -140,7 +144,7 @@ class Collector:
         return RemoteProtocolError(f"{self._peers.name(rank)} {why}")
 
     def is_full(self, pushed: Mapping[int, int]) -> bool:
-        return len(pushed) == self._peers.count
+        return len(pushed) == self._count
 
     def incomplete(self) -> list[tuple[int, int]]:
         """What some but not all peers have pushed: (number, step)."""
@@ -153,7 +157,7 @@ class Collector:
     def missing(self, pushes: Pushes, step: int) -> list[int]:
         """Whose pushes of this step are not in."""
         pushed = pushes.at(step)
-        return [peer for peer in range(self._peers.count) if peer not in pushed]
+        return [peer for peer in range(self._count) if peer not in pushed]
 
     def split(self, pushed: Mapping[int, int], flag: Flag) -> tuple[str, str] | None:
         """Who has set the flag and who has not, in words; None if all agree."""
