@@ -25,8 +25,8 @@ from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
+from foreprop.workload.hosts import Hosts
 
 
 class Relay:
