@@ -206,7 +206,7 @@ class DictBoard:
         self._said: dict[str, str] = {}
         self._news = threading.Condition()
 
-    def publish(self, key: str, value: str) -> None:
+    def tell(self, key: str, value: str) -> None:
         with self._news:
             self._said[key] = value
             self._news.notify_all()

@@ -12,7 +12,7 @@ import msgspec
 
 from foreprop.errors import TransportError
 from foreprop.link.tcp import listen
-from foreprop.link.traffic import Flow, Listener, Peer, ping, send
+from foreprop.link.traffic import Endpoint, Flow, Listener, ping, send
 from foreprop.model.deployment import ACKNOWLEDGED
 from foreprop.workload.limit import HEADER_FACTOR
 
@@ -32,10 +32,10 @@ class Links:
     """From one node to another."""
 
 
-class MessageBoard(Protocol):
+class Board(Protocol):
     """Where all ranks that take part leave word for each other."""
 
-    def publish(self, key: str, value: str) -> None: ...
+    def tell(self, key: str, value: str) -> None: ...
     def hear(self, key: str, what: str) -> str:
         """A key's value, waiting for it."""
 
@@ -48,9 +48,7 @@ class Report(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-def measure_links(
-    board: MessageBoard, *, node: int, nodes: int, address: str, session: str
-) -> Links:
+def measure_links(board: Board, *, node: int, nodes: int, address: str, session: str) -> Links:
     """Called by one process on each node at about the same time; takes about a second.
 
     Every node sends to the next one, in a ring, so each link is full both ways, as in training. The
@@ -59,8 +57,8 @@ def measure_links(
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
     listener = Listener(listen(address), node, token)
     try:
-        here = Peer(host=node, address=address, port=listener.port)
-        board.publish(f"address/{node}", msgspec.json.encode(here).decode())
+        here = Endpoint(host=node, address=address, port=listener.port)
+        board.tell(f"address/{node}", msgspec.json.encode(here).decode())
         peer = _peer(board, (node + 1) % nodes)
         trip = ping(node, peer, token, _PING_S)
         _meet(board, "pinged", node, nodes)
@@ -70,7 +68,7 @@ def measure_links(
             round_trip_s=trip.median_s,
             error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
         )
-        board.publish(f"report/{node}", msgspec.json.encode(report).decode())
+        board.tell(f"report/{node}", msgspec.json.encode(report).decode())
         reports = [_hear_report(board, other) for other in range(nodes)]
     finally:
         listener.close()
@@ -89,22 +87,24 @@ def conclude(reports: Sequence[Report]) -> Links:
     )
 
 
-def _hear_report(board: MessageBoard, node: int) -> Report:
+def _hear_report(board: Board, node: int) -> Report:
     told = board.hear(f"report/{node}", f"node {node}'s measurement of its links")
     return msgspec.json.decode(told, type=Report)
 
 
-def _peer(board: MessageBoard, node: int) -> Peer:
-    return msgspec.json.decode(board.hear(f"address/{node}", f"node {node}'s address"), type=Peer)
+def _peer(board: Board, node: int) -> Endpoint:
+    return msgspec.json.decode(
+        board.hear(f"address/{node}", f"node {node}'s address"), type=Endpoint
+    )
 
 
-def _meet(board: MessageBoard, name: str, node: int, nodes: int) -> None:
-    board.publish(f"{name}/{node}", "")
+def _meet(board: Board, name: str, node: int, nodes: int) -> None:
+    board.tell(f"{name}/{node}", "")
     for other in range(nodes):
         board.hear(f"{name}/{other}", f"node {other} to measure its links")
 
 
-def _send(node: int, peer: Peer, token: bytes) -> list[Flow]:
+def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:
     def stream(_: int) -> Flow:
         return send(node, peer, token, settle_s=_SETTLE_S, seconds=_SEND_S)
 

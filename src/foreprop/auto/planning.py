@@ -139,7 +139,7 @@ class Planning:
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
                 plan = plan_session(setting, self._config, row_wise, table, servable=self._servable)
-            board.publish("plan", msgspec.json.encode(plan).decode())
+            board.tell("plan", msgspec.json.encode(plan).decode())
         return msgspec.json.decode(board.hear("plan", "rank 0's plan"), type=Plan)
 
     def _choose_tables(self, shares: Mapping[str, float]) -> tuple[frozenset[str], str]:

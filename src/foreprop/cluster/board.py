@@ -19,7 +19,7 @@ class Board:
         self._look = look
         self._report_s = max(patience_s, config.stall_report_s)
 
-    def publish(self, key: str, value: str) -> None:
+    def tell(self, key: str, value: str) -> None:
         self._world.publish(f"{self._key}/{key}", value)
 
     def hear(self, key: str, what: str) -> str:
@@ -36,7 +36,7 @@ class Board:
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         """What every rank has to say, by rank."""
-        self.publish(f"{name}/{self._world.rank}", mine)
+        self.tell(f"{name}/{self._world.rank}", mine)
         return [
             self.hear(f"{name}/{rank}", f"rank {rank}'s {what}") for rank in range(self._world.size)
         ]

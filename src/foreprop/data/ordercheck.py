@@ -34,13 +34,13 @@ class OrderCheck:
                 digest = zlib.crc32(repr(item).encode(), digest)
             count += 1
             if count == _COMPARED:
-                self._publish(key, digest)
+                self._tell(key, digest)
             yield item
         if count < _COMPARED:
-            self._publish(key, digest)
+            self._tell(key, digest)
         self._compare()
 
-    def _publish(self, key: str, digest: int) -> None:
+    def _tell(self, key: str, digest: int) -> None:
         if self._world.rank == 0:
             self._world.publish(key, str(digest))
             return
