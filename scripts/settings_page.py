@@ -1,14 +1,12 @@
 """docs/settings.md, made from `foreprop.config`: run this after changing a setting.
 
-python scripts/settings_page.py            # writes the page
-python scripts/settings_page.py --check    # fails if the page is not up to date
+python scripts/settings_page.py
 
-A test compares the page with `page()` too.
+A test compares the page with `page()`.
 """
 
 from __future__ import annotations
 
-import sys
 import typing
 from dataclasses import Field, fields
 from pathlib import Path
@@ -103,15 +101,5 @@ def allowed(spec: Field[Any], hint: Any) -> str:
     return ", ".join(filter(None, found)) or texts[hint]
 
 
-def main() -> int:
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
-        return 0
-    if PAGE.read_text() == page():
-        return 0
-    print(f"{PAGE} is not up to date; run: python {sys.argv[0]}", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())

@@ -102,6 +102,16 @@ def test_the_lines_of_a_page_are_short(page: Path) -> None:
     assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "notebook").glob("[!R]*.md")), ids=page_id)
+def test_every_trial_has_question_command_result_and_whether_it_was_kept(page: Path) -> None:
+    for trial in page.read_text().split("\n## ")[1:]:
+        missing = [
+            mark for mark in ("Question", "Command", "Result") if f"**{mark}.**" not in trial
+        ]
+        assert not missing, trial.splitlines()[0]
+        assert re.search(r"\*\*(Kept|Not kept)\b", trial), trial.splitlines()[0]
+
+
 def test_the_index_has_every_page() -> None:
     for folder in {page.parent for page in PAGES if DOCS in page.parents}:
         index = (folder / "README.md").read_text()
@@ -113,6 +123,18 @@ def test_the_index_has_every_page() -> None:
 def test_the_readme_and_the_architecture_stay_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 10_240
     assert len((DOCS / "architecture.md").read_text().split()) <= 1_500
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page_of_performance() -> None:
+    """Per model: limit, p3, ddp and ddp-tuned at balance 1.0, and what p3 has over the two."""
+    performance = (DOCS / "performance.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in performance.splitlines()]
+    at_balance = [row for row in cells if row[:1] == ["1.0"]]
+    steps = {row[1]: [row[2], row[3], row[7], row[8]] for row in at_balance if len(row) == 11}
+    over = {row[1]: [f"{row[3]}, {row[4]}"] for row in at_balance if len(row) == 7}
+    shown = rows(ROOT / "README.md", "What it brings")
+    assert len(shown) == len(steps) == 4
+    assert {row[0]: row[1:] for row in shown} == {name: steps[name] + over[name] for name in steps}
 
 
 def test_the_readme_has_the_two_commands() -> None:
