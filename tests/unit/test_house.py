@@ -52,7 +52,7 @@ LONG: dict[str, int] = {
     "cli/doctor.py:doctor": 97,
     "cli/lab.py": 429,
     "cli/lab.py:simulate": 77,
-    "cli/plan.py:plan": 84,
+    "cli/plan.py:plan": 86,
     "cli/run.py:run": 96,
     "collectives/engine.py": 643,
     "collectives/engine.py:__init__": 71,
