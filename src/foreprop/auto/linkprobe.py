@@ -12,7 +12,7 @@ import msgspec
 
 from foreprop.errors import TransportError
 from foreprop.link.tcp import listen
-from foreprop.link.traffic import Endpoint, Flow, Listener, ping, send
+from foreprop.link.traffic import Endpoint, Flow, ProbeListener, ping, send
 from foreprop.model.deployment import ACKNOWLEDGED
 from foreprop.workload.limit import HEADER_FACTOR
 
@@ -55,7 +55,7 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     slowest counts, because each step waits for it. Raises `TransportError`.
     """
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
-    listener = Listener(listen(address), node, token)
+    listener = ProbeListener(listen(address), node, token)
     try:
         here = Endpoint(host=node, address=address, port=listener.port)
         board.tell(f"address/{node}", msgspec.json.encode(here).decode())
