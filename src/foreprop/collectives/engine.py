@@ -63,7 +63,7 @@ and for each bit of the settings' digest, how many ranks have it. None exceeds t
 """
 MOST_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
 """By type: up to these counts are exact, in whatever order they are added up."""
-_TOLD_S = 5.0
+_SETTINGS_S = 5.0
 _LEAVE_S = 1.0
 _FIRST_OBSERVED = 2  # in the first step gradients are pushed all at once, at its end
 _KEPT_BLOBS = 3
@@ -121,6 +121,7 @@ class RingEngine:
         self._memory = memory
         self._updater = updater
         self._group = group
+        self._board = group.board
         self._device = device or HostWork()
         self._rank = group.rank
         self._config = config
@@ -157,7 +158,7 @@ class RingEngine:
         self._forward_order: Sequence[int] = range(len(parameters))
         self.order: tuple[int, ...] | None = None
         """As planned; None until there is a plan."""
-        self._told_order = ""
+        self._published_order = ""
         self._sizes_bytes = [
             chunk.elems * self._sum_dtypes[chunk.pieces[0].parameter].itemsize
             for chunk in self.chunks
@@ -203,21 +204,22 @@ class RingEngine:
         """Nothing has to be asked for."""
 
     def end_step(self, step: int) -> None:
-        """`optimizer.step()` is over: at some steps rank 0 tells the order for the ones to come."""
+        """`optimizer.step()` is over: at some steps rank 0 publishes a new order."""
         if not plans_after(step) or self._group.size == 1:
             return
         key = f"order/{step}"
         if self._rank == 0:
             order = self._better_order(step)
-            self._group.publish(key, json.dumps(order))
-            self._group.forget(self._told_order)  # all ranks have it: they are in this step
-            self._told_order = key
+            self._board.publish(key, json.dumps(order))
+            if self._published_order:  # all ranks have it: they are in this step
+                self._board.forget(self._published_order)
+            self._published_order = key
         else:
             with self._work:
                 ready_s = self._observer.ready_s()
-            self._group.publish(f"ready/{step}/{self._rank}", json.dumps(ready_s))
+            self._board.publish(f"ready/{step}/{self._rank}", json.dumps(ready_s))
             what = f"rank 0's order of collectives after step {step}"
-            order = json.loads(self._group.lookup(key, what, self.raise_if_failed))
+            order = json.loads(self._board.lookup(key, what, self.raise_if_failed))
         if order is not None:
             self.order = tuple(order)
             self._dispatch(OrderLearned(self.order, step + 1))
@@ -228,8 +230,8 @@ class RingEngine:
         for rank in range(1, self._group.size):
             key = f"ready/{step}/{rank}"
             what = f"rank {rank}'s times of its gradients, after step {step}"
-            found.append(json.loads(self._group.lookup(key, what, self.raise_if_failed)))
-            self._group.forget(key)
+            found.append(json.loads(self._board.lookup(key, what, self.raise_if_failed)))
+            self._board.forget(key)
         return found
 
     def _better_order(self, step: int) -> tuple[int, ...] | None:
@@ -292,13 +294,13 @@ class RingEngine:
     # Buffers.
     def publish_blob(self, which: int, step: int, data: bytes) -> None:
         """Rank 0: leave a blob in the store for whoever asks."""
-        self._group.publish_bytes(f"blob/{which}/{step}", data)
-        self._group.forget_bytes(f"blob/{which}/{step - _KEPT_BLOBS}")
+        self._board.publish_bytes(f"blob/{which}/{step}", data)
+        self._board.forget_bytes(f"blob/{which}/{step - _KEPT_BLOBS}")
 
     def fetch_blob(self, which: int, step: int) -> memoryview:
         """Rank 0's blob of this step; blocks until it is there."""
         what = f"rank 0's buffers of step {step}"
-        return self._group.lookup_bytes(f"blob/{which}/{step}", what, self.raise_if_failed)
+        return self._board.lookup_bytes(f"blob/{which}/{step}", what, self.raise_if_failed)
 
     # The end.
     def give_up(self, error: BaseException) -> None:
@@ -322,7 +324,7 @@ class RingEngine:
             error = self._part()
         self._closing = True
         if error is not None:
-            self._group.tell_failure(error)
+            self._board.publish_failure(error)
         self._stop()
         # gloo ends when its collectives have, and one may wait for a rank that has left
         closer = threading.Thread(target=self._group.close, name="foreprop-ring-end", daemon=True)
@@ -551,16 +553,16 @@ class RingEngine:
         return [bit ^ (code >> n & 1) for n, bit in enumerate(self._settings_at(step).digest)]
 
     def _unlike_settings(self, step: int) -> TrainingLoopError:
-        """Every rank comes to this; they tell each other what they have."""
-        self._group.publish(f"settings/{self._rank}", self._settings_at(step).text)
-        told: list[Any] = []
-        with contextlib.suppress(StepTimeout):  # but not of what another rank tells meanwhile
+        """Every rank comes to this, and publishes what it has."""
+        self._board.publish(f"settings/{self._rank}", self._settings_at(step).text)
+        found: list[Any] = []
+        with contextlib.suppress(StepTimeout):  # but not of what another rank publishes meanwhile
             for rank in range(self._group.size):
-                key = f"settings/{rank}"
-                told.append(json.loads(self._group.lookup(key, "its settings", timeout_s=_TOLD_S)))
-        for rank, groups in enumerate(told):
-            if groups != told[0]:
-                return TrainingLoopError(describe_groups(step, (0, rank), told[0], groups))
+                text = self._board.lookup(f"settings/{rank}", "its settings", timeout_s=_SETTINGS_S)
+                found.append(json.loads(text))
+        for rank, groups in enumerate(found):
+            if groups != found[0]:
+                return TrainingLoopError(describe_groups(step, (0, rank), found[0], groups))
         return TrainingLoopError(
             f"step {step}: the ranks use their gradients differently: the optimizer's settings"
             " differ, or some have run other backward passes, or read or edited gradients, and"
@@ -574,7 +576,7 @@ class RingEngine:
         return f"parameter {name}, step {step}, stage {stage}; {self.describe()}"
 
     def describe(self) -> str:
-        """What is being reduced, what comes next, and what other ranks have told of themselves."""
+        """What is being reduced, what comes next, and what other ranks say of themselves."""
         with self._work:
             under_way, following = self._machine.under_way, self._machine.next_chunk
         text = f"the next collective here is that of {self._name_and_step(following)}"
@@ -587,12 +589,12 @@ class RingEngine:
         return f"{self.parameters[parameter].name}, step {step}"
 
     def look_around(self) -> None:
-        """Nothing goes on: tell the others what is missing here, and hear what they have told."""
+        """Nothing goes on: publish what is missing here, and look for failures elsewhere."""
         with self._work:
             parameter, step = self._machine.next_chunk
-        self._group.tell_state(f"waits to reduce {self.parameters[parameter].name}, step {step}")
+        self._group.publish_state(f"waits to reduce {self.parameters[parameter].name}, step {step}")
         try:
-            self._group.check_told()
+            self._board.check_failed()
         except ForepropError as error:
             self._fail(error)
             raise
@@ -606,7 +608,7 @@ class RingEngine:
         self._finished.set()
         self.progress.notify()
         with contextlib.suppress(ForepropError):
-            self._group.tell_failure(error)
+            self._board.publish_failure(error)
 
     def _broke(self, error: BaseException) -> None:
         wrapped = InternalError(f"rank {self._rank}: {error!r}")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from foreprop.cluster.rendezvous import agree_on_session
 from foreprop.collectives.engine import MOST_RANKS, RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.collectives.group import Group
@@ -88,12 +89,14 @@ class RingBackend:
             "architecture": "ring",
         }
         group = self._group
-        self.session_id = group.meeting.agree(secrets.token_hex(8), shape)
+        self.session_id = agree_on_session(
+            group.joining, self._setup.config, secrets.token_hex(8), shape
+        )
         ours = self._manifest()
         if group.rank == 0:
-            group.publish_bytes("manifest", msgspec.json.encode(ours))
+            group.board.publish_bytes("manifest", msgspec.json.encode(ours))
         else:
-            found = group.lookup_bytes("manifest", "rank 0's manifest")
+            found = group.board.lookup_bytes("manifest", "rank 0's manifest")
             theirs = msgspec.json.decode(found, type=RingManifest)
             mine = f"rank {group.rank}"
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
@@ -155,9 +158,9 @@ class RingBackend:
             data = io.BytesIO()
             own_states = {numbers[id(p)]: dict(s) for p, s in state.items() if id(p) in numbers}
             torch.save(own_states, data)
-            self._group.publish_bytes("optimizer", data.getvalue())
+            self._group.board.publish_bytes("optimizer", data.getvalue())
             return
-        found = self._group.lookup_bytes("optimizer", "rank 0's optimizer state")
+        found = self._group.board.lookup_bytes("optimizer", "rank 0's optimizer state")
         state.clear()
         theirs = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
         for number, own in theirs.items():
@@ -222,7 +225,7 @@ class RingBackend:
 
     # The end.
     def refuse(self, error: BaseException) -> None:
-        self._group.tell_failure(error)
+        self._group.board.publish_failure(error)
 
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()

@@ -137,7 +137,7 @@ class ServedBackend:
         rank_zero = self.engine.is_rank_zero
         if not rank_zero:
             self._engine.await_values()  # before the servers know us: values may come at once
-        self._engine.join(self.connections.meeting.check_refused)
+        self._engine.join(self.connections.board.check_failed)
         self.connections.settled()
         shared = [[frozen] for frozen in self._setup.frozen]
         if rank_zero:
@@ -333,7 +333,7 @@ class ServedBackend:
 
     # The end.
     def refuse(self, error: BaseException) -> None:
-        self.connections.meeting.refuse(error)
+        self.connections.board.publish_failure(error)
 
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()
