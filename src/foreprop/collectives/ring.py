@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import json
 import secrets
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from foreprop.cluster.rendezvous import agree_on_session
@@ -17,8 +15,13 @@ from foreprop.collectives.engine import MOST_RANKS, RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalUpdater, comparable, settings_of
-from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo, WireDtype, describe_mismatch
+from foreprop.core.manifest import (
+    RingKnobs,
+    RingManifest,
+    WireDtype,
+    decode_ring_manifest,
+    describe_mismatch,
+)
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ConfigError, HandshakeError, InternalError
 from foreprop.numerics.moving_average import LocalAverages
@@ -27,27 +30,8 @@ from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
 from foreprop.path.slicestore import DTYPES
-from foreprop.version import __version__
 
 _NO_VALUES = memoryview(b"")
-
-
-class RingManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks of a session over collectives must agree on."""
-
-    foreprop: str
-    torch: str
-    byteorder: str
-    optimizer: str
-    settings: tuple[dict[str, Any], ...]
-    """Of each parameter group."""
-    chunk_elems: int
-    chunks_in_flight: int
-    aggregation: Aggregation
-    wire_dtype: WireDtype | None
-    parameters: tuple[ParameterInfo, ...]
-    blob_bytes: tuple[int, ...]
-    """Of all buffers, then of each parameter that the optimizer does not have."""
 
 
 class RingBackend:
@@ -94,10 +78,10 @@ class RingBackend:
         )
         ours = self._manifest()
         if group.rank == 0:
-            group.board.publish_bytes("manifest", msgspec.json.encode(ours))
+            group.board.publish_bytes("manifest", ours.encode())
         else:
             found = group.board.lookup_bytes("manifest", "rank 0's manifest")
-            theirs = msgspec.json.decode(found, type=RingManifest)
+            theirs = decode_ring_manifest(found)
             mine = f"rank {group.rank}"
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
             if difference:
@@ -111,23 +95,15 @@ class RingBackend:
         return HostWork()
 
     def _manifest(self) -> RingManifest:
-        setup = self._setup
-        return RingManifest(
-            foreprop=__version__,
-            torch=torch.__version__.partition("+")[0],
-            byteorder=sys.byteorder,
-            optimizer=type(setup.optimizer).__name__,
+        config = self._setup.config
+        knobs = RingKnobs(
+            chunk_elems=config.chunk_elems,
+            chunks_in_flight=config.chunks_in_flight,
+            aggregation=self._setup.aggregation,
+            wire_dtype=config.wire_dtype,
             settings=tuple(json.loads(self._settings())),
-            chunk_elems=setup.config.chunk_elems,
-            chunks_in_flight=setup.config.chunks_in_flight,
-            aggregation=setup.aggregation,
-            wire_dtype=setup.config.wire_dtype,
-            parameters=tuple(setup.infos),
-            blob_bytes=(
-                setup.buffers.size_bytes,
-                *(parameter.numel() * parameter.element_size() for parameter in setup.frozen),
-            ),
         )
+        return self._setup.manifest(knobs, session=self.session_id)
 
     @property
     def engine(self) -> RingEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from foreprop.core.manifest import (
     NO_GROUP,
     Hyperparameters,
     Manifest,
-    OptimizerInfo,
 )
 from foreprop.core.norm import SquareSum
 from foreprop.core.rows_machine import Shard
@@ -43,7 +41,6 @@ from foreprop.path.slicestore import (
 from foreprop.path.summing import start_average
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.launch import Connections
-from foreprop.version import __version__
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _MOST_ROWS = 2**31 - 1
@@ -103,25 +100,12 @@ class ServedBackend:
         return () if self._by_workers else self._engine.slices
 
     def _manifest(self) -> Manifest:
-        setup = self._setup
-        return Manifest(
-            foreprop=__version__,
-            torch=torch.__version__.partition("+")[0],
-            byteorder=sys.byteorder,
-            session="",
-            world_size=setup.world.size,
+        """Without the session's id."""
+        knobs = self._setup.config.knobs(self.connections.servers)
+        return self._setup.manifest(
+            msgspec.structs.replace(knobs, aggregation=self._setup.aggregation),
+            groups=self._hyperparameters(),
             workers_per_push=self.connections.workers_per_push,
-            knobs=msgspec.structs.replace(
-                setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
-            ),
-            optimizer=OptimizerInfo(
-                name=type(setup.optimizer).__name__, groups=self._hyperparameters()
-            ),
-            parameters=tuple(setup.infos),
-            blob_bytes=(
-                setup.buffers.size_bytes,
-                *(buffers.packed_bytes([parameter]) for parameter in setup.frozen),
-            ),
         )
 
     @property
