@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from foreprop.cli.main import app
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab import limit
-from foreprop.lab.profile import Profile, ProfiledArray, load_profile
-from foreprop.lab.records import Record, read_records, write_records
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_lab, simulate_system
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.workload import limit
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import Profile, ProfiledArray, load_profile
+from foreprop.workload.records import Record, read_records, write_records
 
 RECORDS = Path(__file__).parents[2] / "docs" / "results" / "results.json"
 KEPT = [
