@@ -60,7 +60,7 @@ class RingBackend:
                 config=setup.config,
                 trace=setup.make_trace(self.session_id),
                 aggregation=setup.aggregation,
-                tell_sum=setup.tell_sum,
+                send_sum=setup.send_sum,
                 device=self._device,
             )
         except BaseException as error:
