@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from foreprop.cluster.rendezvous import agree_on_session
-from foreprop.collectives.engine import MOST_RANKS, RingEngine
+from foreprop.collectives.engine import RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalUpdater, comparable, settings_of
+from foreprop.collectives.sums import MOST_RANKS
 from foreprop.core.manifest import (
     RingKnobs,
     RingManifest,
@@ -158,7 +159,9 @@ class RingBackend:
     def announce(self, step: int) -> None:
         self._updater.announce(step)
         scale = self._setup.scale
-        self._engine.announce_settings(step, self._settings(), 1.0 if scale is None else scale)
+        self._engine.announce_hyperparameters(
+            step, self._settings(), 1.0 if scale is None else scale
+        )
 
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""
