@@ -50,7 +50,7 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     listener = Listener(listen(address), node, token)
     try:
         here = Endpoint(host=node, address=address, port=listener.port)
-        board.tell(f"address/{node}", msgspec.json.encode(here).decode())
+        board.publish(f"address/{node}", msgspec.json.encode(here).decode())
         peer = _peer(board, (node + 1) % nodes)
         trip = ping(node, peer, token, _PING_S)
         _meet(board, "pinged", node, nodes)

@@ -830,7 +830,7 @@ class ConnectedSession(Session):
             used = set(self._use_order)
             rest = [i for i in range(len(self._parameters)) if i not in used]
             order = self._use_order + rest
-            board.tell("order", json.dumps(order))
+            board.publish("order", json.dumps(order))
         else:
             what = "rank 0's first step (its forward pass gives the priorities)"
             order = json.loads(board.lookup("order", what))

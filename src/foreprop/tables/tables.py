@@ -208,7 +208,7 @@ class RemoteTables:
             table.check_stepped()
         self._changes += 1
         key = str(self._changes)
-        self._board.tell(f"{key}/here/{self._world.rank}", _DONE)
+        self._board.publish(f"{key}/here/{self._world.rank}", _DONE)
         if self._world.rank == 0:
             self._lead(key, work)
         else:
@@ -224,11 +224,11 @@ class RemoteTables:
         try:
             self._rows.settle_rows()  # the updates so far are of the old values
             for done, _ in enumerate(work(), 1):
-                self._board.tell(f"{key}/{done - 1}", _MORE)
+                self._board.publish(f"{key}/{done - 1}", _MORE)
         except BaseException as error:
-            self._board.tell(f"{key}/{done}", f"{_FAILED}{error}")
+            self._board.publish(f"{key}/{done}", f"{_FAILED}{error}")
             raise
-        self._board.tell(f"{key}/{done}", _DONE)
+        self._board.publish(f"{key}/{done}", _DONE)
 
     def _follow(self, key: str) -> None:
         done, told = 0, _MORE
