@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from foreprop.cluster.world import World, current_world, is_alone
-from foreprop.config import Config
+from foreprop.config import Config, Preset, Settings
 from foreprop.errors import ConfigError
 from foreprop.hooks import wrappers
 from foreprop.session.alone import LoneSession, needs_servers
@@ -20,11 +20,11 @@ def parallelize(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    preset: str | None = None,
+    preset: Preset | None = None,
     config: Config | None = None,
     world: World | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Session:
     """Train ``model`` with ``optimizer`` on all ranks in step; both are changed in place.
 
