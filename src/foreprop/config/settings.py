@@ -328,6 +328,11 @@ class Config:
         size = self.slice_elems
         return size if isinstance(size, int) else usual_slice_elems(servers)
 
+    def keeps_whole_tables(self, rank: int) -> bool:
+        """Whether this rank gets all rows of tables, in a checkpoint: see ``whole_tables``."""
+        keepers = {"all": True, "rank0": rank == 0, "none": False}
+        return keepers[self.whole_tables or "all"]
+
     @property
     def most_collectives(self) -> int:
         """So many may be under way at once, if their chunks are small."""
