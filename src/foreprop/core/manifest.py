@@ -14,8 +14,8 @@ import msgspec
 from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.peers import Peers, each_worker, nodes
 from foreprop.core.rowinit import RowInit
-from foreprop.core.rows_machine import Shard, plan_shards
 from foreprop.core.sendqueue import Order
+from foreprop.core.shards import Shard, plan_shards
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
 from foreprop.errors import RemoteProtocolError
 

@@ -17,8 +17,8 @@ from foreprop.config import Config
 from foreprop.core.barrier import OUTSIDE, NormCombiner
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
-from foreprop.core.rows_machine import Shard
 from foreprop.core.sendqueue import Turns
+from foreprop.core.shards import Shard
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,

@@ -23,9 +23,9 @@ from foreprop.core.rows_machine import (
     RowsMachine,
     RowsPushed,
     RowsUpdated,
-    Shard,
     UpdateRows,
 )
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.numerics.finite import check_finite

@@ -18,7 +18,7 @@ from foreprop.core.manifest import (
     OptimizerInfo,
 )
 from foreprop.core.norm import SquareSum
-from foreprop.core.rows_machine import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
 from foreprop.errors import ConfigError
