@@ -8,8 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-MOST_MODULES = 97
-MOST_LINES = 13_400
+MOST_MODULES = 98
+MOST_LINES = 13_500
 """To come down to 50 and 10,000."""
 
 NEVER = ("tables", "relays", "collectives", "auto", "analytic", "simulate", "lab", "doctor", "cli")

@@ -16,10 +16,10 @@ from foreprop.auto.untouched import Untouched
 from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.managed import is_managed
-from foreprop.lab.profile import Profile, ProfiledArray
 from foreprop.path.optimizer import named_parameters
 from foreprop.path.parameter import count_rows
 from foreprop.tables.embeddings import EMBEDDINGS
+from foreprop.workload.profile import Profile, ProfiledArray
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 

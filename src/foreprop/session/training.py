@@ -16,7 +16,7 @@ from foreprop.core.manifest import NO_GROUP
 from foreprop.core.norm import SquareSum
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.shownstate import ShownState
-from foreprop.gradients.update import Choice, Needs, settled_beforehand
+from foreprop.gradients.update import UpdateChoice, Needs, settled_beforehand
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
 from foreprop.path.backend import Backend, Engine
@@ -74,7 +74,7 @@ class Training:
         self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
         self.leaves_rows = False
         self.stepped = optimizer is None  # or there is nothing to step
-        self.choice: Choice | None = None
+        self.choice: UpdateChoice | None = None
         """Who updates; None until the first step has shown it."""
         self.by_workers = False
         """Whether it is settled that workers update all but tables by rows."""
@@ -129,7 +129,7 @@ class Training:
             raise
         self.begin_planning()
 
-    def choose(self, choice: Choice | None) -> None:
+    def choose(self, choice: UpdateChoice | None) -> None:
         self.choice = choice
         self.by_workers = choice is not None and choice.by_workers
 
