@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 MOST_MODULES = 98
-MOST_LINES = 13_500
+MOST_LINES = 13_600
 """To come down to 50 and 10,000."""
 
 NEVER = ("tables", "relays", "collectives", "auto", "analytic", "simulate", "lab", "doctor", "cli")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import NEVER, Collector, Pushes, with_gradient
+from foreprop.core.collect import NEVER, PushCollector, Pushes, with_gradient
 from foreprop.core.frames import (
     FailSession,
     InstallValue,
@@ -118,7 +118,7 @@ class RowsMachine:
             if shard.server == index
         }
         all_pushes = {number: state.pushes for number, state in self._states.items()}
-        self._collector = Collector(all_pushes, self._peers, ahead=True)
+        self._collector = PushCollector(all_pushes, self._peers, ahead=True)
         self._needs_norm = barrier is not None
         self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
         self._held = HeldSums(barrier, "shard")

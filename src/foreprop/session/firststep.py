@@ -131,10 +131,10 @@ class FirstStep:
             used = set(self.use_order)
             rest = [i for i in range(len(training.parameters)) if i not in used]
             order = self.use_order + rest
-            board.tell("order", json.dumps(order))
+            board.publish("order", json.dumps(order))
         else:
             what = "rank 0's first step (its forward pass gives the priorities)"
-            order = json.loads(board.hear("order", what))
+            order = json.loads(board.lookup("order", what))
         training.engine.learn_priorities(order)
 
     def missing_steps(self) -> str | None:

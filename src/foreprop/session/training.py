@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foreprop.cluster.board import Board
+from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import NO_GROUP
 from foreprop.core.norm import SquareSum
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.shownstate import ShownState
-from foreprop.gradients.update import UpdateChoice, Needs, settled_beforehand
+from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
 from foreprop.path.backend import Backend, Engine
@@ -180,7 +180,7 @@ class Training:
 
     def board(self, key: str) -> Board:
         about = f"{key}/{self.backend.session_id}"
-        return Board(self.world, self.config, about, self.engine.raise_if_failed)
+        return step_board(self.world, self.config, about, self.engine.raise_if_failed)
 
     def report(self, text: str | None) -> None:
         if text and self.world.rank == 0:
