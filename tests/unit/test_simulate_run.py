@@ -239,7 +239,7 @@ def test_updates_that_need_the_norm_begin_after_the_last_gradient(
 def test_the_norm_s_barrier_costs_what_the_lab_measured(
     system: str, free_s: float, clipped_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/performance.md, "The barrier of clip_grad_norm"."""
+    """docs/notebook/collectives.md, "What does the barrier of clip_grad_norm cost?"."""
     resnet = {"profile": load_profile("resnet50"), "scale": 16, "slice_elems": 50_000}
     asked = setting(system, **resnet, compute_s=1.0, balance=1.0, iterations=1)
     (free,) = simulate_lab(asked)

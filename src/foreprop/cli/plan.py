@@ -58,7 +58,9 @@ def plan(
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(profile_names())}.")] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="A JSON file of arrays and FLOPs (docs/lab.md), instead of --model."),
+        typer.Option(
+            help="A JSON file of arrays and FLOPs (docs/workload.md), instead of --model."
+        ),
     ] = None,
     compute: Annotated[
         str | None,

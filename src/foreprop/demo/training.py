@@ -102,10 +102,9 @@ class _PresetTraining:
         self._batches = _batches(data, setting)
 
     def block(self, steps: int) -> Block:
-        counters = self._session.engine.counters
-        waited_before = counters.waited_s
+        waited_before = self._session.stats()["waited_s"]
         step_s = _train(self._model, self._optimizer, self._batches, steps)
-        waited_s = counters.waited_s - waited_before
+        waited_s = self._session.stats()["waited_s"] - waited_before
         self._session.flush()
         return Block(step_s=step_s, waited_s=waited_s)
 
@@ -226,7 +225,7 @@ def _cpus() -> int:
 
 
 def balanced_rate(workers: int, compute_s: float) -> float:
-    """The link rate (bit/s) at which the wire takes as long as the compute, see design.md."""
+    """The link rate (bit/s) at which the wire takes as long as the compute: balance 1."""
     model_bytes = sum(p.numel() * p.element_size() for p in SmallVgg().parameters())
     return 2 * (workers - 1) / workers * model_bytes * 8 / compute_s
 

@@ -38,9 +38,9 @@ from foreprop.errors import ForepropError
 from foreprop.link.tcp import listen
 from foreprop.link.traffic import (
     Attempt,
+    Endpoint,
     Flow,
-    Listener,
-    Peer,
+    ProbeListener,
     Trip,
     listen_everywhere,
     ping,
@@ -62,7 +62,7 @@ class Probe:
     def __init__(self) -> None:
         self._host = 0
         self._token = b""
-        self._listeners: list[Listener] = []
+        self._listeners: list[ProbeListener] = []
 
     def answer(self, command: Command) -> Answer:
         """Within a time that the command bounds; what goes wrong is in the answer."""
@@ -98,7 +98,7 @@ class Probe:
         port = rendezvous_port = rendezvous_error = None
         if address.text is not None and address.error is None:
             try:
-                listener = Listener(listen(address.text), self._host, self._token)
+                listener = ProbeListener(listen(address.text), self._host, self._token)
                 self._listeners.append(listener)
                 port = listener.port
             except ForepropError as error:
@@ -106,7 +106,7 @@ class Probe:
         if asked.serve_rendezvous:
             try:
                 everywhere = listen_everywhere(asked.port or 0)
-                self._listeners.append(Listener(everywhere, self._host, self._token))
+                self._listeners.append(ProbeListener(everywhere, self._host, self._token))
                 rendezvous_port = self._listeners[-1].port
             except ForepropError as error:
                 rendezvous_error = str(error)
@@ -120,14 +120,14 @@ class Probe:
         return [ping(self._host, peer, self._token, command.seconds) for peer in command.peers]
 
     def _send(self, command: Send) -> list[Flow]:
-        def send_to(peer: Peer) -> Flow:
+        def send_to(peer: Endpoint) -> Flow:
             settle_s, seconds = command.settle_s, command.seconds
             return send(self._host, peer, self._token, settle_s=settle_s, seconds=seconds)
 
         return _for_all(command.peers, send_to)
 
 
-def _for_all(peers: Sequence[Peer], work: Callable[[Peer], _Result]) -> list[_Result]:
+def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> list[_Result]:
     """At once, one thread each."""
     if not peers:
         return []

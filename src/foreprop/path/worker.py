@@ -15,21 +15,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.barrier import OUTSIDE, NormCombiner
-from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
-from foreprop.core.rows_machine import Shard
-from foreprop.core.sendqueue import Turns
-from foreprop.core.window import PushWindow, may_hold_back
-from foreprop.core.wire import (
-    MAX_CONTROL_BYTES,
-    Flag,
-    Frame,
-    FrameReader,
-    Header,
-    Kind,
-    encode_header,
-)
-from foreprop.core.worker_machine import (
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     LAST_PRIORITY,
     NO_TOKEN,
@@ -41,13 +27,24 @@ from foreprop.core.worker_machine import (
     MessageReady,
     NotifyArrived,
     PrioritiesLearned,
-    PullsDue,
     ReplyArrived,
     SendFrame,
-    ValuesAwaited,
-    ValuesOffered,
-    WorkerMachine,
 )
+from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
+from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
+from foreprop.core.sendqueue import Turns
+from foreprop.core.shards import Shard
+from foreprop.core.window import PushWindow, may_hold_back
+from foreprop.core.wire import (
+    MAX_CONTROL_BYTES,
+    Flag,
+    Frame,
+    FrameReader,
+    Header,
+    Kind,
+    encode_header,
+)
+from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
 from foreprop.errors import (
     ForepropError,
     InternalError,
