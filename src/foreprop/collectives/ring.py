@@ -21,11 +21,12 @@ from foreprop.core.manifest import ParameterInfo, WireDtype, describe_mismatch
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ConfigError, HandshakeError, InternalError
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
 from foreprop.path.slicestore import DTYPES
+from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
+from foreprop.tables.rowengine import RowEngine
 from foreprop.version import __version__
 
 _NO_VALUES = memoryview(b"")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
 from foreprop.errors import ConfigError
 from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
-from foreprop.tables.store import SPARSE_OPTIMIZERS
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
@@ -56,32 +55,6 @@ def can_be_served(optimizer: torch.optim.Optimizer) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]) -> None:
-    """Refuse what would move rows without a gradient, or what torch refuses itself.
-
-    ``group_of``: of the parameters with sparse gradients, by name.
-    """
-    if not group_of:
-        return
-    cls = type(optimizer)
-    which = f"for the sparse gradients of {', '.join(sorted(group_of))}"
-    if SPARSE_OPTIMIZERS.get(cls.__name__) is not cls:
-        raise ConfigError(
-            f"optimizer is {cls.__name__}, which cannot be used {which}: it moves rows that a step"
-            f" has not touched. Use one of {', '.join(SPARSE_OPTIMIZERS)}, give these parameters an"
-            " optimizer and a parallelize() of their own, or say sparse=False"
-        )
-    for number in sorted(set(group_of.values())):
-        group = optimizer.param_groups[number]
-        for name in ("momentum", "weight_decay"):
-            if group.get(name):
-                raise ConfigError(
-                    f"{name} of parameter group {number} is {group[name]}, which cannot be used"
-                    f" {which}: it moves rows that a step has not touched. Give them a parameter"
-                    f" group with {name}=0, or say sparse=False"
-                )
 
 
 def check_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from foreprop.core.norm import SquareSum
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
-from foreprop.path.backend import Engine
+from foreprop.path.engines import Engine
 from foreprop.path.heldgradient import HeldGradient
 from foreprop.path.memory import Memory
 from foreprop.path.seengradient import SeenGradient

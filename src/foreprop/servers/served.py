@@ -23,7 +23,6 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
 from foreprop.errors import ConfigError
 from foreprop.hooks import buffers
-from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import (
@@ -42,7 +41,9 @@ from foreprop.path.slicestore import (
 )
 from foreprop.path.summing import start_average
 from foreprop.path.worker import WorkerEngine
+from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
 from foreprop.servers.launch import Connections
+from foreprop.tables.rowengine import RowEngine
 from foreprop.version import __version__
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob

@@ -46,11 +46,10 @@ from foreprop.hooks.uncaught import watch_uncaught_errors
 from foreprop.numerics.loss_scale import LossScale, is_scaled, refuse_scaler
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.observe.trace import TraceRecorder, trace_path
-from foreprop.path.backend import Engine, Setup, part
+from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 from foreprop.path.optimizer import (
     can_be_served,
-    check_row_wise,
     named_parameters,
     others_named,
 )
@@ -58,6 +57,7 @@ from foreprop.path.parameter import SynchronisedParameter, Watched
 from foreprop.path.slicestore import AVERAGE
 from foreprop.path.stalereaders import StaleReaders
 from foreprop.path.waiting import is_differentiable
+from foreprop.servers.backend import Setup, part
 from foreprop.session.advice import give_advice
 from foreprop.session.contract import Session
 from foreprop.session.firsterror import error_under_way, put_behind
@@ -66,6 +66,7 @@ from foreprop.tables.kept import VALUES
 from foreprop.tables.lookahead import lookahead
 from foreprop.tables.remote import RemoteTable
 from foreprop.tables.rowparameter import RowParameter
+from foreprop.tables.sparseoptimizers import check_row_wise
 from foreprop.tables.tables import RemoteTables
 
 if TYPE_CHECKING:  # what only architecture="auto" and slice_elems="auto" need

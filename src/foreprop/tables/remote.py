@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, InternalError
-from foreprop.path.backend import RowEngine
 from foreprop.path.parameter import SessionState, SynchronisedParameter
 from foreprop.path.summing import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
@@ -25,6 +24,7 @@ from foreprop.tables.exchange import Pull, gradient_rows
 from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.kept import VALUES
 from foreprop.tables.lookahead import RowSources, lookahead
+from foreprop.tables.rowengine import RowEngine
 
 _Tensor = torch.Tensor
 _LOOK_UPS = {look_up: inspect.signature(look_up) for look_up in (F.embedding, F.embedding_bag)}

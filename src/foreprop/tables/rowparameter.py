@@ -15,11 +15,11 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.path.backend import RowEngine
 from foreprop.path.parameter import GET_DATA, SessionState, SynchronisedParameter
 from foreprop.path.waiting import is_waiting, make_wait, stop_waiting
 from foreprop.tables.exchange import Pull, gradient_rows
 from foreprop.tables.lookahead import RowSources, lookahead
+from foreprop.tables.rowengine import RowEngine
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
 _LEARNING_STEPS = 2
