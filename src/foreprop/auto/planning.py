@@ -38,7 +38,7 @@ from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.lab.profile import Profile
 from foreprop.link.tcp import local_address
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 from foreprop.quantities import rate_text, time_text
 from foreprop.simulate.slicesize import choose_slice_elems
 

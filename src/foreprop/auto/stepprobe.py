@@ -13,7 +13,7 @@ from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
 from foreprop.lab.profile import Profile
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 
 
 class StepProbe:

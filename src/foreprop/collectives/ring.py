@@ -7,7 +7,7 @@ import json
 import secrets
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -26,8 +26,10 @@ from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
 from foreprop.path.slicestore import DTYPES
 from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
-from foreprop.tables.rowengine import RowEngine
 from foreprop.version import __version__
+
+if TYPE_CHECKING:
+    from foreprop.tables.rowengine import RowEngine
 
 _NO_VALUES = memoryview(b"")
 

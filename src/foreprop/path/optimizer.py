@@ -73,16 +73,20 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, 
     A number in a tensor (``lr=torch.tensor(0.1)``) goes by its name and its type, "lr float32":
     torch computes in that type then, and so must the servers.
     """
-    names = _names(type(optimizer))
-    return tuple(
-        {_label(name, group[name]): _plain(group[name], name) for name in names if name in group}
-        for group in optimizer.param_groups
-    )
+    cls, found = type(optimizer), []
+    names = _names_of[cls] if cls in _names_of else _names(cls)
+    for group in optimizer.param_groups:
+        own: Hyperparameters = {}
+        for name in names:
+            if name in group:
+                value = group[name]
+                label = _typed(name, value) if isinstance(value, torch.Tensor) else name
+                own[label] = _plain(value, name)
+        found.append(own)
+    return tuple(found)
 
 
-def _label(name: str, value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return name
+def _typed(name: str, value: torch.Tensor) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
         raise ConfigError(
@@ -96,11 +100,9 @@ _names_of: dict[type, tuple[str, ...]] = {}
 
 
 def _names(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
-    names = _names_of.get(cls)
-    if names is None:
-        accepted = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and params
-        names = tuple(name for name in accepted if name not in _IMPLEMENTATION_CHOICES)
-        _names_of[cls] = names
+    accepted = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and params
+    names = tuple(name for name in accepted if name not in _IMPLEMENTATION_CHOICES)
+    _names_of[cls] = names
     return names
 
 

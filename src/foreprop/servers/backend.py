@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -14,13 +14,15 @@ from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.norm import SquareSum
-from foreprop.hooks.buffers import ModelBuffers
-from foreprop.numerics.loss_scale import LossScale
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 from foreprop.path.worker import ParameterMemory
-from foreprop.tables.rowengine import RowEngine
+
+if TYPE_CHECKING:  # what a training loads that uses it
+    from foreprop.hooks.buffers import ModelBuffers
+    from foreprop.numerics.loss_scale import LossScale
+    from foreprop.tables.rowengine import RowEngine
 
 
 class Starting(Protocol):

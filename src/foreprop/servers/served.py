@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -43,8 +43,10 @@ from foreprop.path.summing import start_average
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
 from foreprop.servers.launch import Connections
-from foreprop.tables.rowengine import RowEngine
 from foreprop.version import __version__
+
+if TYPE_CHECKING:
+    from foreprop.tables.rowengine import RowEngine
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _MOST_ROWS = 2**31 - 1

@@ -47,13 +47,14 @@ from foreprop.numerics.loss_scale import LossScale, is_scaled, refuse_scaler
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.path.engines import Engine
+from foreprop.path.managedparameter import ManagedParameter, Watched
 from foreprop.path.memory import Memory
 from foreprop.path.optimizer import (
     can_be_served,
     named_parameters,
     others_named,
 )
-from foreprop.path.parameter import SynchronisedParameter, Watched
+from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.slicestore import AVERAGE
 from foreprop.path.stalereaders import StaleReaders
 from foreprop.path.waiting import is_differentiable
@@ -161,7 +162,7 @@ class ConnectedSession(Session):
         self._use_order: list[int] = []
         self._begun = False
         self._in_first_forward = False
-        self._parameters: list[SynchronisedParameter | AveragedParameter] = []
+        self._parameters: list[ManagedParameter] = []
         self._averaging = Averaging(
             self._optimizer, self.fixed_passes, collectives=not is_served(self.config)
         )
@@ -228,7 +229,7 @@ class ConnectedSession(Session):
 
     def _synchronised(
         self, index: int, name: str, parameter: torch.nn.Parameter
-    ) -> SynchronisedParameter | AveragedParameter:
+    ) -> ManagedParameter:
         if self.engine.parameters[index].init is not None:
             return RemoteTable(index, name, parameter, self, self._backend.rows)
         if self.engine.parameters[index].rows:
@@ -446,7 +447,7 @@ class ConnectedSession(Session):
     def load_tables(self, folder: str | os.PathLike[str]) -> None:
         self._remote.load(folder)
 
-    def _parameter(self, name: str) -> SynchronisedParameter | AveragedParameter:
+    def _parameter(self, name: str) -> ManagedParameter:
         for parameter in self._parameters:
             if parameter.name == name:
                 return parameter
