@@ -10,12 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from foreprop.analytic.deployment import ACKNOWLEDGED
-from foreprop.doctor.records import Flow, Peer
-from foreprop.doctor.traffic import Listener, ping, send
 from foreprop.errors import TransportError
-from foreprop.lab.limit import HEADER_FACTOR
 from foreprop.link.tcp import listen
+from foreprop.link.traffic import Flow, Listener, Peer, ping, send
+from foreprop.model.deployment import ACKNOWLEDGED
+from foreprop.workload.limit import HEADER_FACTOR
 
 _STREAMS = 2
 """At once to the next node: one alone may be held up by a single processor."""

@@ -9,24 +9,21 @@ from typing import Protocol
 
 from foreprop.doctor.records import (
     Answer,
-    Attempt,
     Command,
     Defect,
     Examination,
     Examined,
     Facts,
     Failure,
-    Flow,
     Introduce,
-    Peer,
     Ping,
     Pinged,
     Reach,
     Reached,
     Send,
     Sent,
-    Trip,
 )
+from foreprop.link.traffic import Attempt, Flow, Peer, Trip
 
 Pair = tuple[int, int]
 Round = list[Pair]

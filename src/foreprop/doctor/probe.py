@@ -22,27 +22,33 @@ from foreprop.doctor.facts import Address, Ports, find_address, gather_facts
 from foreprop.doctor.records import (
     PROTOCOL,
     Answer,
-    Attempt,
     Command,
     Defect,
-    Flow,
     Hello,
     Introduce,
-    Peer,
     Ping,
     Pinged,
     Reach,
     Reached,
     Send,
     Sent,
-    Trip,
     decode_command,
 )
-from foreprop.doctor.traffic import Listener, listen_everywhere, ping, reach, send
 from foreprop.errors import ForepropError
-from foreprop.launcher.host import Inbox
-from foreprop.launcher.records import ALIVE, END, MARK
 from foreprop.link.tcp import listen
+from foreprop.link.traffic import (
+    Attempt,
+    Flow,
+    Listener,
+    Peer,
+    Trip,
+    listen_everywhere,
+    ping,
+    reach,
+    send,
+)
+from foreprop.run.host import Inbox
+from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__
 
 PROGRAM = ("-P", "-m", "foreprop.doctor.probe")

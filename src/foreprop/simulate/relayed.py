@@ -27,8 +27,8 @@ from foreprop.core.worker_machine import (
 )
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
+from foreprop.workload.hosts import Hosts
 
 
 class Relay:

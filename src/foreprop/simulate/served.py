@@ -44,8 +44,8 @@ from foreprop.core.worker_machine import (
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import wire_bytes
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.link import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
