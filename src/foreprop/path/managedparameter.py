@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from foreprop.core.norm import SquareSum
 from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
-from foreprop.path.stalereaders import StaleReaders
+
+if TYPE_CHECKING:
+    from foreprop.path.stalereaders import StaleReaders
 
 
 class Watched(Protocol):

@@ -18,6 +18,7 @@ from foreprop.path.managedparameter import SessionState, Watched
 from foreprop.path.seengradient import SeenGradient
 
 _LEARNING_STEPS = 2
+"""Later gradients leave before the end of their step."""
 
 
 class Pusher(Watched, Protocol):
@@ -37,6 +38,36 @@ class Pusher(Watched, Protocol):
 
     def read_gradient(self, *, in_place: bool) -> None:
         """Somebody reads or edits ``p.grad``."""
+
+
+class BackwardPasses:
+    """How many one parameter has had in this step, and which will be the last."""
+
+    def __init__(self, fixed: int | None) -> None:
+        """``fixed``: so many per step, as the user says; None: to be learned."""
+        self.expected = 0
+        """Per step; 0: not known yet."""
+        self.now = 0
+        """Since the gradient was last discarded."""
+        self.discards = 0
+        """In this step before that."""
+        self._expected_discards = 0  # passes whose gradients are discarded first (a GAN's)
+        self._fixed = fixed
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the gradient is complete, as far as earlier steps tell."""
+        return self.now == self.expected and self.discards >= self._expected_discards
+
+    def discard(self) -> None:
+        """The passes so far do not count."""
+        self.discards, self.now = self.discards + self.now, 0
+
+    def learn(self, *, early: bool) -> None:
+        """A step has had so many. ``early``: its gradients may have left before its end."""
+        self._expected_discards = self.discards
+        if not (early and self.expected):
+            self.expected = self._fixed or max(self.now, self.expected)
 
 
 class ServedGradient:
@@ -64,10 +95,7 @@ class ServedGradient:
         self._usual_layout = usual_layout
         self._on_gradient = hook or self.added
         self._hook: RemovableHandle | None = None
-        self._expected_passes = 0  # backward passes per step; 0: not known yet
-        self._expected_discards = 0  # passes before them whose gradients are discarded (a GAN's)
-        self._passes = 0  # since the gradient was last discarded
-        self._discards = 0  # passes in this step before that
+        self._passes = BackwardPasses(session.fixed_passes)
         self._applied = False  # the gradient in `p.grad` has been used by a step already
         self.attach_hook()
 
@@ -79,7 +107,7 @@ class ServedGradient:
     @property
     def is_new(self) -> bool:
         """Whether there is one that no step has used."""
-        return self._passes > 0 and not self._applied
+        return self._passes.now > 0 and not self._applied
 
     # In the backward pass.
     def attach_hook(self) -> None:
@@ -108,20 +136,19 @@ class ServedGradient:
             if before is not gradient and before is not None:
                 owner.gradient_follows(before)
             if not seen.is_continued_by(gradient):  # a new gradient, or a zeroed one
-                self._discards, self._passes = self._discards + self._passes, 0
+                self._passes.discard()
                 self._applied = False
-            self._passes += 1
+            self._passes.now += 1
             seen.see(gradient)
             seen.wait()
-            last = self._passes == self._expected_passes and not self._applied
-            if last and self._discards >= self._expected_discards and session.eager:
+            if self._passes.is_last and not self._applied and session.eager:
                 session.begin_pushing()
                 owner.push(gradient, step)
 
     def _too_late(self, *, kept: bool) -> Exception:
         name = self._owner.name
         if kept:
-            return looprules.another_pass(name, self._expected_passes)
+            return looprules.another_pass(name, self._passes.expected)
         return looprules.step_left_out(name, self.pushed_step)
 
     def check_unedited(self) -> None:
@@ -136,13 +163,13 @@ class ServedGradient:
     def discarded(self, *, dropped: bool) -> None:
         """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count."""
         if not self.left:
-            self._discards, self._passes = self._discards + self._passes, 0
+            self._passes.discard()
             if not (dropped and self.pushed_step):
                 self.seen.release()
 
     def go_on_from(self, gradient: torch.Tensor | None, *, passes: int, discards: int) -> None:
         """In the middle of the first step: what has been seen of it so far."""
-        self._passes, self._discards = passes, discards
+        self._passes.now, self._passes.discards = passes, discards
         if gradient is not None:
             self.seen.see(gradient)
             self.seen.wait()
@@ -154,7 +181,8 @@ class ServedGradient:
         if self.pushed_step == step:
             if gradient is None or gradient is not self.seen.tensor:
                 raise looprules.discarded_after_push(owner.name)
-            self._check_as_computed(gradient)
+            if gradient._version != self.seen.version and self.is_new:
+                raise looprules.edited(owner.name)
         else:
             awaited = owner.parameter.requires_grad or session.engine.every_parameter
             if gradient is None and not awaited:
@@ -170,9 +198,10 @@ class ServedGradient:
             owner.push(gradient, step)
         if owner.counts_rows:
             owner.touched_rows = count_rows(gradient)
-        if self.is_new and (step <= _LEARNING_STEPS or not self._expected_passes):
-            self._learn(step)
-        self._applied, self._passes, self._discards = True, 0, 0
+        if (step <= _LEARNING_STEPS or not self._passes.expected) and self.is_new:
+            self._passes.learn(early=session.eager)
+        self._applied = True
+        self._passes.now = self._passes.discards = 0
 
     def _check_as_computed(self, gradient: torch.Tensor | None) -> None:
         if gradient is None or not self.is_new:
@@ -181,18 +210,6 @@ class ServedGradient:
             raise looprules.replaced(self._owner.name)
         if gradient._version != self.seen.version:
             raise looprules.edited(self._owner.name)
-
-    def _learn(self, step: int) -> None:
-        """How many passes make a step, and how many more are discarded before them.
-
-        Gradients leave early from the third step on at the latest: see `SessionState.eager`.
-        """
-        new = not self._expected_passes
-        self._expected_discards = self._discards
-        if new or not self._session.eager:
-            self._expected_passes = self._session.fixed_passes or max(
-                self._passes, self._expected_passes
-            )
 
     # The parameter's use.
     def check_stepped(self) -> None:

@@ -168,7 +168,8 @@ class ServedBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        return with_scale(self._hyperparameters(), self._setup.scale)
+        own, scale = self._hyperparameters(), self._setup.loss_scale
+        return own if scale is None else with_scale(own, scale.factor)
 
     def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
         return hyperparameters(self._optimizer) if self._serves else ()
