@@ -14,7 +14,7 @@ from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Reach, Send
 from foreprop.errors import TransportError
 from foreprop.link.tcp import listen
-from foreprop.link.traffic import Listener, Peer, _count, listen_everywhere, ping, reach, send
+from foreprop.link.traffic import Endpoint, Listener, _count, listen_everywhere, ping, reach, send
 
 TOKEN = bytes(range(16))
 ADDRESS = "127.0.0.1"
@@ -28,28 +28,28 @@ def listener() -> Iterator[Listener]:
 
 
 @pytest.fixture
-def peer(listener: Listener) -> Peer:
-    return Peer(host=1, address=ADDRESS, port=listener.port)
+def peer(listener: Listener) -> Endpoint:
+    return Endpoint(host=1, address=ADDRESS, port=listener.port)
 
 
 @pytest.fixture
-def silent() -> Iterator[Peer]:
+def silent() -> Iterator[Endpoint]:
     """Takes connections, as the kernel does, and says nothing."""
     with socket.create_server((ADDRESS, 0)) as sock:
-        yield Peer(host=1, address=ADDRESS, port=sock.getsockname()[1])
+        yield Endpoint(host=1, address=ADDRESS, port=sock.getsockname()[1])
 
 
-def test_the_right_probe_is_reached(peer: Peer) -> None:
+def test_the_right_probe_is_reached(peer: Endpoint) -> None:
     attempt = reach(0, peer, TOKEN, 2.0)
     assert (attempt.source, attempt.to, attempt.outcome) == (0, 1, "connected")
 
 
 def test_another_probe_is_a_stranger(listener: Listener) -> None:
-    other = Peer(host=2, address=ADDRESS, port=listener.port)
+    other = Endpoint(host=2, address=ADDRESS, port=listener.port)
     assert reach(0, other, TOKEN, 2.0).outcome == "stranger"
 
 
-def test_who_does_not_know_the_token_is_not_answered(peer: Peer) -> None:
+def test_who_does_not_know_the_token_is_not_answered(peer: Endpoint) -> None:
     attempt = reach(0, peer, bytes(16), 2.0)
     assert attempt.outcome == "stranger"
     assert ping(0, peer, bytes(16), 0.1).error
@@ -59,23 +59,23 @@ def test_who_does_not_know_the_token_is_not_answered(peer: Peer) -> None:
 def test_nobody_listening_is_refused() -> None:
     with socket.create_server((ADDRESS, 0)) as sock:
         port = sock.getsockname()[1]
-    attempt = reach(0, Peer(host=1, address=ADDRESS, port=port), TOKEN, 2.0)
+    attempt = reach(0, Endpoint(host=1, address=ADDRESS, port=port), TOKEN, 2.0)
     assert attempt.outcome == "refused"
 
 
-def test_silence_is_a_timeout_in_time(silent: Peer) -> None:
+def test_silence_is_a_timeout_in_time(silent: Endpoint) -> None:
     started_s = time.monotonic()
     assert reach(0, silent, TOKEN, 0.3).outcome == "timeout"
     assert time.monotonic() - started_s < 2.0
 
 
 def test_a_name_that_means_nothing_fails() -> None:
-    attempt = reach(0, Peer(host=1, address="no.such.invalid", port=1), TOKEN, 2.0)
+    attempt = reach(0, Endpoint(host=1, address="no.such.invalid", port=1), TOKEN, 2.0)
     assert attempt.outcome == "failed"
     assert attempt.error
 
 
-def test_round_trips_and_clock_of_one_machine(peer: Peer) -> None:
+def test_round_trips_and_clock_of_one_machine(peer: Endpoint) -> None:
     trip = ping(0, peer, TOKEN, 1.0)
     assert trip.error is None
     assert trip.count >= 2
@@ -83,7 +83,7 @@ def test_round_trips_and_clock_of_one_machine(peer: Peer) -> None:
     assert abs(trip.offset_s) <= trip.least_s  # it is the same clock
 
 
-def test_a_rate_is_what_the_receiver_counts(peer: Peer) -> None:
+def test_a_rate_is_what_the_receiver_counts(peer: Endpoint) -> None:
     flow = send(0, peer, TOKEN, settle_s=0.05, seconds=0.2)
     assert flow.error is None
     assert flow.bits_per_s > 10e6
@@ -124,7 +124,7 @@ def test_a_rate_is_right_whenever_counting_begins(
 
 
 def test_a_receiver_that_does_not_answer_ends_the_sending(
-    silent: Peer, monkeypatch: pytest.MonkeyPatch
+    silent: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foreprop.link.traffic._PATIENCE_S", 0.2)
     started_s = time.monotonic()
@@ -133,7 +133,7 @@ def test_a_receiver_that_does_not_answer_ends_the_sending(
     assert time.monotonic() - started_s < 3.0
 
 
-def test_closing_a_listener_ends_what_is_under_way(listener: Listener, peer: Peer) -> None:
+def test_closing_a_listener_ends_what_is_under_way(listener: Listener, peer: Endpoint) -> None:
     with socket.create_connection((ADDRESS, peer.port)):
         started_s = time.monotonic()
         listener.close()
@@ -149,7 +149,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
 
 def test_a_probe_measures_several_peers_at_once() -> None:
     listeners = [Listener(listen(ADDRESS), host, bytes(16)) for host in (1, 2)]
-    peers = [Peer(host=n + 1, address=ADDRESS, port=x.port) for n, x in enumerate(listeners)]
+    peers = [Endpoint(host=n + 1, address=ADDRESS, port=x.port) for n, x in enumerate(listeners)]
     probe = Probe()
     probe._token = bytes(16)
     reached = probe.answer(Reach(peers=peers, timeout_s=1.0))

@@ -218,7 +218,7 @@ def plan_session(
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
         step_s=steps_s[chosen],
-        text=_tell(setting, steps_s, chosen, slices if is_served else None, table),
+        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table),
     )
 
 
@@ -258,7 +258,7 @@ def _deployment(
     )
 
 
-def _tell(
+def _plan_text(
     setting: PlanSetting,
     steps_s: Mapping[Candidate, float],
     chosen: Candidate,

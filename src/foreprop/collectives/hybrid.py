@@ -76,7 +76,7 @@ class HybridBackend:
         return dataclasses.replace(
             _part(self._setup, chosen),
             make_trace=self._make_trace,
-            tell_sum=lambda step, part: self._sparse.engine.add_norm_part(step, part),
+            send_sum=lambda step, part: self._sparse.engine.add_norm_part(step, part),
         )
 
     def _sparse_setup(self, chosen: Sequence[int]) -> Setup:

@@ -38,9 +38,9 @@ from foreprop.errors import ForepropError
 from foreprop.link.tcp import listen
 from foreprop.link.traffic import (
     Attempt,
+    Endpoint,
     Flow,
     Listener,
-    Peer,
     Trip,
     listen_everywhere,
     ping,
@@ -120,14 +120,14 @@ class Probe:
         return [ping(self._host, peer, self._token, command.seconds) for peer in command.peers]
 
     def _send(self, command: Send) -> list[Flow]:
-        def send_to(peer: Peer) -> Flow:
+        def send_to(peer: Endpoint) -> Flow:
             settle_s, seconds = command.settle_s, command.seconds
             return send(self._host, peer, self._token, settle_s=settle_s, seconds=seconds)
 
         return _for_all(command.peers, send_to)
 
 
-def _for_all(peers: Sequence[Peer], work: Callable[[Peer], _Result]) -> list[_Result]:
+def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> list[_Result]:
     """At once, one thread each."""
     if not peers:
         return []

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from foreprop.link.traffic import Attempt, Flow, Peer, Trip
+from foreprop.link.traffic import Attempt, Endpoint, Flow, Trip
 
 PROTOCOL = 1
 """Changes when a doctor and a probe of different versions would not understand each other."""
@@ -39,21 +39,21 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
 class Reach(msgspec.Struct, frozen=True, kw_only=True, tag="reach"):
     """Connect to all peers at once, each for at most ``timeout_s``."""
 
-    peers: list[Peer]
+    peers: list[Endpoint]
     timeout_s: float
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """Send small messages there and back, to one peer after the other, ``seconds`` at most each."""
 
-    peers: list[Peer]
+    peers: list[Endpoint]
     seconds: float
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
     """Send as much as goes to all peers at once; counted for ``seconds`` after ``settle_s``."""
 
-    peers: list[Peer]
+    peers: list[Endpoint]
     settle_s: float
     seconds: float
 

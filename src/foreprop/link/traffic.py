@@ -42,7 +42,7 @@ Purpose = Literal["server", "rendezvous"]
 """What a connection stands for: a session's to a server, or torchrun's to the first host."""
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where another host's probe listens."""
 
     host: int
@@ -203,7 +203,7 @@ def _receive(sock: socket.socket, size_bytes: int) -> bytes:
 
 
 def _greet(
-    peer: Peer,
+    peer: Endpoint,
     token: bytes,
     kind: int,
     *,
@@ -229,7 +229,7 @@ def _ask(sock: socket.socket, number: int) -> tuple[float, int]:
     return clock_s, host
 
 
-def reach(source: int, peer: Peer, token: bytes, timeout_s: float) -> Attempt:
+def reach(source: int, peer: Endpoint, token: bytes, timeout_s: float) -> Attempt:
     """Connect, and see whether the right probe answers."""
 
     def attempt(outcome: str, error: str = "") -> Attempt:
@@ -259,7 +259,7 @@ def reach(source: int, peer: Peer, token: bytes, timeout_s: float) -> Attempt:
     return attempt("connected")
 
 
-def ping(source: int, peer: Peer, token: bytes, seconds: float) -> Trip:
+def ping(source: int, peer: Endpoint, token: bytes, seconds: float) -> Trip:
     """Questions, one after the other, for at most ``seconds``; answers within seconds each."""
     trips_s: list[float] = []
     offset_s = 0.0
@@ -289,7 +289,7 @@ def ping(source: int, peer: Peer, token: bytes, seconds: float) -> Trip:
     )
 
 
-def send(source: int, peer: Peer, token: bytes, *, settle_s: float, seconds: float) -> Flow:
+def send(source: int, peer: Endpoint, token: bytes, *, settle_s: float, seconds: float) -> Flow:
     """Send until the receiver tells the rate, with the kernel's queues as short as in training."""
     try:
         with _greet(peer, token, _BULK, settle_s=settle_s, seconds=seconds) as sock:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import SendFrame
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
@@ -48,7 +48,7 @@ class Peer:
         return 0 if self.last_push is None else self.last_push[1]
 
 
-class Session(Protocol):
+class ServedSession(Protocol):
     """What becomes of the frames of a session that has started. Any thread."""
 
     @property

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from foreprop.config import Config
+from foreprop.core.frames import CONTROL_PRIORITY, NO_TOKEN, SendFrame
 from foreprop.core.manifest import NO_GROUP, Manifest, decode_manifest, describe_mismatch
 from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Order, takes_turns
@@ -31,7 +32,6 @@ from foreprop.core.wire import (
     Kind,
     encode_header,
 )
-from foreprop.core.worker_machine import CONTROL_PRIORITY, NO_TOKEN, SendFrame
 from foreprop.errors import (
     ForepropError,
     InternalError,
@@ -45,7 +45,7 @@ from foreprop.link.stream import SocketStream, Stream
 from foreprop.link.tcp import tune
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder, trace_path
-from foreprop.path.peer import Peer, Session, SessionHost, bounded
+from foreprop.path.peer import Peer, ServedSession, SessionHost, bounded
 from foreprop.path.reception import MAX_GREETING_BYTES, GreetingRefused, Reception
 from foreprop.path.slices import ServerSession
 from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
@@ -64,7 +64,7 @@ _FIRST_PROCESS = 1000
 StreamWrapper = Callable[[Stream, int], Stream]
 """Puts an emulated link around the stream to a rank, if there is one."""
 
-SessionMaker = Callable[[Manifest, SessionHost], Session]
+SessionMaker = Callable[[Manifest, SessionHost], ServedSession]
 PeersOf = Callable[[Manifest], Peers]
 
 
@@ -101,7 +101,7 @@ class Server:
         self._peers: dict[int, Peer] = {}  # by number
         self._known: Peers | None = None
         """Who is to come, once the first has said so."""
-        self._session: Session | None = None
+        self._session: ServedSession | None = None
         self._reception = Reception(session_id, world_size, self._join_limit_s)
         self._started_at_s = time.monotonic()
         self._parting_since_s = 0.0
@@ -306,7 +306,7 @@ class Server:
         message = f"foreprop: {self.name}: {who} broke the protocol: {error}"
         print(message, file=sys.stderr, flush=True)
         if isinstance(error, GreetingRefused):  # it may be a worker that is one too many
-            self._tell_refused(peer, f"{self.name} refused the greeting: {error}")
+            self._send_refusal(peer, f"{self.name} refused the greeting: {error}")
         if peer.joined:
             failure = Failure(
                 kind="RemoteProtocolError",
@@ -316,7 +316,7 @@ class Server:
             )
             self.fail(failure)
 
-    def _tell_refused(self, peer: Peer, why: str) -> None:
+    def _send_refusal(self, peer: Peer, why: str) -> None:
         data = Failure(kind="HandshakeError", message=why).encode()
         _tell(peer, *_failure_frame(self.index, data))
 

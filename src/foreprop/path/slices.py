@@ -10,31 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from foreprop.core.barrier import StepBarrier, TellNormPart
+from foreprop.core.barrier import StepBarrier
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    FailSession,
+    Finish,
+    FrameSent,
+    InstallValue,
+    MessageReady,
+    NormArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+    SendNormPart,
+    ValueArrived,
+)
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import encode_square_sums
 from foreprop.core.peers import Peers
-from foreprop.core.rows_machine import AnswerRows, FailRows
+from foreprop.core.rows_machine import AnswerRows
 from foreprop.core.sendqueue import Turns
 from foreprop.core.server_machine import (
-    AnswerReady,
-    FailSession,
-    FinishSession,
-    InstallValue,
-    NormArrived,
-    PullArrived,
-    PushArrived,
+    SendSquares,
     ServerMachine,
     SliceSummed,
+    SliceUpdated,
     SumSlice,
-    TellSquares,
-    UpdateFinished,
     UpdateSlice,
-    ValueArrived,
-    WorkerLeft,
 )
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY, FrameSent, SendFrame
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.failure import Failure
 from foreprop.link.outbox import frames_of
@@ -63,7 +68,7 @@ from foreprop.tables.service import ROW_KINDS, RowServer
 from foreprop.tables.store import RowStore
 
 _EMPTY = memoryview(b"")
-_UPDATE_FINISHED = UpdateFinished()
+_SLICE_UPDATED = SliceUpdated()
 
 
 class ServerSession:
@@ -215,11 +220,11 @@ class ServerSession:
                 data = self._rows.store.export_kept(header.slice, payload)
             self._answer(number, Kind.TABLE_REPLY, header, data)
         elif kind == Kind.STATUS_PULL:
-            self._tell_status(peer, header)
+            self._send_status(peer, header)
         elif kind == Kind.BYE:
             peer.left = True
             self._rows.rank_left(number)
-            self._dispatch(WorkerLeft(number))
+            self._dispatch(PeerLeft(number))
         else:
             raise RemoteProtocolError(f"{self._peers.name(number)} sent {Kind(kind).name}")
 
@@ -311,13 +316,13 @@ class ServerSession:
                     following = self._update(instruction)  # type: ignore[arg-type]
                 elif isinstance(instruction, SumSlice):
                     following = self._sum(instruction)
-                elif isinstance(instruction, TellNormPart):
-                    self.tell_norm_part(instruction)
-                elif isinstance(instruction, TellSquares):
-                    self._tell_squares(instruction)
+                elif isinstance(instruction, SendNormPart):
+                    self.send_norm_part(instruction)
+                elif isinstance(instruction, SendSquares):
+                    self._send_squares(instruction)
                 elif isinstance(instruction, FailSession):
                     self._host.fail(failure_told(instruction, self._peers))
-                elif isinstance(instruction, FinishSession):
+                elif isinstance(instruction, Finish):
                     self._host.end()
             instructions = following
 
@@ -332,11 +337,11 @@ class ServerSession:
     def _update(self, update: UpdateSlice) -> Sequence[object]:
         """Do the one update that is under way; returns what follows from it."""
         started_ns = self._trace.now_ns() if self._trace is not None else 0
-        finished = _UPDATE_FINISHED
+        finished = _SLICE_UPDATED
         if update.gradient:
             about = (update.slice, update.ranks)
             squares = self._store.aggregate_only(*about, measure=update.measure)
-            finished = UpdateFinished(squares)
+            finished = SliceUpdated(squares)
         else:
             with self._lock:
                 groups = self._hyperparameters.at(update.step) if update.ranks else ()
@@ -378,7 +383,7 @@ class ServerSession:
     ) -> None:
         with self._lock:
             token = self._host.keep(data)
-            event = AnswerReady(peer, kind, step, priority, slice_, token)
+            event = MessageReady(peer, kind, step, priority, slice_, token)
             instructions = self._machine.handle(event)
         self._execute(instructions)
 
@@ -387,24 +392,24 @@ class ServerSession:
         peer, _, step, request, priority = answer
         self._queue_answer(peer, Kind.ROWS_REPLY, step, priority, request, data)
 
-    def tell_norm_part(self, told: TellNormPart) -> None:
+    def send_norm_part(self, told: SendNormPart) -> None:
         about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
         self._answer(0, Kind.NORM_PART, about, told.part.encode())
 
-    def _tell_squares(self, told: TellSquares) -> None:
+    def _send_squares(self, told: SendSquares) -> None:
         about = Header(Kind.NORM_PART, 0, 0, told.step, 0, CONTROL_PRIORITY, 0)
         data = encode_square_sums(told.squares)
         for peer in range(self._peers.count):
             self._answer(peer, Kind.NORM_PART, about, data)
 
-    def fail_rows(self, failure: FailRows) -> None:
-        self._host.fail(failure_told(FailSession(*failure), self._peers))
+    def fail_rows(self, failure: FailSession) -> None:
+        self._host.fail(failure_told(failure, self._peers))
 
     def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
         return self._hyperparameters.at(step)
 
     # Reports.
-    def _tell_status(self, peer: Peer, header: Header) -> None:
+    def _send_status(self, peer: Peer, header: Header) -> None:
         with self._lock:
             text = self._describe_wait(header.slice, header.step)
         sending_to = self._host.sending_to()

@@ -15,6 +15,21 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.barrier import OUTSIDE, NormCombiner
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    LAST_PRIORITY,
+    NO_TOKEN,
+    Closing,
+    CompleteParameter,
+    Finish,
+    FrameSent,
+    GradientReady,
+    MessageReady,
+    NotifyArrived,
+    PrioritiesLearned,
+    ReplyArrived,
+    SendFrame,
+)
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
 from foreprop.core.rows_machine import Shard
@@ -29,25 +44,7 @@ from foreprop.core.wire import (
     Kind,
     encode_header,
 )
-from foreprop.core.worker_machine import (
-    CONTROL_PRIORITY,
-    LAST_PRIORITY,
-    NO_TOKEN,
-    Closing,
-    CompleteParameter,
-    Finish,
-    FrameSent,
-    GradientReady,
-    MessageReady,
-    NotifyArrived,
-    PrioritiesLearned,
-    PullsDue,
-    ReplyArrived,
-    SendFrame,
-    ValuesAwaited,
-    ValuesOffered,
-    WorkerMachine,
-)
+from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
 from foreprop.errors import (
     ForepropError,
     InternalError,

@@ -17,8 +17,8 @@ from foreprop.link.failure import Failure, decode_failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.path.peer import SessionHost, bounded
 from foreprop.path.server import Server
+from foreprop.relays.relaysession import RelaySession
 from foreprop.relays.serverlink import ServerLink
-from foreprop.relays.session import RelaySession
 
 _FIRST_PROCESS, _MOST_SERVERS = 1_000_000, 1_000
 """For numbers in traces that no worker or server has."""

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import Frame, FrameReader, Header, Kind, encode_header
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.errors import ForepropError, RemoteProtocolError, TransportError
 from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream

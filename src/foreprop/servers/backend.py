@@ -53,7 +53,7 @@ class Setup:
     loss_scale: LossScale | None = None
     by_workers: bool = False
     """Nobody but the workers updates, but for tables by rows."""
-    tell_sum: Callable[[int, SquareSum], None] | None = None
+    send_sum: Callable[[int, SquareSum], None] | None = None
     """For collectives, if other parameters have a part in the global norm: see `RingEngine`."""
 
     @property

@@ -25,11 +25,7 @@ from foreprop.errors import ConfigError
 from foreprop.hooks import buffers
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory
-from foreprop.path.optimizer import (
-    check_elementwise,
-    check_groups,
-    hyperparameters,
-)
+from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
 from foreprop.path.slicestore import (
     AVERAGE,
     DTYPES,

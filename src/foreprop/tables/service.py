@@ -8,20 +8,23 @@ from typing import Any, Protocol
 
 import torch
 
-from foreprop.core.barrier import StepBarrier, TellNormPart
+from foreprop.core.barrier import StepBarrier
+from foreprop.core.frames import (
+    FailSession,
+    InstallValue,
+    NormArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    SendNormPart,
+    ValueArrived,
+)
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.rows_machine import (
     AnswerRows,
-    FailRows,
-    InstallRows,
-    NormKnown,
-    RankLeft,
     RowsMachine,
-    RowsPulled,
-    RowsPushed,
     RowsSummed,
     RowsUpdated,
-    RowsValued,
     Shard,
     SumRows,
     UpdateRows,
@@ -42,8 +45,8 @@ class RowHost(Protocol):
     def answer_rows(self, answer: AnswerRows, data: bytes) -> None:
         """Queue a frame with the rows."""
 
-    def fail_rows(self, failure: FailRows) -> None: ...
-    def tell_norm_part(self, told: TellNormPart) -> None:
+    def fail_rows(self, failure: FailSession) -> None: ...
+    def send_norm_part(self, told: SendNormPart) -> None:
         """Queue a frame to rank 0."""
 
     def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
@@ -104,12 +107,14 @@ class RowServer:
                     rows = self.store.put_gradient(number, rank, step, payload)
                     self._check_finite(rank, number, step, rows)
                 if not header.flags & Flag.MORE:
-                    event = RowsPushed(rank, number, step, header.flags)
+                    event = PushArrived(rank, number, step, header.priority, header.flags)
                     instructions = self._machine.handle(event)
             else:
                 self.store.put_value(number, payload)
                 if not header.flags & Flag.MORE:
-                    instructions = self._machine.handle(RowsValued(rank, number, step))
+                    instructions = self._machine.handle(
+                        ValueArrived(rank, number, step, header.priority)
+                    )
             work = self._decide(instructions)
         self._work(work)
 
@@ -123,18 +128,18 @@ class RowServer:
         self._check_owned(number)
         numbers = decode_pull(payload, self.store.shard(number))
         self._wanted[rank, header.slice] = (number, numbers)
-        pull = RowsPulled(rank, number, header.step, header.slice, header.priority)
+        pull = PullArrived(rank, number, header.step, header.priority, header.slice)
         return self._machine.handle(pull)
 
     def rank_left(self, rank: int) -> None:
         with self._lock:
-            self._decide(self._machine.handle(RankLeft(rank)))
+            self._decide(self._machine.handle(PeerLeft(rank)))
 
     def use_norm(self, step: int, coefficient: float, *, skip: bool) -> None:
         """The norm of this step is known: make its updates."""
         with self._lock:
             self._coefficient = coefficient
-            work = self._decide(self._machine.handle(NormKnown(step, skip)))
+            work = self._decide(self._machine.handle(NormArrived(0, step, skip)))
         self._work(work)
 
     def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows | SumRows]:
@@ -143,14 +148,14 @@ class RowServer:
         for instruction in instructions:
             if isinstance(instruction, (UpdateRows, SumRows)):
                 work.append(instruction)
-            elif isinstance(instruction, TellNormPart):
-                self._host.tell_norm_part(instruction)
+            elif isinstance(instruction, SendNormPart):
+                self._host.send_norm_part(instruction)
             elif isinstance(instruction, AnswerRows):
                 shard, numbers = self._wanted.pop((instruction.rank, instruction.request))
                 rows = self.store.rows(shard, numbers, instruction.step)
                 self._host.answer_rows(instruction, rows)
-            elif isinstance(instruction, InstallRows):
-                self.store.install_values(instruction.shard)
+            elif isinstance(instruction, InstallValue):
+                self.store.install_values(instruction.slice)
             else:
                 self._host.fail_rows(instruction)
         return work

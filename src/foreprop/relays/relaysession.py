@@ -14,31 +14,28 @@ from typing import Any
 
 import torch
 
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
+    FailSession,
+    Finish,
+    FrameSent,
+    InstallValue,
+    MessageReady,
+    NotifyArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    ReplyArrived,
+    SendFrame,
+    ValueArrived,
+)
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ENCODED_BYTES
 from foreprop.core.peers import SERVER, Peers
-from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.rows_machine import FailRows
-from foreprop.core.server_machine import (
-    AnswerReady,
-    FailSession,
-    InstallValue,
-    PullArrived,
-    PushArrived,
-    UpdateFinished,
-    UpdateSlice,
-    ValueArrived,
-    WorkerLeft,
-)
+from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import MAX_CONTROL_BYTES, Flag, Header, Kind
-from foreprop.core.worker_machine import (
-    CONTROL_PRIORITY,
-    NO_TOKEN,
-    Finish,
-    FrameSent,
-    MessageReady,
-    SendFrame,
-)
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.failure import Failure
 from foreprop.link.outbox import Outbox, frames_of
@@ -177,7 +174,7 @@ class RelaySession:
         elif kind == Kind.BYE:
             peer.left = True
             self._rows.rank_left(number)
-            self._dispatch(WorkerLeft(number))
+            self._dispatch(PeerLeft(number))
         else:
             raise RemoteProtocolError(f"{self._peers.name(number)} sent {Kind(kind).name}")
 
@@ -328,19 +325,19 @@ class RelaySession:
             with self._lock:
                 self._store.land(slice_, payload)
             self._span(Stage.REPLY_RECEIVED, header, self._receive_started_ns)
-            self._dispatch(AnswerArrived(slice_, step, header.priority, header.flags))
+            self._dispatch(ReplyArrived(slice_, step, SERVER, header.priority, header.flags))
         elif kind == Kind.NOTIFY:
-            self._dispatch(NoticeArrived(slice_, step, header.flags))
+            self._dispatch(NotifyArrived(slice_, step, SERVER, header.flags))
         elif kind == Kind.ROWS_REPLY:
             self._rows.arrived(header)
         elif kind == Kind.WELCOME:
-            self._tell_workers(Kind.WELCOME, header, b"")
+            self._send_to_workers(Kind.WELCOME, header, b"")
         elif kind == Kind.NORM_PART and self._machine.measures:
-            self._tell_workers(Kind.NORM_PART, header, payload)
+            self._send_to_workers(Kind.NORM_PART, header, payload)
         elif kind == Kind.NORM_PART and self._peers.first_rank(0) == 0:
             self._answer(0, Kind.NORM_PART, header, payload)
         elif kind == Kind.NORM and self._peers.first_rank(0) != 0:
-            self._tell_workers(Kind.NORM, header, payload)
+            self._send_to_workers(Kind.NORM, header, payload)
         elif kind == Kind.BLOB_REPLY:
             self._hand_out_blob(header, payload)
         elif kind in (Kind.STATE_REPLY, Kind.TABLE_REPLY):
@@ -360,7 +357,7 @@ class RelaySession:
                     break
         self._host.tell(self._asker(header), Kind.STATUS_REPLY, header, data)
 
-    def _tell_workers(self, kind: Kind, about: Header, data: bytes | memoryview) -> None:
+    def _send_to_workers(self, kind: Kind, about: Header, data: bytes | memoryview) -> None:
         for peer in range(self._peers.count):
             self._answer(peer, kind, about, data)
 
@@ -396,7 +393,7 @@ class RelaySession:
         self._span(RelayStage.NODE_SUMMED, about, started_ns)
         with self._lock:
             self._store.keep_sum_only(asked.slice)
-            return self._machine.handle(UpdateFinished())
+            return self._machine.handle(SliceUpdated())
 
     def _leave(self) -> None:
         """Every worker of the node has said goodbye, and all that they said has been passed on."""
@@ -433,7 +430,7 @@ class RelaySession:
         """Queue a frame for a worker."""
         with self._lock:
             token = self._host.keep(data)
-            event = AnswerReady(peer, kind, step, priority, slice_, token)
+            event = MessageReady(peer, kind, step, priority, slice_, token)
             instructions = self._machine.handle(event)
         self._execute(instructions)
 
@@ -488,8 +485,8 @@ class RelaySession:
     def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
         return self._hyperparameters.at(step)
 
-    def fail_rows(self, failure: FailRows) -> None:
-        self._host.fail(failure_told(FailSession(*failure), self._peers))
+    def fail_rows(self, failure: FailSession) -> None:
+        self._host.fail(failure_told(failure, self._peers))
 
     # Reports and the end.
     def _describe_wait(self, number: int, step: int) -> str:
