@@ -42,7 +42,7 @@ UP: set[str] = {
     "path/worker.py -> tables",
 }
 """Imports that go up, by file and folder."""
-TWICE: set[str] = {"Board"}
+TWICE: set[str] = set()
 """Names of files and classes that occur more than once in `RUNTIME`."""
 LONG: dict[str, int] = {
     "cli/doctor.py:doctor": 97,
@@ -50,8 +50,6 @@ LONG: dict[str, int] = {
     "cli/lab.py:simulate": 77,
     "cli/plan.py:plan": 86,
     "cli/run.py:run": 96,
-    "collectives/engine.py": 643,
-    "collectives/engine.py:__init__": 71,
     "config.py": 507,
     "path/server.py": 564,
     "path/slices.py": 458,
@@ -59,7 +57,6 @@ LONG: dict[str, int] = {
     "path/worker.py": 950,
     "path/worker.py:__init__": 73,
     "relays/relaysession.py": 528,
-    "servers/served.py": 422,
     "session/session.py": 1043,
     "session/session.py:__init__": 69,
     "session/session.py:_adopt_optimizer": 74,

@@ -32,8 +32,8 @@ from foreprop.core.frames import (
 )
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
-from foreprop.core.rows_machine import Shard
 from foreprop.core.sendqueue import Turns
+from foreprop.core.shards import Shard
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import (
     MAX_CONTROL_BYTES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,12 +13,20 @@ import torch
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo
+from foreprop.core.manifest import (
+    AnyKnobs,
+    AnyManifest,
+    Hyperparameters,
+    OptimizerInfo,
+    ParameterInfo,
+)
 from foreprop.core.norm import SquareSum
+from foreprop.hooks.buffers import packed_bytes
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 from foreprop.path.worker import ParameterMemory
+from foreprop.version import __version__
 
 if TYPE_CHECKING:  # what a training loads that uses it
     from foreprop.hooks.buffers import ModelBuffers
@@ -61,6 +70,31 @@ class Setup:
         """What all ranks must do alike with aggregated gradients."""
         skip = self.loss_scale is not None
         return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=skip)
+
+    def manifest(
+        self,
+        knobs: AnyKnobs,
+        *,
+        session: str = "",
+        groups: tuple[Hyperparameters, ...] = (),
+        workers_per_push: int = 1,
+    ) -> AnyManifest[AnyKnobs]:
+        """What this rank and all others must agree on."""
+        return AnyManifest(
+            foreprop=__version__,
+            torch=torch.__version__.partition("+")[0],
+            byteorder=sys.byteorder,
+            session=session,
+            world_size=self.world.size,
+            knobs=knobs,
+            optimizer=OptimizerInfo(name=type(self.optimizer).__name__, groups=groups),
+            parameters=tuple(self.infos),
+            blob_bytes=(
+                self.buffers.size_bytes,
+                *(packed_bytes([parameter]) for parameter in self.frozen),
+            ),
+            workers_per_push=workers_per_push,
+        )
 
     @property
     def scale(self) -> float | None:

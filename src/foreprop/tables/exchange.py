@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from foreprop.core.manifest import Manifest
-from foreprop.core.rows_machine import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.slicestore import DTYPES, bytes_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from foreprop.core.rows_machine import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.slicestore import bytes_of
 

@@ -25,10 +25,10 @@ from foreprop.core.rows_machine import (
     RowsMachine,
     RowsSummed,
     RowsUpdated,
-    Shard,
     SumRows,
     UpdateRows,
 )
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.numerics.finite import check_finite

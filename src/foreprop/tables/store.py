@@ -15,7 +15,7 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.rows_machine import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.slicestore import (
     AVERAGE,
