@@ -294,7 +294,7 @@ def test_rows_out_of_range_are_torch_s_error() -> None:
             with pytest.raises(IndexError):
                 model(torch.tensor([[bad]]))
         train_classifier(model, optimizer, words_of(0))
-        assert session.completed == 4
+        assert session.stats()["steps"] == 4
 
 
 def test_after_the_session_it_is_an_ordinary_parameter_with_all_rows() -> None:

@@ -47,7 +47,7 @@ def test_an_error_that_leaves_step_is_told_at_once(architecture: str, error: Bas
         step()
         session.flush()
         if world.rank == 1:
-            session.engine.end_step = raiser(error)
+            session._training.engine.end_step = raiser(error)
             with pytest.raises(type(error), match="odd"):
                 step()
             assert told.wait(30), "rank 0 is waiting"

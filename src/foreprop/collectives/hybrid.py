@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from foreprop.collectives.ring import RingBackend
-from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ForepropError, InternalError
@@ -22,34 +21,13 @@ from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters, Progress
 from foreprop.path.worker import ParameterMemory
-from foreprop.servers.backend import Backend, Setup, Starting
+from foreprop.servers.backend import Setup, Starting
 from foreprop.servers.launch import Connections
 from foreprop.servers.served import ServedBackend
 from foreprop.tables.exchange import Pull
 from foreprop.tables.kept import KeptRows
 from foreprop.tables.parts import RowPart
 from foreprop.tables.rowengine import RowEngine
-
-
-def connect(setup: Setup) -> Backend:
-    """The backend for the architecture that is asked for and the parameters that there are."""
-    rows = [info.rows for info in setup.infos]
-    if is_served(setup.config) or all(rows):
-        return ServedBackend(setup)
-    return HybridBackend(setup) if any(rows) else RingBackend(setup)
-
-
-def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
-    """Whether a session must connect anew for these settings, its parameters being as they are."""
-    if is_served(after) != is_served(before):
-        return True
-    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
-    return is_served(after) and len(sizes) > 1
-
-
-def is_served(config: Config) -> bool:
-    """Whether servers have the dense parameters, too, and not collectives."""
-    return config.architecture not in ("ring", "hybrid", "auto")
 
 
 class HybridBackend:

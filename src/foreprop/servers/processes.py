@@ -12,13 +12,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from foreprop.config import Config, child_environment
 from foreprop.link.stream import SocketStream, Stream
-from foreprop.path.server import Server, StreamWrapper
-from foreprop.relays.relay import Relay
 from foreprop.servers.nodelinks import node_links
+
+if TYPE_CHECKING:  # most workers have them in processes of their own
+    from foreprop.path.server import Server, StreamWrapper
+    from foreprop.relays.relay import Relay
 
 _REPORT_S = 10.0
 
@@ -159,6 +161,8 @@ def start_server(
 
 
 def build_server(task: ServerTask, config: Config) -> Server:
+    from foreprop.path.server import Server
+
     links = node_links(config, task.session_id, task.node, task.workers_per_node)
     if links is not None and not task.shares_node:
         links.unlink()
@@ -179,6 +183,8 @@ def build_relays(
     task: RelayTask, config: Config, upstreams: Sequence[socket.socket]
 ) -> list[Relay]:
     """A node's relays, one to each server. ``upstreams``: the connections, by server."""
+    from foreprop.relays.relay import Relay
+
     links = node_links(config, task.session_id, task.node, task.workers_per_node)
     relays = []
     for server, sock in enumerate(upstreams):
