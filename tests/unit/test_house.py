@@ -33,10 +33,6 @@ MOST_FILE_LINES = 400
 MOST_FUNCTION_LINES = 60
 
 UP: set[str] = {
-    "path/backend.py -> hooks",
-    "path/backend.py -> numerics",
-    "path/backend.py -> tables",
-    "path/optimizer.py -> tables",
     "path/server.py -> tables",
     "path/slices.py -> numerics",
     "path/slices.py -> tables",
@@ -52,8 +48,6 @@ LONG: dict[str, int] = {
     "cli/lab.py:simulate": 77,
     "cli/plan.py:plan": 86,
     "cli/run.py:run": 96,
-    "gradients/averaged.py": 598,
-    "path/parameter.py": 581,
     "path/server.py": 564,
     "path/slices.py": 458,
     "path/slicestore.py": 524,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -103,9 +104,10 @@ def _use_all(scalars: list[torch.nn.Parameter]) -> float:
 
 def _swap_us(session: ConnectedSession, scalars: list[torch.nn.Parameter]) -> float:
     times = []
+    parameters: list[Any] = session._training.parameters
     for _ in range(5):
         started = time.perf_counter()
-        for scalar, pending in zip(scalars, session._training.parameters, strict=True):
+        for scalar, pending in zip(scalars, parameters, strict=True):
             make_wait(scalar, pending)
         times.append(time.perf_counter() - started)
         for scalar in scalars:

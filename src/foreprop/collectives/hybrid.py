@@ -17,15 +17,17 @@ from foreprop.core.norm import SquareSum
 from foreprop.errors import ForepropError, InternalError
 from foreprop.hooks.buffers import ModelBuffers
 from foreprop.observe.trace import TraceRecorder
-from foreprop.path.backend import Engine, RowEngine, Setup, Starting
+from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters, Progress
 from foreprop.path.worker import ParameterMemory
+from foreprop.servers.backend import Setup, Starting
 from foreprop.servers.launch import Connections
 from foreprop.servers.served import ServedBackend
 from foreprop.tables.exchange import Pull
 from foreprop.tables.kept import KeptRows
 from foreprop.tables.parts import RowPart
+from foreprop.tables.rowengine import RowEngine
 
 
 class HybridBackend:

@@ -21,7 +21,7 @@ from foreprop.hooks.modelhooks import OwnHook
 from foreprop.path.slicestore import bytes_of
 
 if TYPE_CHECKING:
-    from foreprop.path.backend import Engine
+    from foreprop.path.engines import Engine
 
 
 class BufferSource(Protocol):

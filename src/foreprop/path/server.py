@@ -50,7 +50,7 @@ from foreprop.path.reception import MAX_GREETING_BYTES, GreetingRefused, Recepti
 from foreprop.path.slices import ServerSession
 from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.stall import StallReporter
-from foreprop.tables.store import SPARSE_OPTIMIZERS
+from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
 from foreprop.version import __version__
 
 _FAREWELL_S = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,14 +21,9 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
 from foreprop.errors import ConfigError
 from foreprop.hooks import buffers
-from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory
-from foreprop.path.optimizer import (
-    check_elementwise,
-    check_groups,
-    hyperparameters,
-)
+from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
 from foreprop.path.slicestore import (
     AVERAGE,
     DTYPES,
@@ -40,7 +35,11 @@ from foreprop.path.slicestore import (
 )
 from foreprop.path.summing import start_average
 from foreprop.path.worker import WorkerEngine
+from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
 from foreprop.servers.launch import Connections
+
+if TYPE_CHECKING:
+    from foreprop.tables.rowengine import RowEngine
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _MOST_ROWS = 2**31 - 1
@@ -153,7 +152,8 @@ class ServedBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        return with_scale(self._hyperparameters(), self._setup.scale)
+        own, scale = self._hyperparameters(), self._setup.loss_scale
+        return own if scale is None else with_scale(own, scale.factor)
 
     def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
         return hyperparameters(self._optimizer) if self._serves else ()

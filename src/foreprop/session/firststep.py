@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from foreprop.gradients.update import Needs, SettingsMark, agree
 from foreprop.hooks.buffers import FirstForward
 from foreprop.hooks.modelhooks import before_forward
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 from foreprop.path.waiting import is_differentiable
 from foreprop.session.features import served_instead
 

@@ -43,12 +43,8 @@ from foreprop.tables.kept import (
 )
 from foreprop.tables.parts import RowPart, decode_part, part_limit_bytes, sum_parts
 from foreprop.tables.rowoptimizer import RowOptimizer
+from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
 from foreprop.tables.table import Make, RowTable
-
-SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-}
-"""Each leaves rows without a gradient as they are; see `path.optimizer.check_row_wise`."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -21,92 +21,17 @@ from foreprop.core.manifest import (
     ParameterInfo,
 )
 from foreprop.core.norm import SquareSum
-from foreprop.hooks.buffers import ModelBuffers, packed_bytes
-from foreprop.numerics.loss_scale import LossScale
+from foreprop.hooks.buffers import packed_bytes
 from foreprop.observe.trace import TraceRecorder
+from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
-from foreprop.path.progress import Counters, Progress
 from foreprop.path.worker import ParameterMemory
-from foreprop.tables.exchange import Pull
-from foreprop.tables.kept import KeptRows
-from foreprop.tables.parts import RowPart
 from foreprop.version import __version__
 
-
-class Engine(Protocol):
-    """One rank's part in the synchronisation of parameters, by number and step."""
-
-    @property
-    def parameters(self) -> Sequence[ParameterInfo]: ...
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def counters(self) -> Counters: ...
-    @property
-    def every_parameter(self) -> bool:
-        """Whether each step needs word of every parameter, also of one without gradients."""
-
-    @property
-    def is_rank_zero(self) -> bool: ...
-    @property
-    def failed(self) -> bool: ...
-    @property
-    def queue_depth(self) -> int: ...
-
-    def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
-        """A parameter's gradient may be taken, or there is none in this step. Any thread."""
-
-    def is_complete(self, parameter: int) -> bool: ...
-    def wait(self, parameter: int, step: int) -> None:
-        """Block until the parameter's update is in; raises what went wrong meanwhile."""
-
-    def grad_norm(self, step: int) -> float | None:
-        """The global gradient norm before clipping; blocks until it is known, None if it is not
-        needed.
-        """
-
-    def start_step(self) -> None:
-        """The next forward pass begins."""
-
-    def end_step(self, step: int) -> None:
-        """All parameters of a step have been pushed."""
-
-    def learn_priorities(self, order: Sequence[int]) -> None:
-        """The parameters in the order of their first use in the forward pass."""
-
-    def publish_blob(self, which: int, step: int, data: bytes) -> None:
-        """Rank 0: leave bytes for whoever asks."""
-
-    def fetch_blob(self, which: int, step: int) -> memoryview:
-        """Rank 0's bytes of this step; blocks until they are there."""
-
-    def raise_if_failed(self) -> None: ...
-    def give_up(self, error: BaseException) -> None:
-        """Tell all ranks that this one goes on no more, and why."""
-
-    def close(self, *, failure: BaseException | None = None) -> None:
-        """Finish what is under way, or tell the others why not. Idempotent."""
-
-
-class RowEngine(Protocol):
-    """Where rows come from and their gradients go, by the parameter's number."""
-
-    def push_rows(
-        self, parameter: int, step: int, gradient: RowPart | None, *, flags: int
-    ) -> None: ...
-    def send_row_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
-        """Rank 0: the table as it is now counts from ``step`` on."""
-
-    def pull_rows(self, parameter: int, step: int, numbers: torch.Tensor) -> Pull: ...
-    def wait_for_rows(self, pull: Pull) -> torch.Tensor: ...
-    def settle_rows(self) -> None:
-        """Block until the servers have updated all tables as of this rank's last pushes."""
-
-    def kept_rows(self, parameter: int) -> Iterator[KeptRows]:
-        """Of a remote table: all that is kept of its rows, in parts."""
-
-    def send_kept_rows(self, parameter: int, part: KeptRows, *, anew: bool = False) -> None:
-        """Rank 0: replace rows of a remote table, or all; blocks until the servers have them."""
+if TYPE_CHECKING:  # what a training loads that uses it
+    from foreprop.hooks.buffers import ModelBuffers
+    from foreprop.numerics.loss_scale import LossScale
+    from foreprop.tables.rowengine import RowEngine
 
 
 class Starting(Protocol):
