@@ -12,7 +12,6 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 ORDER = (
     "cli",
-    "bench",
     "demo",
     "lab",
     "doctor",
@@ -26,7 +25,6 @@ ORDER = (
     "net",
     "config",
     "observe",
-    "wikitext",
     "datasets",
     "core",
     "quantities",
@@ -34,6 +32,7 @@ ORDER = (
 )
 """From above; each may import what stands below it, and itself."""
 ANYWHERE = {"version"}
+BESIDE = {"experiments", "benchmarks", "tests"}
 TOP = {"__init__", "__main__"}
 
 
@@ -44,6 +43,7 @@ def arrows() -> Iterator[tuple[str, int, str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             for name in _imported(node):
                 parts = name.split(".")
+                assert parts[0] not in BESIDE, f"{where} imports {name}, which is in no wheel"
                 if parts[0] == "foreprop" and len(parts) > 1:
                     yield where.as_posix(), getattr(node, "lineno", 0), where.parts[0], parts[1]
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from foreprop.lab.charts import STYLES
-from foreprop.lab.comparison import points_of
-from foreprop.lab.figures import PAGE, make_figures
-from foreprop.lab.pagetables import best_section, points_table
-from foreprop.lab.sweeps import FULL, plan_measurements
+from experiments.figures.campaign import PAGE, make_figures
+from experiments.figures.comparison import points_of
+from experiments.figures.pagetables import best_section, points_table
+from experiments.figures.sweeps import FULL, plan_measurements
+from foreprop.report.charts import STYLES
 from foreprop.report.palette import contrast
 from tests.unit.lab_example import ExampleLab, example_record
 

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from foreprop.cli.clone import missing_extra
 from foreprop.errors import ConfigError
 from foreprop.model.planner import Forecast, PlanSetting, enough_servers, forecasts
 from foreprop.model.recommendation import Recommendation, recommend
@@ -168,12 +169,10 @@ def _drawing(out: Path, what_if_range: str | None) -> Callable[[str, WhatIf], No
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"out is {out}, which cannot be written: no such folder, or itself one")
     try:
-        from foreprop.lab.pictures import draw_picture
-        from foreprop.lab.plancharts import what_if_chart
+        from foreprop.report.charts import draw_picture
+        from foreprop.report.plancharts import what_if_chart
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--out needs {error.name}, which is not installed: pip install 'foreprop[lab]'"
-        ) from error
+        raise missing_extra("--out", error) from error
     return lambda heading, curves: draw_picture(out, what_if_chart(heading, curves))
 
 

@@ -11,15 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab.ablation import ABLATION
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, LanguageSystem
 from foreprop.lab.machine import busy_s
 from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
@@ -50,8 +48,6 @@ _PLANNING_STEPS = 4 + 5
 """What `training.planning` measures, and what the new connections need to settle."""
 _SAMPLE_S = 0.01
 _MXNET_PORT = 29600
-_OTHERS = (DDP, DDP_TUNED, DDP_SPARSE, DDP_DENSE, *MXNET)
-"""Systems that are not foreprop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +60,32 @@ class LabResult:
     notices: list[str]
 
 
-def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabResult:
-    """Measure all systems of the setting in one cluster, their steps interleaved."""
+class Build(Protocol):
+    """Makes one of a setting's systems on a worker: a module's function."""
+
+    def __call__(
+        self, name: str, rank: int, setting: Any, *, paced: bool, bucket_bytes: int | None
+    ) -> System: ...
+
+
+def run_lab(
+    setting: LabSetting, *, build: Build | None = None, progress: Progress = lambda _: None
+) -> LabResult:
+    """Measure all systems of the setting in one cluster, their steps interleaved.
+
+    ``build``: for systems that the lab does not know.
+    """
+    build = build or build_system
     network = _network(setting)
     notices: list[str] = []
     each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
     progress(f"{setting.nodes} nodes{each} at {setting.rate / 1e6:.0f} Mbit/s")
     try:
-        cluster = _cluster(setting, network)
+        cluster = _cluster(setting, build, network)
     except NetworkUnavailable as error:
         notices.append(f"no links made by the kernel ({error}): foreprop paces its own sockets")
         setting = _without_peers(setting, notices)
-        cluster = _cluster(setting, None)
+        cluster = _cluster(setting, build, None)
     with cluster:
         run = _Run(setting, cluster, paced=bool(notices), progress=progress)
         run.build()
@@ -84,10 +94,10 @@ def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabR
     return LabResult(records=run.records(), samples=run.samples, notices=notices)
 
 
-def _cluster(setting: LabSetting, network: Network | None) -> Cluster:
+def _cluster(setting: LabSetting, build: Build, network: Network | None) -> Cluster:
     return Cluster(
         serve_worker,
-        (setting, network is None),
+        (setting, build, network is None),
         nodes=setting.nodes,
         network=network,
         workers_per_node=setting.workers_per_node,
@@ -255,9 +265,7 @@ class _Run:
 
 
 def _local_aggregation_of(system: str) -> str | None:
-    if system in _OTHERS:
-        return None
-    return ABLATION[system].local_aggregation if system in ABLATION else local_aggregation()
+    return None if system.startswith(DDP) or system in MXNET else local_aggregation()
 
 
 def _versions() -> dict[str, str]:
@@ -270,16 +278,20 @@ def _versions() -> dict[str, str]:
 
 
 # A worker's side.
-def serve_worker(rank: int, connection: Connection, argument: tuple[LabSetting, bool]) -> None:
+def serve_worker(
+    rank: int, connection: Connection, argument: tuple[LabSetting, Build, bool]
+) -> None:
     """Do what the coordinator says, until it hangs up."""
     torch.set_num_threads(1)
-    setting, paced = argument
+    setting, build, paced = argument
     systems: dict[str, System] = {}
     while True:
         kind, name, *details = connection.recv()
         answer: Any = None
         if kind == "build":
-            systems[name] = _build_system(name, rank, setting, paced=paced, bucket_bytes=details[0])
+            if any(system.startswith(DDP) for system in setting.systems):
+                join_process_group()
+            systems[name] = build(name, rank, setting, paced=paced, bucket_bytes=details[0])
             answer = getattr(systems[name], "version", "")
         elif kind == "steps":
             answer = _steps(systems[name], details[0], sample=details[1] and rank == 0)
@@ -290,13 +302,10 @@ def serve_worker(rank: int, connection: Connection, argument: tuple[LabSetting, 
         connection.send(answer)
 
 
-def _build_system(
+def build_system(
     name: str, rank: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
 ) -> System:
-    if any(system.startswith(DDP) for system in setting.systems):
-        join_process_group()
-    if isinstance(setting, LanguageSetting):
-        return LanguageSystem(name, setting, rank)
+    """One that the lab knows."""
     if bucket_bytes is not None:
         return DdpSystem(setting, rank, bucket_bytes=bucket_bytes)
     if name in MXNET:

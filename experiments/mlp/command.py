@@ -10,17 +10,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from experiments.mlp.run import Errors, MlpRecord, errors_of, run_mlp
+from experiments.mlp.training import MLP_SYSTEMS, MlpSetting
 from foreprop.cli.folder import writable
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab.mlp import MLP_SYSTEMS, MlpSetting
-from foreprop.lab.mlprun import Errors, MlpRecord, errors_of, run_mlp
 from foreprop.workload.records import write_records
 
 _WORKERS, _STEPS = "1,2,3,4,5,6,7", 40
 _QUICK_WORKERS, _QUICK_STEPS = "1,2,4", 10
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def mlp(
     workers: Annotated[
         str | None, typer.Option(help=f"Numbers of workers, with commas; default {_WORKERS}.")
@@ -93,15 +97,15 @@ def _numbers(text: str) -> list[int]:
 def _draw(out: Path, records: Sequence[MlpRecord], console: Console) -> None:
     """matplotlib takes a second to load, and is an extra."""
     try:
-        from foreprop.lab import mlpcharts
-        from foreprop.lab.pictures import write_chart
+        from experiments.mlp import charts
+        from foreprop.report.charts import write_chart
     except ModuleNotFoundError as error:
         console.print(f"No figures: {error.name} is missing; pip install 'foreprop[lab]'")
         return
-    data = mlpcharts.chart_data(records)
-    write_chart(out, "epoch-times", mlpcharts.epoch_chart(records), data)
-    write_chart(out, "throughput", mlpcharts.throughput_chart(records), data)
-    write_chart(out, "comparison", mlpcharts.comparison_chart(records), data)
+    data = charts.chart_data(records)
+    write_chart(out, "epoch-times", charts.epoch_chart(records), data)
+    write_chart(out, "throughput", charts.throughput_chart(records), data)
+    write_chart(out, "comparison", charts.comparison_chart(records), data)
     console.print(f"Figures: {out}/*.png", soft_wrap=True, markup=False)
 
 

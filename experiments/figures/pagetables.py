@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from foreprop.lab.comparison import PAPER, SUBJECT, Point, in_order, maybe_best, model_name
-from foreprop.lab.curves import Measured
+from experiments.figures.comparison import PAPER, SUBJECT, Point, in_order, maybe_best, model_name
+from experiments.figures.curves import Measured
 from foreprop.report.markup import ABSENT, TIMES, milliseconds, percent, rate, tag, text
 from foreprop.workload.records import Record
 

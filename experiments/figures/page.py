@@ -10,14 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from foreprop.lab import sweeps
-from foreprop.lab.charts import LIMIT, STYLES, style_of
-from foreprop.lab.comparison import SUBJECT, Point, model_name, points_of
-from foreprop.lab.curves import Measured, unscaled_gbit_per_s
-from foreprop.lab.keptruns import KeptRun
-from foreprop.lab.pagetables import CPU_BOUND, best_section, points_table, row, slice_table, table
-from foreprop.lab.pictures import systems_css, variable
-from foreprop.lab.sweeps import Measurement
+from experiments.figures import sweeps
+from experiments.figures.charts import LIMIT
+from experiments.figures.comparison import SUBJECT, Point, model_name, points_of
+from experiments.figures.curves import Measured, unscaled_gbit_per_s
+from experiments.figures.keptruns import KeptRun
+from experiments.figures.pagetables import (
+    CPU_BOUND,
+    best_section,
+    points_table,
+    row,
+    slice_table,
+    table,
+)
+from experiments.figures.pictures import systems_css, variable
+from experiments.figures.sweeps import Measurement
+from foreprop.report.charts import STYLES, style_of
 from foreprop.report.document import render_document
 from foreprop.report.markup import percent, rate, tag, text
 from foreprop.report.palette import palette_css

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from foreprop.bench.wire import WirePair, lonely_world
+from benchmarks.wire import WirePair, lonely_world
 from foreprop.config import Config
 from foreprop.training.session import ConnectedSession
 from foreprop.training.waiting import make_wait, stop_waiting

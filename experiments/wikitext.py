@@ -1,7 +1,7 @@
 """WikiText-2's training text with its full vocabulary, fetched when asked for and cached.
 
 2,051,910 words of 76,616 types, as in the raw text; licence CC BY-SA. Kept in ``wikitext-2`` beside
-the other data sets, see `foreprop.datasets`. ``python -m foreprop.wikitext`` fetches it.
+the other data sets, see `foreprop.datasets`. ``python -m experiments.wikitext`` fetches it.
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ from typing import ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.language.ablation import ABLATION, Ablated
+from experiments.wikitext import number_words, wikitext2
 from foreprop.config import Config
 from foreprop.engine.main import die_with_parent
 from foreprop.errors import ConfigError
-from foreprop.lab.ablation import ABLATION, Ablated
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.systems import Steps
 from foreprop.training.lookahead import lookahead
 from foreprop.training.parallelize import connect
-from foreprop.wikitext import number_words, wikitext2
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import LabSetting, local_aggregation
 
@@ -273,3 +273,11 @@ def _config(name: str, setting: LanguageSetting) -> Config:
         unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
         push_window_bytes=setting.scaled(_DEFAULT.push_window_bytes),
     )
+
+
+def build_system(
+    name: str, rank: int, setting: LanguageSetting, *, paced: bool, bucket_bytes: int | None
+) -> LanguageSystem:
+    """For `foreprop.lab.run.run_lab`; links are the kernel's, and DDP has buckets of its own."""
+    del paced, bucket_bytes
+    return LanguageSystem(name, setting, rank)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.bench.workers import run_workers
+from benchmarks.workers import run_workers
 from foreprop.training.contract import Session
 from foreprop.training.parallelize import parallelize
 

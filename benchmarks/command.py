@@ -8,17 +8,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.bench.exchange import Exchange, measure_exchange
-from foreprop.bench.jitter import simulate_jitter
-from foreprop.bench.loopback import MODELS, measure_loopback
-from foreprop.bench.overhead import measure_scheduling, measure_waiting
-from foreprop.bench.plain import measure_alone
-from foreprop.bench.tables import measure_tables
-from foreprop.bench.wire import measure_wire
-from foreprop.workload import limit
-from foreprop.workload.profile import load_profile
+from benchmarks.exchange import Exchange, measure_exchange
+from benchmarks.loopback import MODELS, measure_loopback
+from benchmarks.overhead import measure_scheduling, measure_waiting
+from benchmarks.plain import measure_alone
+from benchmarks.tables import measure_tables
+from benchmarks.wire import measure_wire
 
-bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
+bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True, add_completion=False)
 
 
 @bench.command("wire")
@@ -139,40 +136,6 @@ def exchange(
         f"{nodes} nodes at {rate_mbit:g} Mbit/s: {seconds:.3f} s until the last has everything,"
         f" {setting.ideal_s:.3f} s at the links' rate: {setting.ideal_s / seconds:.3f} of it"
     )
-
-
-@bench.command("jitter")
-def jitter(
-    model: Annotated[str, typer.Option(help="One of the lab's models.")] = "resnet50",
-    nodes: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
-    balance: Annotated[float, typer.Option(help="Wire time / compute.")] = 1.0,
-    share: Annotated[float, typer.Option(help="How far each layer's time may be off.")] = 0.2,
-    chunk_elems: Annotated[int, typer.Option(min=1, help="Elements per collective.")] = 400_000,
-    steps: Annotated[int, typer.Option(min=1, help="Simulated steps.")] = 200,
-) -> None:
-    """Simulated: what a planned order of collectives loses to an adaptive one under jitter."""
-    layers = load_profile(model).layers(scale=1, compute_s=1.0)
-    rate = limit.rate_for_balance(layers, nodes=nodes, balance=balance)
-    result = simulate_jitter(
-        layers,
-        nodes=nodes,
-        rate_bits_per_s=rate,
-        chunk_elems=chunk_elems,
-        jitter=share,
-        steps=steps,
-    )
-    shown = Table(title=f"{model}, {nodes} ranks, compute 1 s, balance {balance:g}, ±{share:.0%}")
-    shown.add_column("order")
-    shown.add_column("step", justify="right")
-    shown.add_column("of the adaptive order's", justify="right")
-    for name, seconds in (
-        ("planned, no jitter", result.even_s),
-        ("planned", result.planned_s),
-        ("adaptive", result.adaptive_s),
-        ("backward", result.backward_s),
-    ):
-        shown.add_row(name, f"{seconds:.3f} s", f"{seconds / result.adaptive_s:.3f}")
-    Console().print(shown)
 
 
 @bench.command("tables")
