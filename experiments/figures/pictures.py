@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+from typing import NamedTuple
+
+from markupsafe import Markup
 
 from foreprop.report.charts import (
     CARD,
@@ -17,10 +20,18 @@ from foreprop.report.charts import (
     drawn,
     style_of,
 )
-from foreprop.report.markup import tag
 
 
-def inline_parts(name: str, chart: Chart) -> list[str]:
+class Part(NamedTuple):
+    """An SVG element of the page."""
+
+    label: str
+    """What it shows, for who cannot see it."""
+    box: str
+    inside: Markup
+
+
+def inline_parts(name: str, chart: Chart) -> list[Part]:
     """The parts as SVG elements for the page; ``name`` keeps their ids apart from others'."""
     return [
         _inline(f"{name}-{number}", label, draw, chart.part_in)
@@ -28,7 +39,7 @@ def inline_parts(name: str, chart: Chart) -> list[str]:
     ]
 
 
-def _inline(name: str, label: str, draw: Draw, size_in: tuple[float, float]) -> str:
+def _inline(name: str, label: str, draw: Draw, size_in: tuple[float, float]) -> Part:
     written = io.StringIO()
     with drawn(draw, size_in) as figure:
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
@@ -39,7 +50,7 @@ def _inline(name: str, label: str, draw: Draw, size_in: tuple[float, float]) -> 
     inside = re.sub(r'(url\(|href=")#', rf"\1#{name}-", inside)
     width, height = (72 * inches for inches in size_in)
     box = f"0 0 {width:.0f} {height:.0f}"
-    return tag("svg", _with_variables(inside), viewBox=box, role="img", aria_label=label)
+    return Part(label, box, Markup(_with_variables(inside)))
 
 
 def _with_variables(svg: str) -> str:
