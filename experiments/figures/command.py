@@ -11,7 +11,6 @@ from rich.console import Console
 
 from experiments.figures.campaign import make_figures
 from foreprop.cli.folder import writable
-from foreprop.cli.lab import MxnetPython
 from foreprop.errors import ConfigError
 from foreprop.lab.run import run_lab
 
@@ -30,7 +29,10 @@ def figures(
     iterations: Annotated[
         int | None, typer.Option(min=1, help="Measured steps, instead of each figure's own.")
     ] = None,
-    mxnet_python: MxnetPython = None,
+    mxnet_python: Annotated[
+        Path | None,
+        typer.Option(help="Python of an environment with mxnet==1.9.1 and numpy<1.24."),
+    ] = None,
 ) -> None:
     """Run what the paper's figures need and draw them, each with its data, and a page of all.
 

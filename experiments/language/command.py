@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,73 +20,52 @@ from experiments.language.training import (
     lstm_profile,
 )
 from foreprop.cli.folder import writable
-from foreprop.cli.lab import WorkersPerNode, names_in, nodes_text
+from foreprop.cli.lab import keep, nodes_text, say_notices
+from foreprop.cli.options import Shown, filling, mbit, systems
 from foreprop.lab.run import run_lab, sampled_steps
-from foreprop.workload.records import write_records
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
+@filling(
+    LanguageSetting,
+    ("balance", "slice_elems", "jitter", "mxnet_python", "trace"),
+    nodes=Shown(default=8, help="Nodes, each with its workers."),
+    rate_bits_per_s=mbit(float, default=30.0, help="The links' rate in Mbit/s."),
+    compute_s=Shown(default=1.0, help="Seconds that the device computes per step."),
+    scale=Shown(help="Divides widths; the vocabulary and the batch stay."),
+    systems=systems(LANGUAGE_SYSTEMS, default=",".join(LANGUAGE_SYSTEMS)),
+)
 def language(
-    nodes: Annotated[int, typer.Option(help="Nodes, each with its workers.")] = 8,
-    workers_per_node: WorkersPerNode = 1,
-    rate_mbit: Annotated[float, typer.Option(help="The links' rate in Mbit/s.")] = 30.0,
-    compute_s: Annotated[
-        float, typer.Option(help="Seconds that the device computes per step.")
-    ] = 1.0,
-    scale: Annotated[
-        int, typer.Option(help="Divides widths; the vocabulary and the batch stay.")
-    ] = 16,
-    systems: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(LANGUAGE_SYSTEMS)}.")
-    ] = ",".join(LANGUAGE_SYSTEMS),
+    *,
     ablation: Annotated[
         bool,
         typer.Option(
             "--ablation", help=f"Instead: {', '.join(ABLATION)}, each with those before it."
         ),
     ] = False,
-    iterations: Annotated[int, typer.Option(help="Measured steps of each system.")] = 20,
-    width: Annotated[int, typer.Option(help="Elements of a word's row, unscaled.")] = 512,
-    hidden: Annotated[int, typer.Option(help="Units of the LSTM, unscaled.")] = 1024,
-    samples: Annotated[int, typer.Option(help="Words that the softmax draws.")] = 8192,
-    text: Annotated[
-        Path | None, typer.Option(help="A file of words, instead of WikiText-2.")
-    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/language"),
+    **given: Any,
 ) -> None:
     """Train a language model on WikiText-2's 76,616 types, sparse and dense; write results.json.
 
     A step looks up few rows of two large tables. hybrid all-reduces the LSTM and leaves the rows to
     servers; ring and ddp-dense all-reduce everything; ddp-sparse all-gathers the rows' gradients.
     """
-    setting = LanguageSetting(
-        profile=lstm_profile(width, hidden),
-        systems=tuple(ABLATION) if ablation else names_in(systems),
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        scale=scale,
-        compute_s=compute_s,
-        rate_bits_per_s=rate_mbit * 1e6,
-        iterations=iterations,
-        sample_network=True,
-        width=width,
-        hidden=hidden,
-        samples=samples,
-        text=text,
-    )
+    if ablation:
+        given["systems"] = tuple(ABLATION)
+    profile = lstm_profile(given["width"], given["hidden"])
+    setting = LanguageSetting(profile=profile, sample_network=True, **given)
     results = writable(out) / "results.json"
     Text(setting, 0)  # fetched before the clocks run
     console = Console()
     with console.status("") as status:
         result = run_lab(setting, build=build_system, progress=status.update)
-    for notice in result.notices:
-        console.print(f"Notice: {notice}", style="yellow", markup=False)
+    say_notices(console, result)
     measured = with_bytes(result, sampled_steps=sampled_steps(setting))
     console.print(_language_table(setting, measured))
-    write_records(results, measured)
-    console.print(f"Records: {results}", soft_wrap=True, markup=False)
+    keep(console, results, measured)
 
 
 def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) -> Table:

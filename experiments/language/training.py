@@ -32,6 +32,7 @@ from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.systems import Steps
 from foreprop.training.lookahead import lookahead
 from foreprop.training.parallelize import connect
+from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import LabSetting, local_aggregation
 
@@ -51,16 +52,15 @@ _DEFAULT = Config()
 class LanguageSetting(LabSetting):
     """Also of the words. Widths are divided by ``scale``, the vocabulary and the batch are not."""
 
-    width: int = 512
-    """Elements of a row, and of the LSTM's projection."""
-    hidden: int = 1024
+    width: int = option("Elements of a word's row, unscaled.", 512)
+    """And of the LSTM's projection."""
+    hidden: int = option("Units of the LSTM, unscaled.", 1024)
     sequences: int = 128
     length: int = 20
     """Words in each of a batch's sequences."""
-    samples: int = 8192
-    """Words drawn for the softmax, by a log-uniform distribution."""
-    text: Path | None = None
-    """A file of words, instead of WikiText-2."""
+    samples: int = option("Words that the softmax draws.", 8192)
+    """By a log-uniform distribution."""
+    text: Path | None = option("A file of words, instead of WikiText-2.", None)
 
     known_systems: ClassVar[tuple[str, ...]] = (*LANGUAGE_SYSTEMS, *ABLATION)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from foreprop.cli.clone import add_from_clone
 from foreprop.cli.folder import writable
+from foreprop.cli.options import Shown, filling, mbit, systems
 from foreprop.errors import ConfigError
-from foreprop.lab.run import run_lab
+from foreprop.lab.run import LabResult, run_lab
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import SIMULATED, simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
@@ -24,11 +28,6 @@ lab = typer.Typer(
     help="Measure systems side by side on a cluster of network namespaces on this machine.",
     no_args_is_help=True,
 )
-MxnetPython = Annotated[
-    Path | None,
-    typer.Option(help="Python of an environment with mxnet==1.9.1 and numpy<1.24."),
-]
-
 _Model = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(profile_names())}; default vgg19.")
 ]
@@ -39,63 +38,36 @@ _ProfileFile = Annotated[
         help="A file that foreprop.profile() has saved, or a JSON file of arrays and FLOPs.",
     ),
 ]
-_Nodes = Annotated[int, typer.Option(help="Nodes, each with a worker and a server.")]
-WorkersPerNode = Annotated[int, typer.Option(help="Workers on each node.")]
-_Balance = Annotated[
-    float | None, typer.Option(help="Wire time / compute, which sets the rate; default 1.0.")
-]
-_Rate = Annotated[
-    float | None, typer.Option(help="The links' rate in Mbit/s, instead of --balance.")
-]
-_Scale = Annotated[int, typer.Option(help="Divides every array, slice and bucket.")]
-_Compute = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds that the device computes per step; by default as measured (see --profile),"
-        " or else enough for 2 CPUs."
-    ),
-]
-_Iterations = Annotated[int, typer.Option(help="Measured steps of each system.")]
-_SliceElems = Annotated[
-    int | None,
-    typer.Option(help="Elements per slice of the unscaled model, instead of the usual ones."),
-]
-_Jitter = Annotated[
-    float, typer.Option(help="Draw each layer's time anew, up to this share off, as 0.2.")
-]
-_EgressOnly = Annotated[
-    bool, typer.Option("--egress-only", help="Shape only what nodes send, as the paper did.")
-]
+_Out = Annotated[Path, typer.Option(help="Folder for results.json.")]
+_EGRESS_ONLY = Shown(
+    name="egress_only",
+    kind=bool,
+    default=False,
+    declared=("--egress-only",),
+    help="Shape only what nodes send, as the paper did.",
+    read=lambda only: not only,
+)
+_COMPUTE = Shown(kind=float | None, default=None)
+_SYSTEMS = "p3,slicing,kvstore,ddp"
 
 _SHORT_S = 0.1
 """Shorter steps are shown with more digits."""
 
 
 @lab.command("run")
+@filling(
+    LabSetting,
+    rate_bits_per_s=mbit(),
+    compute_s=_COMPUTE,
+    systems=systems(SYSTEMS, default=_SYSTEMS, more="; p3@200000: with slices of that size"),
+    shape_ingress=_EGRESS_ONLY,
+)
 def run(
     model: _Model = None,
     profile: _ProfileFile = None,
-    nodes: _Nodes = 4,
-    workers_per_node: WorkersPerNode = 1,
-    balance: _Balance = None,
-    rate_mbit: _Rate = None,
-    scale: _Scale = 16,
-    compute_s: _Compute = None,
-    systems: Annotated[
-        str,
-        typer.Option(
-            help=f"Separated by commas: {', '.join(SYSTEMS)}; p3@200000: with slices of that size."
-        ),
-    ] = "p3,slicing,kvstore,ddp",
-    iterations: _Iterations = 20,
-    slice_elems: _SliceElems = None,
-    jitter: _Jitter = 0.0,
-    egress_only: _EgressOnly = False,
-    mxnet_python: MxnetPython = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Folder for traces of the presets, for `foreprop trace`.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/lab"),
+    *,
+    out: _Out = Path("runs/lab"),
+    **given: Any,
 ) -> None:
     """Measure several systems in one cluster, their steps interleaved; write results.json.
 
@@ -103,77 +75,34 @@ def run(
     autograd, optimizers and sockets are real. efficiency is the limit, which no schedule can beat,
     over the median step.
     """
-    chosen = _profile(model, profile)
-    if compute_s is None:
-        compute_s = usual_compute_s(chosen, nodes * workers_per_node)
-    setting = LabSetting(
-        profile=chosen,
-        systems=names_in(systems),
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        scale=scale,
-        compute_s=compute_s,
-        rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
-        balance=balance,
-        iterations=iterations,
-        slice_elems=slice_elems,
-        jitter=jitter,
-        shape_ingress=not egress_only,
-        mxnet_python=mxnet_python,
-        trace=trace,
-    )
+    setting = LabSetting(**_completed(model, profile, given))
     results = writable(out) / "results.json"
     console = Console()
     with console.status("") as status:
         result = run_lab(setting, progress=status.update)
-    for notice in result.notices:
-        console.print(f"Notice: {notice}", style="yellow", markup=False)
+    say_notices(console, result)
     console.print(table(setting, result.records))
-    write_records(results, result.records)
-    console.print(f"Records: {results}", soft_wrap=True, markup=False)
+    keep(console, results, result.records)
 
 
 @lab.command("simulate")
+@filling(
+    SimulatedSetting,
+    ("mxnet_python", "trace"),
+    rate_bits_per_s=mbit(),
+    compute_s=_COMPUTE,
+    systems=systems(SIMULATED_SYSTEMS, default=_SYSTEMS),
+    shape_ingress=_EGRESS_ONLY,
+    slowdown=Shown(default=0.5),
+    latency_s=Shown(name="latency", kind=str, default="100us", read=partial(parse_time, "latency")),
+    symmetric=Shown(declared=("--symmetric/--every-node",)),
+)
 def simulate(
     model: _Model = None,
     profile: _ProfileFile = None,
-    nodes: _Nodes = 4,
-    workers_per_node: WorkersPerNode = 1,
-    balance: _Balance = None,
-    rate_mbit: _Rate = None,
-    scale: _Scale = 16,
-    compute_s: _Compute = None,
-    systems: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(SIMULATED_SYSTEMS)}.")
-    ] = "p3,slicing,kvstore,ddp",
-    iterations: _Iterations = 20,
-    slice_elems: _SliceElems = None,
-    jitter: _Jitter = 0.0,
-    step_jitter: Annotated[
-        float,
-        typer.Option(
-            help="Each worker's compute takes exp(this x a normal draw) as long, anew in each step."
-        ),
-    ] = 0.0,
-    slow_nodes: Annotated[int, typer.Option(help="Nodes that compute more slowly.")] = 0,
-    slowdown: Annotated[
-        float, typer.Option(help="By what share they take longer, as 0.5 for half as long again.")
-    ] = 0.5,
-    latency: Annotated[
-        str, typer.Option(help="From host to host, without queues: half of what ping shows.")
-    ] = "100us",
-    symmetric: Annotated[
-        bool | None,
-        typer.Option(
-            "--symmetric/--every-node",
-            help="Let one stand for all that do the same; by default above 64 nodes of one worker.",
-        ),
-    ] = None,
-    representatives: Annotated[
-        int, typer.Option(help="How many stand for all, if it is symmetric; 4 are more exact.")
-    ] = 1,
-    egress_only: _EgressOnly = False,
-    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/simulated"),
+    *,
+    out: _Out = Path("runs/simulated"),
+    **given: Any,
 ) -> None:
     """Predict what `run` would measure, without a cluster; write results.json.
 
@@ -181,40 +110,32 @@ def simulate(
     links; ddp is a model of DistributedDataParallel. The same options give the same records. Many
     nodes are simulated by symmetry, which is exact for ring and ddp, and close for the presets.
     """
-    chosen = _profile(model, profile)
-    if compute_s is None:
-        compute_s = usual_compute_s(chosen, nodes * workers_per_node)
-    setting = SimulatedSetting(
-        profile=chosen,
-        systems=names_in(systems),
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        scale=scale,
-        compute_s=compute_s,
-        rate_bits_per_s=None if rate_mbit is None else rate_mbit * 1e6,
-        balance=balance,
-        iterations=iterations,
-        slice_elems=slice_elems,
-        jitter=jitter,
-        step_jitter=step_jitter,
-        slow_nodes=slow_nodes,
-        slowdown=slowdown,
-        latency_s=parse_time("latency", latency),
-        symmetric=symmetric,
-        representatives=representatives,
-        shape_ingress=not egress_only,
-    )
+    setting = SimulatedSetting(**_completed(model, profile, given))
     results = writable(out) / "results.json"
     console = Console()
     with console.status("") as status:
         records = simulate_lab(setting, progress=status.update)
     console.print(table(setting, records))
-    write_records(results, records)
-    console.print(f"Records: {results}", soft_wrap=True, markup=False)
+    keep(console, results, records)
 
 
-def names_in(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def _completed(model: str | None, path: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """With the profile, and the compute that suits it."""
+    profile = _profile(model, path)
+    compute_s = given["compute_s"]
+    if compute_s is None:
+        compute_s = usual_compute_s(profile, given["nodes"] * given["workers_per_node"])
+    return given | {"profile": profile, "compute_s": compute_s}
+
+
+def say_notices(console: Console, result: LabResult) -> None:
+    for notice in result.notices:
+        console.print(f"Notice: {notice}", style="yellow", markup=False)
+
+
+def keep(console: Console, path: Path, records: Sequence[msgspec.Struct]) -> None:
+    write_records(path, records)
+    console.print(f"Records: {path}", soft_wrap=True, markup=False)
 
 
 def nodes_text(setting: LabSetting) -> str:
