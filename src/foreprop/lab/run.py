@@ -24,9 +24,9 @@ from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__
 from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES, CANDIDATE_BUCKETS_BYTES
+from foreprop.workload.buckets import BUCKET_BYTES, best_bucket
 from foreprop.workload.network import Network
-from foreprop.workload.records import CPU_BOUND_SHARE, Record, Spread
+from foreprop.workload.records import CPU_BOUND_SHARE, Record, record_of
 from foreprop.workload.setting import (
     AUTO,
     DDP,
@@ -35,7 +35,6 @@ from foreprop.workload.setting import (
     MXNET,
     SIZE_MARK,
     LabSetting,
-    local_aggregation,
 )
 
 Progress = Callable[[str], None]
@@ -163,26 +162,20 @@ class _Run:
             if name == DDP:
                 tally.bucket_bytes = self._setting.scaled(BUCKET_BYTES)
             elif name == DDP_TUNED:
-                tally.bucket_bytes = self._best_bucket()
+                tally.bucket_bytes = best_bucket(self._setting, self._tuning_step_s)
             tally.version = self._build(name, tally.bucket_bytes)
 
     def _build(self, name: str, bucket_bytes: int | None) -> str:
         versions: list[str] = self._cluster.ask_all(("build", name, bucket_bytes))
         return versions[0]
 
-    def _best_bucket(self) -> int:
-        """The bucket size with the shortest steps, each tried for a few."""
-        seconds: dict[int, float] = {}
-        for candidate in CANDIDATE_BUCKETS_BYTES:
-            size = self._setting.scaled(candidate)
-            if seconds and size > 2 * limit.model_bytes(self._setting.layers):
-                break  # one bucket holds everything
-            self._progress(f"{DDP_TUNED}: trying buckets of {candidate >> 20} MB")
-            self._build(DDP_TUNED, size)
-            steps, _ = self._block(DDP_TUNED, _TUNING_STEPS, sample=False)
-            seconds[size] = statistics.median(steps)
-            self._cluster.ask_all(("drop", DDP_TUNED))
-        return min(seconds, key=lambda size: seconds[size])
+    def _tuning_step_s(self, candidate: int, size: int) -> float:
+        """Of ddp-tuned with such buckets, from a few steps."""
+        self._progress(f"{DDP_TUNED}: trying buckets of {candidate >> 20} MB")
+        self._build(DDP_TUNED, size)
+        steps, _ = self._block(DDP_TUNED, _TUNING_STEPS, sample=False)
+        self._cluster.ask_all(("drop", DDP_TUNED))
+        return statistics.median(steps)
 
     def measure(self) -> None:
         setting = self._setting
@@ -230,42 +223,24 @@ class _Run:
 
     def _record(self, name: str, tally: _Tally) -> Record:
         setting = self._setting
-        layers = setting.layers
-        compute_s = limit.compute_s(layers)
         wire_s = limit.wire_s(
-            limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
+            limit.model_bytes(setting.layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
         )
-        spread = Spread.of(tally.step_s)
         sent_gb = wire_s * setting.rate / 8 * setting.nodes * tally.steps / 1e9
         cpu_share = max(tally.busy_s, tally.cpu_s) / (tally.wall_s * (os.cpu_count() or 1))
-        return Record(
-            system=name,
-            model=setting.profile.name,
-            scale=setting.scale,
-            nodes=setting.nodes,
-            workers_per_node=setting.workers_per_node,
-            local_aggregation=_local_aggregation_of(name),
-            rate_bits_per_s=setting.rate,
-            balance=wire_s / compute_s,
-            compute_s=compute_s,
-            wire_s=wire_s,
-            limit_s=setting.limit_s,
-            iteration_s=spread,
-            efficiency=setting.limit_s / spread.median,
-            waiting_s=statistics.fmean(tally.waited_s),
+        return record_of(
+            name,
+            setting,
+            tally.step_s,
+            tally.waited_s,
             cpu_s_per_gb=tally.cpu_s / sent_gb,
             cpu_share=cpu_share,
             cpu_bound=cpu_share > CPU_BOUND_SHARE,
-            iterations=len(tally.step_s),
             slice_elems=tally.slice_elems or setting.slice_elems_of(name),
             bucket_bytes=tally.bucket_bytes,
             network="pacing" if self._paced else "namespaces",
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
         )
-
-
-def _local_aggregation_of(system: str) -> str | None:
-    return None if system.startswith(DDP) or system in MXNET else local_aggregation()
 
 
 def _versions() -> dict[str, str]:
