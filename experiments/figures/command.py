@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 from experiments.figures.campaign import make_figures
+from experiments.mxnet import build_system
 from foreprop.cli.folder import writable
 from foreprop.errors import ConfigError
 from foreprop.lab.run import run_lab
@@ -43,7 +45,7 @@ def figures(
         writable(out),
         quick=quick,
         console=console,
-        measure=run_lab,
+        measure=partial(run_lab, build=build_system),
         only=_numbers(only),
         iterations=iterations,
         mxnet_python=mxnet_python,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -26,25 +27,24 @@ def add_from_clone(group: typer.Typer, name: str, source: str, summary: str) -> 
 
     @group.command(name, help=summary, add_help_option=False, context_settings=_PASSED_ON)
     def forward(context: typer.Context) -> None:
-        app = load(source, context.command_path)
+        app: typer.Typer = load(source, f"`{context.command_path}`")
         typer.main.get_command(app)(context.args, prog_name=context.command_path)
 
 
-def load(source: str, command: str) -> typer.Typer:
-    """Raises `ConfigError` if the source or what it needs is not there."""
+def load(source: str, what: str) -> Any:
+    """``what`` needs it. Raises `ConfigError` if the source, or what that needs, is not there."""
     module, _, name = source.partition(":")
     if not (REPOSITORY / module.partition(".")[0] / "__init__.py").is_file():
         raise ConfigError(
-            f"`{command}` needs a clone of foreprop's repository, and this is an installed package:"
-            f" in a clone, run pip install -e '.[lab]', then {command} again"
+            f"{what} needs a clone of foreprop's repository, and this is an installed package: in a"
+            " clone, run pip install -e '.[lab]', then the same command again"
         )
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
     try:
-        loaded: typer.Typer = getattr(import_module(module), name)
+        return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        raise missing_extra(f"`{command}`", error) from error
-    return loaded
+        raise missing_extra(what, error) from error
 
 
 def missing_extra(what: str, error: ModuleNotFoundError) -> ConfigError:

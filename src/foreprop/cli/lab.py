@@ -12,17 +12,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.cli.clone import add_from_clone
+from foreprop.cli.clone import add_from_clone, load
 from foreprop.cli.folder import writable
 from foreprop.cli.options import Shown, filling, mbit, systems
 from foreprop.errors import ConfigError
-from foreprop.lab.run import LabResult, run_lab
+from foreprop.lab.run import Build, LabResult, run_lab
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import SIMULATED, simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.workload.records import Record, write_records
-from foreprop.workload.setting import SYSTEMS, LabSetting, usual_compute_s
+from foreprop.workload.setting import MXNET, SYSTEMS, LabSetting, usual_compute_s
 
 lab = typer.Typer(
     help="Measure systems side by side on a cluster of network namespaces on this machine.",
@@ -79,7 +79,7 @@ def run(
     results = writable(out) / "results.json"
     console = Console()
     with console.status("") as status:
-        result = run_lab(setting, progress=status.update)
+        result = run_lab(setting, build=_build(setting), progress=status.update)
     say_notices(console, result)
     console.print(table(setting, result.records))
     keep(console, results, result.records)
@@ -117,6 +117,15 @@ def simulate(
         records = simulate_lab(setting, progress=status.update)
     console.print(table(setting, records))
     keep(console, results, records)
+
+
+def _build(setting: LabSetting) -> Build | None:
+    """What builds the setting's systems, if the lab does not by itself."""
+    peers = [name for name in setting.systems if name in MXNET]
+    if not peers:
+        return None
+    build: Build = load("experiments.mxnet:build_system", f"the system {peers[0]}")
+    return build
 
 
 def _completed(model: str | None, path: Path | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.machine import busy_s
-from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__
@@ -46,7 +45,6 @@ _TUNING_STEPS = 2
 _PLANNING_STEPS = 4 + 5
 """What `training.planning` measures, and what the new connections need to settle."""
 _SAMPLE_S = 0.01
-_MXNET_PORT = 29600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,7 @@ def run_lab(
     ``build``: for systems that the lab does not know.
     """
     build = build or build_system
-    network = _network(setting)
+    network = network_of(setting)
     notices: list[str] = []
     each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
     progress(f"{setting.nodes} nodes{each} at {setting.rate / 1e6:.0f} Mbit/s")
@@ -108,7 +106,7 @@ def sampled_steps(setting: LabSetting) -> int:
     return min(_BLOCK_STEPS, setting.iterations) + DISCARDED_STEPS
 
 
-def _network(setting: LabSetting) -> Network:
+def network_of(setting: LabSetting) -> Network:
     return Network(
         nodes=setting.nodes,
         rate_bits_per_s=setting.rate,
@@ -280,19 +278,9 @@ def serve_worker(
 def build_system(
     name: str, rank: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
 ) -> System:
-    """One that the lab knows."""
+    """foreprop or DDP; the peers on MXNet are built by `experiments.mxnet`."""
     if bucket_bytes is not None:
         return DdpSystem(setting, rank, bucket_bytes=bucket_bytes)
-    if name in MXNET:
-        network = _network(setting)
-        return MxnetSystem(
-            setting,
-            name,
-            node=rank,
-            address=network.address(rank),
-            root_address=network.address(0),
-            port=_MXNET_PORT + MXNET.index(name),
-        )
     return ForepropSystem(name, setting, rank, paced=paced)
 
 
