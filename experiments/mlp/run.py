@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from experiments.mlp.training import IMAGES, P2P, SERVERS, MlpSetting, MlpSteps, serve_mlp_node
 from foreprop.datasets import ensure_files
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.machine import busy_s
-from foreprop.lab.mlp import IMAGES, P2P, SERVERS, MlpSetting, MlpSteps, serve_mlp_node
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.lab.systems import means
 from foreprop.model import published

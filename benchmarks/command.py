@@ -8,17 +8,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.bench.exchange import Exchange, measure_exchange
-from foreprop.bench.jitter import simulate_jitter
-from foreprop.bench.loopback import MODELS, measure_loopback
-from foreprop.bench.overhead import measure_scheduling, measure_waiting
-from foreprop.bench.plain import measure_alone
-from foreprop.bench.tables import measure_tables
-from foreprop.bench.wire import measure_wire
+from benchmarks.exchange import Exchange, measure_exchange
+from benchmarks.jitter import simulate_jitter
+from benchmarks.loopback import MODELS, measure_loopback
+from benchmarks.overhead import measure_scheduling, measure_waiting
+from benchmarks.plain import measure_alone
+from benchmarks.tables import measure_tables
+from benchmarks.wire import measure_wire
 from foreprop.workload import limit
 from foreprop.workload.profile import load_profile
 
-bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
+bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True, add_completion=False)
 
 
 @bench.command("wire")

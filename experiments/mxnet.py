@@ -15,11 +15,13 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from experiments import mxnet_worker
 from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
-from foreprop.lab import mxnet_worker
-from foreprop.lab.systems import Steps
-from foreprop.workload.setting import LabSetting
+from foreprop.lab.run import build_system as build_other
+from foreprop.lab.run import network_of
+from foreprop.lab.systems import Steps, System
+from foreprop.workload.setting import MXNET, LabSetting
 
 P3 = "mxnet-p3"
 _P3_SLICE_ELEMS = 40_000  # MXNet's default
@@ -28,6 +30,7 @@ _P3_VARIABLES = {"DMLC_PS_VAN_TYPE": "p3", "DMLC_PS_WATER_MARK": "10"}
 _OWN_VARIABLES = ("DMLC_", "MXNET_", "PS_", "OMP_")
 _NEEDED = "python3 -m venv ENV && ENV/bin/pip install mxnet==1.9.1 'numpy<1.24'"
 
+_PORT = 29600
 _START_GRACE_S = 120.0
 _START_GRACE_S_PER_NODE = 15.0  # importing mxnet takes 2 s of a CPU in each process
 _STEPS_GRACE_S = 60.0
@@ -247,3 +250,20 @@ def _knobs(setting: LabSetting) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
     }
+
+
+def build_system(
+    name: str, rank: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
+) -> System:
+    """For `foreprop.lab.run.run_lab`: also the systems that are MXNet's."""
+    if name not in MXNET:
+        return build_other(name, rank, setting, paced=paced, bucket_bytes=bucket_bytes)
+    network = network_of(setting)
+    return MxnetSystem(
+        setting,
+        name,
+        node=rank,
+        address=network.address(rank),
+        root_address=network.address(0),
+        port=_PORT + MXNET.index(name),
+    )

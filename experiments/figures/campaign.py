@@ -19,17 +19,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from foreprop.errors import ForepropError
-from foreprop.lab import sweeps
-from foreprop.lab.charts import Chart, throughput_chart, timeline_chart, utilisation_chart
-from foreprop.lab.curves import (
+from experiments.figures import sweeps
+from experiments.figures.charts import throughput_chart, timeline_chart, utilisation_chart
+from experiments.figures.curves import (
     Measured,
     bandwidth_panels,
     nodes_panels,
     slice_size_panels,
     utilisation_panels,
 )
-from foreprop.lab.keptruns import (
+from experiments.figures.keptruns import (
     KeptRun,
     maybe_read_run,
     remove_traces,
@@ -37,10 +36,12 @@ from foreprop.lab.keptruns import (
     timelines_of,
     write_run,
 )
+from experiments.figures.page import Drawn, Story, render_page
+from experiments.figures.pictures import inline_parts
+from experiments.figures.sweeps import FIGURES, Measurement, plan_measurements
+from foreprop.errors import ForepropError
 from foreprop.lab.machine import machine_facts
-from foreprop.lab.page import Drawn, Story, render_page
-from foreprop.lab.pictures import inline_parts, write_chart
-from foreprop.lab.sweeps import FIGURES, Measurement, plan_measurements
+from foreprop.report.charts import Chart, write_chart
 from foreprop.report.document import write_document
 from foreprop.report.timeline import Timeline
 from foreprop.workload.records import Record, write_records

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from experiments.mlp.run import Errors, MlpRecord, errors_of, run_mlp
+from experiments.mlp.training import MLP_SYSTEMS, MlpSetting
 from foreprop.cli.folder import writable
-from foreprop.config import PRESETS
+from foreprop.cli.options import filling, mbit, systems
 from foreprop.errors import ConfigError
-from foreprop.lab.mlp import MLP_SYSTEMS, MlpSetting
-from foreprop.lab.mlprun import Errors, MlpRecord, errors_of, run_mlp
 from foreprop.workload.records import write_records
 
 _WORKERS, _STEPS = "1,2,3,4,5,6,7", 40
 _QUICK_WORKERS, _QUICK_STEPS = "1,2,4", 10
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@filling(
+    MlpSetting,
+    systems=systems(MLP_SYSTEMS, default=",".join(MLP_SYSTEMS)),
+    rate_bits_per_s=mbit(float, default=100.0),
+)
 def mlp(
     workers: Annotated[
         str | None, typer.Option(help=f"Numbers of workers, with commas; default {_WORKERS}.")
     ] = None,
-    systems: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(MLP_SYSTEMS)}.")
-    ] = ",".join(MLP_SYSTEMS),
-    preset: Annotated[
-        str, typer.Option(help=f"Of servers and peers: {', '.join(PRESETS)}.")
-    ] = "tensorflow",
-    rate_mbit: Annotated[float, typer.Option(help="The links' rate in Mbit/s.")] = 100.0,
-    compute_s: Annotated[
-        float, typer.Option(help="Seconds that a worker computes for one batch.")
-    ] = 0.3,
-    batch: Annotated[int, typer.Option(help="Images in each worker's batch.")] = 100,
-    hidden: Annotated[int, typer.Option(help="Units of each of the two hidden layers.")] = 256,
+    *,
     steps: Annotated[
         int | None, typer.Option(help=f"Measured steps of each system; default {_STEPS}.")
     ] = None,
@@ -46,23 +44,16 @@ def mlp(
     out: Annotated[Path, typer.Option(help="Folder for results.json and figures.")] = Path(
         "runs/mlp"
     ),
+    **given: Any,
 ) -> None:
     """Train a perceptron on Fashion-MNIST, 1 to 7 workers; write results.json and figures.
 
     The experiment of Alqahtani and Demirbas: 1, 2 and 4 dedicated servers, peers, a ring; epoch
     times measured, predicted by the paper's formulas, and by our own model.
     """
+    steps = steps if steps is not None else _QUICK_STEPS if quick else _STEPS
     settings = [
-        MlpSetting(
-            workers=count,
-            systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
-            preset=preset,
-            rate_bits_per_s=rate_mbit * 1e6,
-            compute_s=compute_s,
-            batch=batch,
-            hidden=hidden,
-            steps=steps if steps is not None else _QUICK_STEPS if quick else _STEPS,
-        )
+        MlpSetting(workers=count, steps=steps, **given)
         for count in _numbers(workers or (_QUICK_WORKERS if quick else _WORKERS))
     ]
     results = writable(out) / "results.json"
@@ -93,15 +84,15 @@ def _numbers(text: str) -> list[int]:
 def _draw(out: Path, records: Sequence[MlpRecord], console: Console) -> None:
     """matplotlib takes a second to load, and is an extra."""
     try:
-        from foreprop.lab import mlpcharts
-        from foreprop.lab.pictures import write_chart
+        from experiments.mlp import charts
+        from foreprop.report.charts import write_chart
     except ModuleNotFoundError as error:
         console.print(f"No figures: {error.name} is missing; pip install 'foreprop[lab]'")
         return
-    data = mlpcharts.chart_data(records)
-    write_chart(out, "epoch-times", mlpcharts.epoch_chart(records), data)
-    write_chart(out, "throughput", mlpcharts.throughput_chart(records), data)
-    write_chart(out, "comparison", mlpcharts.comparison_chart(records), data)
+    data = charts.chart_data(records)
+    write_chart(out, "epoch-times", charts.epoch_chart(records), data)
+    write_chart(out, "throughput", charts.throughput_chart(records), data)
+    write_chart(out, "comparison", charts.comparison_chart(records), data)
     console.print(f"Figures: {out}/*.png", soft_wrap=True, markup=False)
 
 

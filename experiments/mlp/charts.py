@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from foreprop.lab.charts import INK, QUIET, STYLES, Chart, Style
-from foreprop.lab.mlp import DDP, P2P, RING
-from foreprop.lab.mlprun import MlpRecord
+from experiments.mlp.run import MlpRecord
+from experiments.mlp.training import DDP, P2P, RING
+from foreprop.report.charts import INK, QUIET, STYLES, Chart, Style
 
 _STYLE_OF: Mapping[str, Style] = dict(
     zip((P2P, "2ps", "1ps", RING, DDP, "4ps"), STYLES.values(), strict=False)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.bench.workers import run_workers
+from benchmarks.workers import run_workers
 from foreprop.config import Config
 from foreprop.session.contract import Session
 from foreprop.session.parallelize import parallelize

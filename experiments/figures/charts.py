@@ -6,9 +6,7 @@ All that is drawn comes from `curves`, or from timelines; nothing here computes 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -16,60 +14,24 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from foreprop.lab.comparison import in_order
-from foreprop.lab.curves import THROUGHPUT_LABEL, Axis, Curve, ThroughputPanel, UtilisationPanel
+from experiments.figures.comparison import in_order
+from experiments.figures.curves import (
+    THROUGHPUT_LABEL,
+    Axis,
+    Curve,
+    ThroughputPanel,
+    UtilisationPanel,
+)
+from foreprop.report.charts import CARD, INK, PART_IN, QUIET, WAIT, Chart, Draw, style_of
 from foreprop.report.palette import LIGHT_RAMP, ramp_colour
 from foreprop.report.timeline import Lane, Timeline
 from foreprop.report.timeline_shapes import Shape
 from foreprop.report.timeline_svg import Panel, panel_summary, plan_panels
 
-INK, QUIET, GRID, CARD, WAIT = "#1b1d21", "#5c626b", "#dfe1e4", "#ffffff", "#c8102e"
-"""report.css's colours in daylight; on the page they become its variables again."""
 LIMIT = "limit"
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How a system is drawn, in every chart: colour on a light and on a dark page, and mark."""
-
-    light: str
-    dark: str
-    marker: str
-    dashes: Literal["-", "--", ":"] = "-"
-
-
-STYLES: Mapping[str, Style] = {
-    "p3": Style("#2458b0", "#6ea5f5", "o"),
-    "slicing": Style("#16805f", "#4dcda6", "s"),
-    "kvstore": Style("#b8560f", "#f0a35e", "D"),
-    "ddp": Style("#7a3e9d", "#c79bea", "^"),
-    "ddp-tuned": Style("#a8468f", "#ec9fd8", "v", "--"),
-    "mxnet-kvstore": Style("#86702a", "#d8c878", "P", ":"),
-    "mxnet-p3": Style("#456473", "#9fbccb", "X", ":"),
-}
-_OTHER = Style("#68717c", "#99a3af", "*")
-
 _PANEL_IN = (4.9, 3.3)
-_PART_IN = (4.4, 3.2)
-
-Draw = Callable[[Figure], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
-    """One figure: ``whole`` for the files, ``parts`` for the page, which puts them side by side."""
-
-    whole: Draw
-    whole_in: tuple[float, float]
-    parts: Sequence[tuple[str, Draw]]
-    """Each with what it shows, for who cannot see it."""
-    part_in: tuple[float, float] = _PART_IN
-    systems: Sequence[str] = ()
-    """What the page's legend lists."""
-
-
-def style_of(system: str) -> Style:
-    return STYLES.get(system, _OTHER)
 
 
 def throughput_chart(panels: Sequence[ThroughputPanel]) -> Chart:
@@ -237,7 +199,7 @@ def utilisation_chart(panels: Sequence[UtilisationPanel]) -> Chart:
             )
             for panel in panels
         ],
-        part_in=(_PART_IN[0], 3.6),
+        part_in=(PART_IN[0], 3.6),
     )
 
 

@@ -23,15 +23,16 @@ from typing import ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.language.ablation import ABLATION, Ablated
+from experiments.wikitext import number_words, wikitext2
 from foreprop.config import Config
 from foreprop.errors import ConfigError
-from foreprop.lab.ablation import ABLATION, Ablated
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.systems import Steps
 from foreprop.servers.main import die_with_parent
 from foreprop.session.parallelize import connect
 from foreprop.tables.lookahead import lookahead
-from foreprop.wikitext import number_words, wikitext2
+from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import LabSetting, local_aggregation
 
@@ -51,16 +52,15 @@ _DEFAULT = Config()
 class LanguageSetting(LabSetting):
     """Also of the words. Widths are divided by ``scale``, the vocabulary and the batch are not."""
 
-    width: int = 512
-    """Elements of a row, and of the LSTM's projection."""
-    hidden: int = 1024
+    width: int = option("Elements of a word's row, unscaled.", 512)
+    """And of the LSTM's projection."""
+    hidden: int = option("Units of the LSTM, unscaled.", 1024)
     sequences: int = 128
     length: int = 20
     """Words in each of a batch's sequences."""
-    samples: int = 8192
-    """Words drawn for the softmax, by a log-uniform distribution."""
-    text: Path | None = None
-    """A file of words, instead of WikiText-2."""
+    samples: int = option("Words that the softmax draws.", 8192)
+    """By a log-uniform distribution."""
+    text: Path | None = option("A file of words, instead of WikiText-2.", None)
 
     known_systems: ClassVar[tuple[str, ...]] = (*LANGUAGE_SYSTEMS, *ABLATION)
 
@@ -273,3 +273,11 @@ def _config(name: str, setting: LanguageSetting) -> Config:
         unsent_bytes=setting.scaled(_DEFAULT.unsent_bytes),
         push_window_bytes=setting.scaled(_DEFAULT.push_window_bytes),
     )
+
+
+def build_system(
+    name: str, rank: int, setting: LanguageSetting, *, paced: bool, bucket_bytes: int | None
+) -> LanguageSystem:
+    """For `foreprop.lab.run.run_lab`; links are the kernel's, and DDP has buckets of its own."""
+    del paced, bucket_bytes
+    return LanguageSystem(name, setting, rank)

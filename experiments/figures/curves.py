@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from foreprop.lab.comparison import in_order, model_name
-from foreprop.lab.sweeps import SCALE
+from experiments.figures.comparison import in_order, model_name
+from experiments.figures.sweeps import SCALE
 from foreprop.workload import limit
 from foreprop.workload.records import Record
 from foreprop.workload.setting import LabSetting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from experiments.language.ablation import ABLATION
 from foreprop.lab.run import LabResult
 from foreprop.workload.records import Record
 
@@ -23,6 +24,9 @@ def with_bytes(result: LabResult, *, sampled_steps: int) -> list[LanguageRecord]
     for record in result.records:
         samples = result.samples.get(record.system) or [(0.0, 0, 0)]
         _, sent, received = samples[-1]
+        if record.system in ABLATION:
+            aggregation = ABLATION[record.system].local_aggregation
+            record = msgspec.structs.replace(record, local_aggregation=aggregation)
         entry = LanguageRecord(
             record=record,
             sent_bytes=sent / sampled_steps,

@@ -34,6 +34,7 @@ from foreprop.model.deployment import Deployment
 from foreprop.servers.main import die_with_parent
 from foreprop.session.parallelize import connect
 from foreprop.workload.network import Network
+from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 
 SERVERS = {"1ps": 1, "2ps": 2, "4ps": 4}
@@ -53,16 +54,14 @@ class MlpSetting:
 
     workers: int
     systems: tuple[str, ...] = MLP_SYSTEMS
-    preset: str = "tensorflow"
-    """Of servers and peers; by default the protocol of the paper's TensorFlow."""
-    rate_bits_per_s: float = 100e6
-    """Of every link, each way."""
-    compute_s: float = 0.3
-    """T_processing: a worker's time for one batch."""
-    batch: int = 100
-    """Images, of each worker."""
-    hidden: int = 256
-    """Units of each of the two hidden layers."""
+    preset: str = option(f"Of servers and peers: {', '.join(PRESETS)}.", "tensorflow")
+    """By default the protocol of the paper's TensorFlow."""
+    rate_bits_per_s: float = option("The links' rate in Mbit/s.", 100e6)
+    """Each way."""
+    compute_s: float = option("Seconds that a worker computes for one batch.", 0.3)
+    """T_processing."""
+    batch: int = option("Images in each worker's batch.", 100)
+    hidden: int = option("Units of each of the two hidden layers.", 256)
     steps: int = 40
     """Measured, of each system."""
 

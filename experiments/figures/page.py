@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from typing import NamedTuple
 
-from foreprop.lab import sweeps
-from foreprop.lab.charts import LIMIT, STYLES, style_of
-from foreprop.lab.comparison import SUBJECT, Point, model_name, points_of
-from foreprop.lab.curves import Measured, unscaled_gbit_per_s
-from foreprop.lab.keptruns import KeptRun
-from foreprop.lab.pagetables import CPU_BOUND, best_section, points_table, row, slice_table, table
-from foreprop.lab.pictures import systems_css, variable
-from foreprop.lab.sweeps import Measurement
-from foreprop.report.document import render_document
-from foreprop.report.markup import percent, rate, tag, text
+from experiments.figures import sweeps
+from experiments.figures.comparison import SUBJECT, Point, model_name, points_of
+from experiments.figures.curves import Measured, unscaled_gbit_per_s
+from experiments.figures.keptruns import KeptRun
+from experiments.figures.pagetables import (
+    CPU_BOUND,
+    Cell,
+    Row,
+    Table,
+    best_table,
+    points_table,
+    slice_table,
+)
+from experiments.figures.pictures import Part, systems_css, variable
+from experiments.figures.sweeps import Measurement
+from foreprop.report.charts import STYLES, style_of
+from foreprop.report.document import asset, render
+from foreprop.report.numbers import rate
 from foreprop.report.palette import palette_css
-from foreprop.report.report import timeline_block
 from foreprop.report.timeline import Timeline
-from foreprop.report.timeline_svg import layer_names
+from foreprop.report.timeline_svg import DrawnTimelines, draw_timelines, layer_names
 from foreprop.workload.records import CPU_BOUND_SHARE, Record
 
 _TITLE = "P3 and its peers, measured on one machine"
@@ -34,7 +41,7 @@ class Drawn:
     """One figure as the page shows it: SVG elements, or timelines that the page draws itself."""
 
     number: int
-    parts: Sequence[str]
+    parts: Sequence[Part]
     systems: Sequence[str]
     timelines: Sequence[Timeline]
 
@@ -112,24 +119,47 @@ _WORDS: Mapping[int, _Words] = {
 }
 
 
+class LegendEntry(NamedTuple):
+    """A piece of a chart's line or mark, and whose it is."""
+
+    words: str
+    colour: str
+    kind: str = "line"
+    dashes: str = "none"
+    dot: str = ""
+    """Of an SVG path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figure:
+    """What the template is told of a figure."""
+
+    number: int
+    words: _Words
+    legend: Sequence[LegendEntry]
+    parts: Sequence[Part]
+    timelines: DrawnTimelines | None
+    caption: str
+    table: Table | None
+
+
 def render_page(story: Story) -> str:
     """The whole page."""
-    body = _header(story) + best_section(story.points(sweeps.BANDWIDTH))
-    body += "".join(_figure_section(story, figure) for figure in story.figures)
-    body += _how_to_read() + _what_was_run(story)
     timelines = [timeline for figure in story.figures for timeline in figure.timelines]
-    own = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    styles = own + systems_css() + palette_css(layer_names(timelines))
-    return render_document(_TITLE, body, styles=styles)
-
-
-def _header(story: Story) -> str:
-    return tag(
-        "header",
-        tag("p", "foreprop lab", class_="eyebrow")
-        + tag("h1", text(_TITLE))
-        + tag("p", text(_lede(story)), class_="lede")
-        + "".join(tag("p", text(note), class_="note") for note in _notes(story)),
+    own = asset("page.css", package=__package__)
+    return render(
+        "page.html",
+        package=__package__,
+        styles=own + systems_css() + palette_css(layer_names(timelines)),
+        title=_TITLE,
+        lede=_lede(story),
+        notes=list(_notes(story)),
+        best=best_table(story.points(sweeps.BANDWIDTH)),
+        figures=[_figure(story, figure) for figure in story.figures],
+        cpu_bound_share=CPU_BOUND_SHARE,
+        facts={name: "; ".join(values) for name, values in _facts(story).items()},
+        command=story.command,
+        runs=_runs_table(story),
     )
 
 
@@ -172,42 +202,37 @@ def _notes(story: Story) -> Iterator[str]:
         yield f"Not measured: {failure}"
 
 
-def _figure_section(story: Story, figure: Drawn) -> str:
-    words = _WORDS[figure.number]
-    heading = tag("h2", f"{figure.number}. {text(words.heading)}")
-    intro = tag("p", text(f"{words.intro} (In the paper: {words.paper}.)"))
-    if figure.timelines:
-        picture = timeline_block(figure.timelines)
-    else:
-        parts = "".join(tag("div", part, class_="chart") for part in figure.parts)
-        picture = _legend(figure.systems) + tag("div", parts, class_="charts")
-    caption = tag("p", text(_setting_in_words(story, figure.number)), class_="caption")
-    return tag("section", heading + intro + picture + caption + _tables(story, figure.number))
+def _figure(story: Story, figure: Drawn) -> _Figure:
+    return _Figure(
+        number=figure.number,
+        words=_WORDS[figure.number],
+        legend=_legend(figure.systems),
+        parts=figure.parts,
+        timelines=draw_timelines(figure.timelines) if figure.timelines else None,
+        caption=_setting_in_words(story, figure.number),
+        table=_table(story, figure.number),
+    )
 
 
-def _legend(systems: Sequence[str]) -> str:
+def _legend(systems: Sequence[str]) -> list[LegendEntry]:
     if not systems:
-        return ""
-    entries = [_mark(f"var(--{variable(name)})", name) + text(name) for name in systems]
-    entries.append(_mark("var(--ink)", LIMIT) + "limit: no schedule can beat it")
-    entries.append(_mark("var(--quiet)", "hollow") + CPU_BOUND)
-    entries.append(_mark("var(--quiet)", "spread") + "p10 to p90 of the steps")
-    return tag("p", "".join(tag("span", entry) for entry in entries), class_="systems")
+        return []
+    return [
+        *(_system_entry(name) for name in systems),
+        LegendEntry("limit: no schedule can beat it", "var(--ink)", dashes="5 3"),
+        LegendEntry(CPU_BOUND, "var(--quiet)", "hollow"),
+        LegendEntry("p10 to p90 of the steps", "var(--quiet)", "spread"),
+    ]
 
 
-def _mark(colour: str, kind: str) -> str:
-    """A piece of the line as the charts have it."""
-    dashes = {"--": "6 3", ":": "2 2"}.get(style_of(kind).dashes, "none")
-    if kind == LIMIT:
-        dashes = "5 3"
-    line = tag("path", d="M1 7H33", stroke=colour, stroke_width=2, stroke_dasharray=dashes)
-    dot = _DOTS.get(style_of(kind).marker, "") if kind in STYLES else ""
-    shape = tag("path", d=dot, fill=colour) if dot else ""
-    if kind == "hollow":
-        line = tag("circle", cx=17, cy=7, r=4, stroke=colour, stroke_width=1.6, fill="none")
-    elif kind == "spread":
-        line = tag("path", d="M17 1V13M14 1H20M14 13H20", stroke=colour, stroke_width=1.4)
-    return tag("svg", line + shape, viewBox="0 0 34 14", aria_hidden="true")
+def _system_entry(name: str) -> LegendEntry:
+    style = style_of(name)
+    return LegendEntry(
+        name,
+        f"var(--{variable(name)})",
+        dashes={"--": "6 3", ":": "2 2"}.get(style.dashes, "none"),
+        dot=_DOTS.get(style.marker, "") if name in STYLES else "",
+    )
 
 
 _DOTS = {
@@ -240,56 +265,15 @@ def _plain_rate(bits_per_s: float) -> str:
     return rate(bits_per_s).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def _tables(story: Story, number: int) -> str:
+def _table(story: Story, number: int) -> Table | None:
     points = story.points(number)
     if number == sweeps.BANDWIDTH:
-        return tag("h3", "Every point of the sweep") + points_table(points, "balance")
+        return points_table(points, "balance", "Every point of the sweep")
     if number == sweeps.NODES:
-        return tag("h3", "Every number of nodes") + points_table(points, "nodes")
+        return points_table(points, "nodes", "Every number of nodes")
     if number == sweeps.SLICE_SIZE:
-        return tag("h3", "Efficiency by slice size") + slice_table(story.measured(number))
-    return ""
-
-
-def _how_to_read() -> str:
-    entries = {
-        "throughput": "workers / median seconds per step: how many batches all workers together "
-        "process in a second. The emulated device has no batch size; ratios are as they would be "
-        "in images per second.",
-        "balance": "wire time / compute. Wire time is 2 (N - 1) / N times the model's bytes over "
-        "the link's rate: what synchronising all parameters occupies each link for, in each "
-        "direction, with a parameter server beside every worker as well as with a ring.",
-        "limit": "the shortest step that any schedule of exact synchronous training could reach on "
-        "these links, Ethernet, IP and TCP headers counted: the larger of the compute and, for "
-        "every k, backward pass of arrays k and above + wire time of the first k + forward pass "
-        "of arrays k and above.",
-        "efficiency": "limit / median step.",
-        CPU_BOUND: f"more than {percent(CPU_BOUND_SHARE)} of the machine's CPUs were busy. Such a "
-        "run says something about this machine, not about the network.",
-        "emulated": "a layer occupies a device clock for its share of the compute (by FLOPs, "
-        "forward : backward = 1 : 2) instead of computing; gradients of the real shapes, hooks, "
-        "optimizers, processes and sockets are real. All systems of a setting train the same "
-        "module, and their blocks of steps take turns, so that a noisy machine hits all alike.",
-    }
-    rows = "".join(tag("dt", text(k)) + tag("dd", text(v)) for k, v in entries.items())
-    return tag("section", tag("h2", "What the words mean") + tag("dl", rows))
-
-
-def _what_was_run(story: Story) -> str:
-    rows = "".join(
-        tag("dt", text(name)) + tag("dd", text("; ".join(values)))
-        for name, values in _facts(story).items()
-    )
-    command = tag("pre", tag("code", text(story.command)), tabindex=0) if story.command else ""
-    listed = tag("summary", f"All {len(story.runs)} measurements") + _runs_table(story)
-    return tag(
-        "section",
-        tag("h2", "What was run, on what")
-        + tag("dl", rows)
-        + command
-        + tag("h3", "Measurements")
-        + tag("details", listed),
-    )
+        return slice_table(story.measured(number), "Efficiency by slice size")
+    return None
 
 
 def _facts(story: Story) -> dict[str, list[str]]:
@@ -310,7 +294,7 @@ def _facts(story: Story) -> dict[str, list[str]]:
     return {name: list(values) for name, values in facts.items()}
 
 
-def _runs_table(story: Story) -> str:
+def _runs_table(story: Story) -> Table:
     names = ("figure", "setting", "systems", "steps", "took")
     rows = []
     for measurement, run in story.runs:
@@ -318,5 +302,5 @@ def _runs_table(story: Story) -> str:
         systems = ", ".join(record.system for record in run.records)
         cells = [run.title, systems, str(steps), f"{run.took_s:.0f} s"]
         figures = ", ".join(map(str, measurement.figures))
-        rows.append(row(figures, [tag("td", text(cell)) for cell in cells]))
-    return table(names, rows, kind="wide-text")
+        rows.append(Row(figures, [Cell(words) for words in cells]))
+    return Table(names=names, rows=rows, kind="wide-text")

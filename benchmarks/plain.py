@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from foreprop.bench.wire import lonely_world
+from benchmarks.wire import lonely_world
 from foreprop.config import Config
 from foreprop.session.contract import Session
 from foreprop.session.parallelize import connect, parallelize

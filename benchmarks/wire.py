@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from foreprop.bench.bare import BarePair, cpu_seconds
-from foreprop.bench.still import StillServer
+from benchmarks.bare import BarePair, cpu_seconds
+from benchmarks.still import StillServer
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.servers.processes import ProcessServer

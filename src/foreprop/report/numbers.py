@@ -1,8 +1,7 @@
-"""Small helpers for writing HTML and SVG by hand: elements, escaping, numbers with units."""
+"""Numbers with units as pages show them."""
 
 from __future__ import annotations
 
-import html
 import math
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -10,28 +9,6 @@ ABSENT = "\N{EN DASH}"
 """Shown for a value that is not known."""
 
 _NBSP = "\N{NO-BREAK SPACE}"
-
-
-def text(value: object) -> str:
-    """The value's text, escaped for element content and attributes."""
-    return html.escape(str(value), quote=True)
-
-
-def tag(name: str, content: str = "", /, **attributes: object) -> str:
-    """One element around `content`, which is markup already; attribute values are escaped.
-
-    Attribute names lose a trailing underscore (`class_`) and have the others turned to hyphens.
-    """
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{text(_plain(value))}"'
-        for key, value in attributes.items()
-    )
-    return f"<{name}{written}>{content}</{name}>"
-
-
-def _plain(value: object) -> object:
-    """A float with at most two decimals: a hundredth of a pixel is fine enough."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
 
 
 def milliseconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from foreprop.bench.wire import WirePair, lonely_world
+from benchmarks.wire import WirePair, lonely_world
 from foreprop.config import Config
 from foreprop.path.waiting import make_wait, stop_waiting
 from foreprop.session.session import ConnectedSession
