@@ -12,7 +12,7 @@ import typer
 from foreprop.cli.config import value_text
 from foreprop.cli.main import app
 from foreprop.config import PRESETS, Config
-from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -52,8 +52,8 @@ from foreprop.observe.stages import RingStage
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.hyperparameters import describe_groups
 from foreprop.path.progress import NOTHING, Progress
-from foreprop.path.slicestore import DTYPES
 from foreprop.path.summing import clip, finish_sum, square_sum
+from foreprop.path.tensors import DTYPES
 from foreprop.path.worker import ParameterMemory
 
 _DIGEST_BITS = 18

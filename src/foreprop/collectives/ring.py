@@ -25,7 +25,7 @@ from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtyp
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
-from foreprop.path.slicestore import DTYPES
+from foreprop.path.tensors import DTYPES
 from foreprop.version import __version__
 
 _NO_VALUES = memoryview(b"")

@@ -30,7 +30,7 @@ from foreprop.path.heldgradient import HeldGradient
 from foreprop.path.memory import Memory
 from foreprop.path.parameter import GET_DATA, SessionState, ValueMark
 from foreprop.path.seengradient import SeenGradient
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 from foreprop.path.waiting import (
     is_waiting,
     make_wait,

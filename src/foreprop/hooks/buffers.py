@@ -16,7 +16,7 @@ import torch
 from foreprop.errors import ConfigError
 from foreprop.hooks.compiled import WAITS_AT_ENTRY
 from foreprop.hooks.modelhooks import OwnHook
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 
 
 class BufferSource(Protocol):

@@ -45,10 +45,10 @@ from foreprop.link.stream import SocketStream, Stream
 from foreprop.link.tcp import tune
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder, trace_path
+from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.peer import Peer, Session, SessionHost, bounded
 from foreprop.path.reception import MAX_GREETING_BYTES, GreetingRefused, Reception
 from foreprop.path.slices import ServerSession
-from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.stall import StallReporter
 from foreprop.tables.store import SPARSE_OPTIMIZERS
 from foreprop.version import __version__

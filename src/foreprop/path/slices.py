@@ -57,7 +57,10 @@ from foreprop.path.peer import (
     exactly,
     which_blob,
 )
-from foreprop.path.slicestore import GradientBuffer, SliceStore
+from foreprop.path.slicestore import (
+    GradientBuffer,
+    SliceStore,
+)
 from foreprop.tables.kept import PULL_BYTES
 from foreprop.tables.service import ROW_KINDS, RowServer
 from foreprop.tables.store import RowStore

@@ -70,7 +70,7 @@ from foreprop.numerics.wirecasts import WireCasts
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.progress import NOTHING, Progress
-from foreprop.path.slicestore import state_limit_bytes
+from foreprop.path.tensors import state_limit_bytes
 from foreprop.tables.exchange import Pull, RowExchange
 from foreprop.tables.kept import (
     END,

@@ -13,9 +13,12 @@ import torch
 from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import DTYPES, Extent, GradientBuffer
-
-_HALVES = (torch.bfloat16, torch.float16)
+from foreprop.path.slicestore import (
+    Extent,
+    GradientBuffer,
+)
+from foreprop.path.summing import add_up, sum_dtype
+from foreprop.path.tensors import DTYPES
 
 
 class _Relayed:
@@ -88,9 +91,8 @@ class RelayStore:
             return
         buffers = [relayed.gradients[worker] for worker in workers]
         first = buffers[0].tensor
-        total = first.float() if first.dtype in _HALVES and len(workers) > 1 else first
-        for buffer in buffers[1:]:
-            total += buffer.tensor
+        dtype = sum_dtype(first.dtype, workers=len(workers))
+        total = add_up([buffer.tensor for buffer in buffers], dtype)
         if total is not first:
             first.copy_(total)
         relayed.total = buffers[0]

@@ -57,7 +57,7 @@ from foreprop.path.peer import (
     which_blob,
 )
 from foreprop.path.slices import failure_told
-from foreprop.path.slicestore import state_limit_bytes
+from foreprop.path.tensors import state_limit_bytes
 from foreprop.relays.relaystore import RelayStore
 from foreprop.relays.rows import RelayRows
 from foreprop.relays.serverlink import ServerLink

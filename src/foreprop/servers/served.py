@@ -31,7 +31,8 @@ from foreprop.path.optimizer import (
     check_groups,
     hyperparameters,
 )
-from foreprop.path.slicestore import (
+from foreprop.path.summing import start_average
+from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     GRADIENT,
@@ -40,7 +41,6 @@ from foreprop.path.slicestore import (
     encode_state,
     state_limit_bytes,
 )
-from foreprop.path.summing import start_average
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.launch import Connections
 from foreprop.version import __version__

@@ -55,8 +55,8 @@ from foreprop.path.optimizer import (
     others_named,
 )
 from foreprop.path.parameter import SynchronisedParameter, Watched
-from foreprop.path.slicestore import AVERAGE
 from foreprop.path.stalereaders import StaleReaders
+from foreprop.path.tensors import AVERAGE
 from foreprop.path.waiting import is_differentiable
 from foreprop.session.advice import give_advice
 from foreprop.session.contract import Session

@@ -13,7 +13,10 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.rows_machine import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import DTYPES, bytes_of
+from foreprop.path.tensors import (
+    DTYPES,
+    bytes_of,
+)
 from foreprop.tables.parts import RowPart, encode_part, encode_pull, part_rows
 
 _REQUESTS = 2**32
