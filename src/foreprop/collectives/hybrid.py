@@ -74,7 +74,7 @@ class HybridBackend:
         return dataclasses.replace(
             _part(self._setup, chosen),
             make_trace=self._make_trace,
-            tell_sum=lambda step, part: self._sparse.engine.add_norm_part(step, part),
+            tell_sum=lambda step, part: self._sparse.norm.add_part(step, part),
         )
 
     def _sparse_setup(self, chosen: Sequence[int]) -> Setup:
@@ -223,7 +223,7 @@ class HybridEngine:
         self._row_number = {whole: own for own, whole in enumerate(sparse_numbers)}
         # whoever waits for one of them learns of the other's failure
         if self._dense.chunks:
-            self._sparse.share_norm(self._dense)
+            sparse.norm.share(self._dense)
         self._dense.progress.beside.append(self._sparse.progress)
         self._sparse.progress.beside.append(self._dense.progress)
 

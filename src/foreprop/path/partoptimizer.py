@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-from foreprop.core.manifest import Hyperparameters
+from foreprop.core.manifest import NO_GROUP, Hyperparameters, Manifest
 from foreprop.path.tensors import DTYPES
 
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -79,3 +79,13 @@ def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
         else:
             arguments[key] = tuple(value) if isinstance(value, list) else value
     return arguments
+
+
+def unknown_optimizer(manifest: Manifest, by_rows: Collection[str] = ()) -> str | None:
+    """What to say of an optimizer that servers do not apply; ``by_rows`` are those for rows."""
+    name = manifest.optimizer.name
+    for info in manifest.parameters:
+        allowed = by_rows if info.rows else ELEMENTWISE_OPTIMIZERS
+        if info.group != NO_GROUP and name not in allowed:
+            return f"optimizer {name!r} is not one that servers apply"
+    return None

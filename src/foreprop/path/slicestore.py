@@ -169,7 +169,8 @@ class SliceStore:
     def put_gradient(self, slice_: int, rank: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[rank] = buffer
 
-    def put_value(self, slice_: int, buffer: GradientBuffer) -> None:
+    def put_value(self, slice_: int, buffer: GradientBuffer, *, step: int = 0) -> None:
+        """To be installed now (``step`` 0) or with the next update."""
         self._slices[slice_].staged = buffer
 
     def install_value(self, slice_: int) -> None:

@@ -75,7 +75,7 @@ class RelayStore:
     def put_gradient(self, slice_: int, worker: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[worker] = buffer
 
-    def put_value(self, slice_: int, step: int, buffer: GradientBuffer) -> None:
+    def put_value(self, slice_: int, buffer: GradientBuffer, *, step: int = 0) -> None:
         """Rank 0's values, to be passed on; those of step 0 may still be here."""
         self._slices[slice_].offered[step] = buffer
 

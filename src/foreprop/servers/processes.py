@@ -16,8 +16,10 @@ from typing import Protocol
 
 from foreprop.config import Config, child_environment
 from foreprop.link.stream import SocketStream, Stream
-from foreprop.path.server import Server, StreamWrapper
+from foreprop.path.joining import StreamWrapper
+from foreprop.path.server import Server
 from foreprop.relays.relay import Relay
+from foreprop.servers.composed import ServerComposer
 from foreprop.servers.nodelinks import node_links
 
 _REPORT_S = 10.0
@@ -167,6 +169,7 @@ def build_server(task: ServerTask, config: Config) -> Server:
         index=task.index,
         session_id=task.session_id,
         config=config,
+        composer=ServerComposer(),
         world_size=task.world_size,
         wrap=wrap,
     )

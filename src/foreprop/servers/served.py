@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -42,8 +42,12 @@ from foreprop.path.tensors import (
     state_limit_bytes,
 )
 from foreprop.path.worker import WorkerEngine
+from foreprop.servers.composed import Worker
 from foreprop.servers.launch import Connections
 from foreprop.version import __version__
+
+if TYPE_CHECKING:
+    from foreprop.numerics.workernorm import WorkerNorm
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _MOST_ROWS = 2**31 - 1
@@ -82,7 +86,7 @@ class ServedBackend:
         """Of the parameters that are cast."""
         self.connections.open()
         self.session_id = self.connections.session_id
-        self._engine = WorkerEngine(
+        self._worker = Worker(
             msgspec.structs.replace(manifest, session=self.session_id),
             setup.memory,
             self.connections.streams,
@@ -91,11 +95,12 @@ class ServedBackend:
             trace=setup.make_trace(self.session_id),
             servers=self.connections.server_names(),
         )
+        self._engine = self._worker.engine
 
     @property
     def _shards(self) -> list[Shard]:
         """Those of tables that workers have, too."""
-        return [shard for shard in self._engine.rows.shards if not shard.remote]
+        return [shard for shard in self._engine.shards if not shard.remote]
 
     @property
     def _slices(self) -> Sequence[Slice]:
@@ -130,7 +135,12 @@ class ServedBackend:
 
     @property
     def rows(self) -> RowEngine:
-        return self._engine
+        return self._worker.rows
+
+    @property
+    def norm(self) -> WorkerNorm:
+        """For whoever has another part in it."""
+        return self._worker.norm
 
     # The start.
     def start(self, parameters: Sequence[Starting]) -> None:
@@ -149,7 +159,7 @@ class ServedBackend:
             for number, info in enumerate(self._setup.infos):
                 if info.rows and info.init is None:
                     table = self._setup.parameters[number].detach()
-                    self._engine.send_row_values(number, 0, table)
+                    self.rows.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
                 for number, tensors in enumerate(shared, _FROZEN):
                     self.engine.publish_blob(number, 0, buffers.pack(tensors))
@@ -178,10 +188,10 @@ class ServedBackend:
         if self._loaded is not None and self._loaded_after == step:
             self._optimizer.state.update(self._loaded)
             return
-        self._engine.settle_rows()
+        self._settle_rows()
         pieces: dict[int, list[dict[str, Any]]] = {}
         slices, shards = self._slices, self._shards
-        answers = self._engine.fetch_states(_numbers(slices, shards), step)
+        answers = self._engine.requests.fetch_states(_numbers(slices, shards), step)
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces.setdefault(piece.parameter, []).append(state)
@@ -193,6 +203,10 @@ class ServedBackend:
         for shard in shards:
             data = memoryview(answers[shard.number])
             self._join_rows(shard, decode_state(data, elems=shard.rows * shard.row_elems))
+
+    def _settle_rows(self) -> None:
+        if self._engine.shards:
+            self.rows.settle_rows()
 
     def _join_rows(self, shard: Shard, state: dict[str, Any]) -> None:
         """Put a shard's state where its rows are in the parameter's."""
@@ -229,7 +243,7 @@ class ServedBackend:
         Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
         """
         if self.engine.is_rank_zero:
-            self._engine.settle_rows()  # the updates so far go by the old state
+            self._settle_rows()  # the updates so far go by the old state
             self._send_state(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
         self._forget_state()
@@ -241,7 +255,7 @@ class ServedBackend:
         for piece in self._slices:
             parameter = self._setup.parameters[piece.parameter]
             part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
-            self._engine.send_state(piece.number, step, encode_state(part))
+            self._engine.requests.send_state(piece.number, step, encode_state(part))
         for shard in self._shards:
             parameter = self._setup.parameters[shard.parameter]
             own = {
@@ -250,12 +264,12 @@ class ServedBackend:
                 else value
                 for key, value in state.get(parameter, {}).items()
             }
-            self._engine.send_state(shard.number, step, encode_state(own))
+            self._engine.requests.send_state(shard.number, step, encode_state(own))
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
         pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
         numbers = [piece.number for piece in pieces]
-        answers = self._engine.fetch_states(numbers, step, flags=Flag.GRADIENT)
+        answers = self._engine.requests.fetch_states(numbers, step, flags=Flag.GRADIENT)
         parts = [
             decode_state(memoryview(answers[piece.number]), elems=piece.elems)[GRADIENT]
             for piece in pieces
@@ -265,7 +279,7 @@ class ServedBackend:
     can_measure = True
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        return self._engine.square_sums(round_)
+        return self.norm.square_sums(round_)
 
     # The servers' copy of the values.
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
@@ -275,7 +289,7 @@ class ServedBackend:
         pieces: list[Slice | Shard] = [*self._slices, *self._shards]
         pieces = [piece for piece in pieces if cast[piece.parameter] is not None]
         numbers = [piece.number for piece in pieces]
-        answers = self._engine.fetch_states(numbers, step, flags=Flag.MASTER)
+        answers = self._engine.requests.fetch_states(numbers, step, flags=Flag.MASTER)
         layout = torch.contiguous_format
         found = [
             parameter if parameter.is_meta else parameter.detach().cpu().clone(memory_format=layout)
@@ -303,7 +317,9 @@ class ServedBackend:
             return [start_average(parameter) for parameter in self._setup.parameters]
         pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
         slices, shards = self._slices, self._shards
-        answers = self._engine.fetch_states(_numbers(slices, shards), step, flags=Flag.AVERAGES)
+        answers = self._engine.requests.fetch_states(
+            _numbers(slices, shards), step, flags=Flag.AVERAGES
+        )
         for piece in slices:
             state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
             pieces[piece.parameter].append(state[AVERAGE])
@@ -324,11 +340,11 @@ class ServedBackend:
             for piece in self._slices:
                 flat = averages[piece.parameter].reshape(-1)
                 data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
-                self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+                self._engine.requests.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
             for shard in self._shards:
                 rows = averages[shard.parameter][shard.server :: self.connections.servers]
                 data = encode_state({AVERAGE: rows.reshape(-1)})
-                self._engine.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
+                self._engine.requests.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.
