@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from foreprop.analytic.deployment import Deployment, ModelledArchitecture, Table
-from foreprop.analytic.refined import predict
 from foreprop.config import Config
 from foreprop.lab.language import LanguageSetting, Text, lstm_profile
-from foreprop.lab.profile import Layer
-from foreprop.lab.setting import BUCKET_BYTES
+from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
+from foreprop.model.refined import predict
+from foreprop.workload.buckets import BUCKET_BYTES
+from foreprop.workload.profile import Layer
 
 _WIDTH = 512
 _BATCHES = 3

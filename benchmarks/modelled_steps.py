@@ -8,12 +8,12 @@ import statistics
 import sys
 from pathlib import Path
 
-from foreprop.analytic.deployment import deployment_of
-from foreprop.analytic.refined import step_s
-from foreprop.lab.profile import load_profile
-from foreprop.lab.records import read_records
+from foreprop.model.deployment import deployment_of
+from foreprop.model.refined import step_s
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.profile import load_profile
+from foreprop.workload.records import read_records
 
 SYSTEMS = ("p3", "slicing", "kvstore", "wfbp", "tensorflow", "ring", "ddp")
 MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")

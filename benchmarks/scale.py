@@ -22,11 +22,11 @@ from matplotlib.axes import Axes
 
 from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.lab.charts import STYLES, Style
-from foreprop.lab.profile import load_profile
-from foreprop.lab.systems import DISCARDED_STEPS, RING_STEPS
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import load_profile
+from foreprop.workload.setting import DISCARDED_STEPS, RING_STEPS
 
 NODES = (4, 16, 64, 256, 1024, 4096)
 RATES_BITS_PER_S = (1e9, 5e9, 10e9, 25e9, 100e9)

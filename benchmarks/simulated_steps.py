@@ -19,10 +19,10 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-from foreprop.lab.profile import load_profile
-from foreprop.lab.records import Record, read_records
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.workload.profile import load_profile
+from foreprop.workload.records import Record, read_records
 
 ITERATIONS = 5
 MARKERS = "osv^DPX*"

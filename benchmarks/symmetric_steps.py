@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foreprop.lab.profile import load_profile
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import load_profile
 
 REPRESENTATIVES = (1, 4)
 Case = dict[str, Any]

@@ -6,27 +6,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.sendqueue import USUAL_TURNS
-from foreprop.core.server_machine import (
-    AnswerReady,
-    InstallValue,
-    PullArrived,
-    PushArrived,
-    UpdateFinished,
-    UpdateSlice,
-    ValueArrived,
-    WorkerLeft,
-)
-from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker_machine import (
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     Finish,
     FrameSent,
+    InstallValue,
     MessageReady,
+    NotifyArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    ReplyArrived,
     SendFrame,
+    ValueArrived,
 )
+from foreprop.core.peers import SERVER, workers_of_node
+from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.sendqueue import USUAL_TURNS
+from foreprop.core.server_machine import SliceUpdated, UpdateSlice
+from foreprop.core.wire import Flag, Kind
 
 if TYPE_CHECKING:
     from tests.simulator import Action, Cluster, Story
@@ -119,7 +117,7 @@ class Relay:
             event = MessageReady(SERVER, Kind.NORM, step, CONTROL_PRIORITY, 0, 0)
             self.up.expect(step, CONTROL_PRIORITY, 0, SERVER)
         else:
-            event = WorkerLeft(worker)
+            event = PeerLeft(worker)
         self._do(self._machine.handle(event))
 
     def answer(self, frame: SendFrame, story: Story) -> None:
@@ -133,20 +131,20 @@ class Relay:
                 self._pass_norm_part(worker, step)
             return
         if kind == Kind.NOTIFY:
-            event = NoticeArrived(slice_, step, flags)
+            event = NotifyArrived(slice_, step, SERVER, flags)
         else:
             assert self._machine.awaits(slice_, step)
             if not flags & Flag.UNCHANGED:
                 self._stories[slice_] = story
             self._priorities.setdefault(key, priority)
             self._expect(key)
-            event = AnswerArrived(slice_, step, priority, flags)
+            event = ReplyArrived(slice_, step, SERVER, priority, flags)
         self._do(self._machine.handle(event))
 
     def _pass_norm_part(self, worker: int, step: int) -> None:
         token = len(self._parts) - 1
         self.links.expect(step, CONTROL_PRIORITY, 0, worker)
-        event = AnswerReady(worker, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, token)
+        event = MessageReady(worker, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, token)
         self._do(self._machine.handle(event))
 
     def _expect(self, key: tuple[int, int], without: int = -1) -> None:
@@ -159,7 +157,7 @@ class Relay:
         assert summed is not None
         key = (summed.slice, summed.step)
         self.up.expect(summed.step, self._priorities[key], summed.slice, SERVER)
-        self._do(self._machine.handle(UpdateFinished()))
+        self._do(self._machine.handle(SliceUpdated()))
 
     def _do(self, instructions: Sequence[object]) -> None:
         for instruction in instructions:

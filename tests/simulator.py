@@ -13,46 +13,42 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
-from foreprop.core.manifest import Reply
-from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.sendqueue import USUAL_TURNS, Order, Turns
-from foreprop.core.server_machine import (
-    AnswerReady,
-    FinishSession,
-    InstallValue,
-    NormArrived,
-    PullArrived,
-    PushArrived,
-    ServerMachine,
-    SliceSummed,
-    SumSlice,
-    TellSquares,
-    UpdateFinished,
-    UpdateSlice,
-    ValueArrived,
-    WorkerLeft,
-)
-from foreprop.core.slicing import Partition, Slice, plan_slices
-from foreprop.core.window import PushWindow
-from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
-from foreprop.core.worker_machine import (
+from foreprop.core.barrier import NormCombiner, StepBarrier
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     Closing,
     CompleteParameter,
     Finish,
     FrameSent,
     GradientReady,
+    InstallValue,
     MessageReady,
+    NormArrived,
     NotifyArrived,
+    PeerLeft,
     PrioritiesLearned,
-    PullsDue,
+    PullArrived,
+    PushArrived,
     ReplyArrived,
     SendFrame,
-    ValuesAwaited,
-    ValuesOffered,
-    WorkerMachine,
+    SendNormPart,
+    ValueArrived,
 )
+from foreprop.core.manifest import Reply
+from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.sendqueue import USUAL_TURNS, Order, Turns
+from foreprop.core.server_machine import (
+    SendSquares,
+    ServerMachine,
+    SliceSummed,
+    SliceUpdated,
+    SumSlice,
+    UpdateSlice,
+)
+from foreprop.core.slicing import Partition, Slice, plan_slices
+from foreprop.core.window import PushWindow
+from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
+from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
 from tests.simulated_relay import Relay
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
@@ -490,7 +486,7 @@ class _Server:
         elif kind == Kind.NORM:
             event = NormArrived(rank, step)
         else:
-            event = WorkerLeft(rank)
+            event = PeerLeft(rank)
         self._do(self._machine.handle(event))
 
     def _expect(self, key: tuple[int, int], without: int = -1) -> None:
@@ -504,19 +500,19 @@ class _Server:
         self._cluster.sums.append((summed.slice, summed.step))
         self._do(self._machine.handle(SliceSummed(ONE)))
 
-    def _tell_norm_part(self, told: TellNormPart) -> None:
+    def _send_norm_part(self, told: SendNormPart) -> None:
         self._parts.append(told.part)
         self.links.expect(told.step, CONTROL_PRIORITY, 0, 0)
         token = len(self._parts) - 1
-        event = AnswerReady(0, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
+        event = MessageReady(0, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
         self._do(self._machine.handle(event))
 
-    def _tell_squares(self, told: TellSquares) -> None:
+    def _send_squares(self, told: SendSquares) -> None:
         self._parts.append(told.squares)
         token = len(self._parts) - 1
         for rank in range(self._cluster.setup.peers):
             self.links.expect(told.step, CONTROL_PRIORITY, 0, rank)
-            event = AnswerReady(rank, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
+            event = MessageReady(rank, Kind.NORM_PART, told.step, CONTROL_PRIORITY, 0, token)
             self._do(self._machine.handle(event))
 
     def _updated(self) -> None:
@@ -536,7 +532,7 @@ class _Server:
             for key in sorted(self._measured):
                 self._expect(key)
             self._measured.clear()
-        self._do(self._machine.handle(UpdateFinished(squares)))
+        self._do(self._machine.handle(SliceUpdated(squares)))
 
     def _sent(self, rank: int) -> None:
         frame = self.links.busy_with.pop(rank)
@@ -560,8 +556,8 @@ class _Server:
         assert unchanged, f"{frame} changed while it was sent"
 
     def _do(self, instructions: Sequence[object]) -> None:
-        told = [each for each in instructions if isinstance(each, TellSquares)]
-        for instruction in (each for each in instructions if not isinstance(each, TellSquares)):
+        told = [each for each in instructions if isinstance(each, SendSquares)]
+        for instruction in (each for each in instructions if not isinstance(each, SendSquares)):
             if isinstance(instruction, SendFrame):
                 if instruction.kind == Kind.NORM_PART:
                     self.links.send(instruction, self._parts[instruction.token])
@@ -570,8 +566,8 @@ class _Server:
             elif isinstance(instruction, SumSlice):
                 assert self._summing is self._updating is None, "two operations at once"
                 self._summing = instruction
-            elif isinstance(instruction, TellNormPart):
-                self._tell_norm_part(instruction)
+            elif isinstance(instruction, SendNormPart):
+                self._send_norm_part(instruction)
             elif isinstance(instruction, UpdateSlice):
                 assert self._summing is self._updating is None, "two operations at once"
                 assert instruction.ranks == tuple(sorted(instruction.ranks))
@@ -580,10 +576,10 @@ class _Server:
                     assert needed <= set(self._cluster.sums), "updated before the norm was known"
                 self._updating = instruction
                 self._cluster.updates.append(instruction[:3])
-            elif isinstance(instruction, FinishSession):
+            elif isinstance(instruction, Finish):
                 self.finished = True
             else:
                 assert isinstance(instruction, InstallValue), instruction
         for squares in told:
-            self._tell_squares(squares)
+            self._send_squares(squares)
         self.links.check_none_waits_for_another()

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from foreprop.analytic.planner import PlanSetting
 from foreprop.auto import planning
 from foreprop.auto.planning import MEASURED_STEPS, Outlook, Plan, plan_session
 from foreprop.config import Config
+from foreprop.model.planner import PlanSetting
 from tests.conformance.parity import (
     Batch,
     batches_of,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import foreprop
 from foreprop.auto import passes
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import Profile, ProfiledArray
+from foreprop.workload.profile import Profile, ProfiledArray
 from tests.cluster import worlds
 from tests.conformance.parity import (
     build_seeded,

@@ -1,4 +1,4 @@
-"""The same data gives the same bits, whatever the settings (design.md, "Same bits")."""
+"""The same data gives the same bits, whatever the settings (docs/architecture.md, "Same bits")."""
 
 from __future__ import annotations
 

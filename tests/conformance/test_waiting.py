@@ -1,4 +1,4 @@
-"""The waiting parameter is still the user's parameter (design.md, idea 1)."""
+"""The waiting parameter is still the user's parameter (docs/session.md)."""
 
 from __future__ import annotations
 

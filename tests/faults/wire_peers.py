@@ -21,7 +21,8 @@ from foreprop.link.tcp import listen
 from foreprop.path.reception import greeting
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine
-from foreprop.servers.composed import ServerComposer, Worker
+from foreprop.servers.composed import ServerComposer
+from foreprop.servers.workers import Worker
 from foreprop.version import __version__
 
 SESSION = "a-session"

@@ -22,7 +22,8 @@ from foreprop.datasets import (
     from_folder,
 )
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import Network, NetworkUnavailable
+from foreprop.lab.network import NetworkUnavailable
+from foreprop.workload.network import Network
 
 pytestmark = pytest.mark.process
 

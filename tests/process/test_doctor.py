@@ -25,8 +25,8 @@ from foreprop.cli.doctor import examine_hosts
 from foreprop.config import environment_for_hosts
 from foreprop.doctor.findings import find
 from foreprop.doctor.records import Examination, Finding
-from foreprop.launcher.plan import Plan, hosts_here
-from foreprop.launcher.resources import parse_resources
+from foreprop.run.plan import Plan, hosts_here
+from foreprop.run.resources import parse_resources
 from foreprop.version import __version__
 from tests.process.harness import ROOT, Run, Zygote, free_port, running
 from tests.process.test_torchrun import wait_for
@@ -170,7 +170,7 @@ def test_torch_that_is_broken(doctor: Doctor) -> None:
 
 def test_a_clock_that_is_wrong(doctor: Doctor) -> None:
     wrong = "types.SimpleNamespace(**vars(time) | {'time': lambda: time.time() - 0.5})"
-    command = instead(f"import time, foreprop.doctor.traffic as traffic; traffic.time = {wrong}")
+    command = instead(f"import time, foreprop.link.traffic as traffic; traffic.time = {wrong}")
     found = doctor.examine(ssh_instead={FAR: command})
     (finding,) = (finding for finding in find(found) if finding.check == "clock")
     assert f"the clock of {FAR} is 500 ms behind that of {LOCAL}" in finding.found

@@ -21,9 +21,10 @@ from foreprop.cli.doctor import examine_hosts
 from foreprop.doctor.findings import find
 from foreprop.doctor.records import Examination, Finding
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import INTERFACE, Network, NetworkUnavailable
-from foreprop.launcher.plan import Plan
-from foreprop.launcher.resources import Host
+from foreprop.lab.network import INTERFACE, NetworkUnavailable
+from foreprop.run.plan import Plan
+from foreprop.run.resources import Host
+from foreprop.workload.network import Network
 from tests.process.detour import Detour
 from tests.process.harness import ROOT, Zygote, running
 from tests.process.test_doctor import light_python

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from foreprop.lab.mxnet import MxnetSystem
-from foreprop.lab.profile import load_profile
-from foreprop.lab.setting import MXNET, LabSetting
 from foreprop.lab.systems import Steps
+from foreprop.workload.profile import load_profile
+from foreprop.workload.setting import MXNET, LabSetting
 from tests.process.harness import free_port
 
 NODES = 2

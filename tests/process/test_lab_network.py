@@ -23,7 +23,8 @@ from pyroute2 import IPRoute
 
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import INTERFACE, Network, NetworkUnavailable, interface_bytes
+from foreprop.lab.network import INTERFACE, NetworkUnavailable, interface_bytes
+from foreprop.workload.network import Network
 from tests.process.harness import ROOT
 
 RATE_BITS_PER_S = 40e6

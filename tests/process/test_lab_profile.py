@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 import foreprop
 from foreprop.cli.main import app
-from foreprop.lab.profile import Profile
-from foreprop.lab.records import read_records
+from foreprop.workload.profile import Profile
+from foreprop.workload.records import read_records
 
 STEPS = {"steps": 3, "warm_up": 1}
 

@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from foreprop.errors import ConfigError, PeerLost
-from foreprop.lab import limit
-from foreprop.lab.profile import load_profile
-from foreprop.lab.records import read_records, write_records
 from foreprop.lab.run import LabResult, run_lab
-from foreprop.lab.setting import LabSetting
 from foreprop.simulate.slicesize import CANDIDATES
+from foreprop.workload import limit
+from foreprop.workload.profile import load_profile
+from foreprop.workload.records import read_records, write_records
+from foreprop.workload.setting import LabSetting
 from tests.process.harness import ROOT
 
 SYSTEMS = ("p3", "kvstore", "ddp", "ddp-tuned")

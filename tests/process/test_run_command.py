@@ -24,10 +24,10 @@ import psutil
 import pytest
 
 from foreprop.config import environment_for_hosts
-from foreprop.launcher.plan import Plan, hosts_here
-from foreprop.launcher.records import START, Ready, decode
-from foreprop.launcher.resources import parse_resources
-from foreprop.launcher.run import Launcher, Outcome
+from foreprop.run.plan import Plan, hosts_here
+from foreprop.run.records import START, Ready, decode
+from foreprop.run.resources import parse_resources
+from foreprop.run.run import Launcher, Outcome
 from tests.process.harness import ROOT, Run, Zygote, running
 from tests.process.test_torchrun import wait_for
 from tests.process.train_script import Scenario
@@ -254,7 +254,7 @@ def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, pro
     with running(tmp_path) as run:
         start(zygote, run, LOCAL, SCRIPT, "all:sleep=600")
         wait_for(lambda: run.output().count(" of 2 in ") == 2, run)
-        one_of(run.ours(), f"foreprop.launcher.{program}").kill()
+        one_of(run.ours(), f"foreprop.run.{program}").kill()
         run.wait(30)
         assert run.codes() == [1], run.output()
         how = r"torchrun on 127\.0\.0\.[12] (was killed by SIGKILL|ended with exit code 137)"
@@ -265,7 +265,7 @@ def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, pro
 def test_a_silent_launcher_counts_as_gone(launch: Launch) -> None:
     """A host whose connection is frozen hears nothing, not even an end of its input."""
     plan = launch.plan("127.0.0.1", "all:sleep=600")
-    program = "import foreprop.launcher.host as h; h.SILENCE_S = 1.0; raise SystemExit(h.main())"
+    program = "import foreprop.run.host as h; h.SILENCE_S = 1.0; raise SystemExit(h.main())"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as host:

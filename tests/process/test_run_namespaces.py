@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import Network, NetworkUnavailable
+from foreprop.lab.network import NetworkUnavailable
+from foreprop.workload.network import Network
 from tests.process.harness import ROOT, Zygote, running
 from tests.process.train_script import Scenario
 

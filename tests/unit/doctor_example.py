@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreprop.doctor.records import Attempt, Examination, Examined, Facts, Flow, Resolved, Trip
+from foreprop.doctor.records import Examination, Examined, Facts, Resolved
+from foreprop.link.traffic import Attempt, Flow, Trip
 
 GBIT = 1e9
 NAMES = ("node0", "node1", "node2", "node3")

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from foreprop.lab import limit
-from foreprop.lab.profile import Layer
-from foreprop.lab.records import Record, Spread
-from foreprop.lab.setting import LabSetting
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer
+from foreprop.workload.records import Record, Spread
+from foreprop.workload.setting import LabSetting
 
 SLOWDOWN = {
     "p3": 1.03,

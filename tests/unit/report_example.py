@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from foreprop.observe.report import ReportContext, RunSummary
-from foreprop.observe.timeline import Lane, Timeline, TimelineEvent, timeline_from_trace
+from foreprop.report.report import ReportContext, RunSummary
+from foreprop.report.timeline import Lane, Timeline, TimelineEvent, timeline_from_trace
 
 LAYERS = ("conv1", "conv2", "fc1", "fc2")
 SIZES_BYTES = (90_000, 420_000, 3_700_000, 120_000)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier, TellNormPart
+from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier
+from foreprop.core.frames import NormArrived, PushArrived, SendFrame, SendNormPart
 from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.server_machine import (
-    NormArrived,
-    PushArrived,
     ServerMachine,
     SliceSummed,
+    SliceUpdated,
     SumSlice,
-    UpdateFinished,
     UpdateSlice,
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker_machine import SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
 ONE, TWO = (SquareSum(0, (0, 0, n)) for n in (1, 2))
@@ -52,9 +50,9 @@ def test_updates_wait_until_the_norm_is_known_and_go_by_priority() -> None:
     assert push(machine, 0, 1, 0) == [SumSlice(0, 1, (0, 1))]
     assert machine.handle(SliceSummed(ONE)) == []
     assert push(machine, 2, 0, 1) == [SumSlice(2, 1, (0, 1))]
-    assert machine.handle(SliceSummed(ONE)) == [TellNormPart(1, TWO)]
+    assert machine.handle(SliceSummed(ONE)) == [SendNormPart(1, TWO)]
     assert machine.handle(NormArrived(0, 1)) == [UpdateSlice(2, 1, (0, 1))]
-    replies = machine.handle(UpdateFinished())
+    replies = machine.handle(SliceUpdated())
     assert replies == [
         SendFrame(0, Kind.REPLY, 1, 2, 3, 0, -1),
         SendFrame(1, Kind.REPLY, 1, 2, 3, 0, -1),
@@ -75,7 +73,7 @@ def test_a_step_that_is_left_out_updates_nothing_and_is_answered() -> None:
         push(machine, slice_, 0, 1)
         machine.handle(SliceSummed(ONE))
     assert machine.handle(NormArrived(0, 1, skip=True)) == [UpdateSlice(2, 1, ())]
-    replies = machine.handle(UpdateFinished())
+    replies = machine.handle(SliceUpdated())
     assert replies[0] == SendFrame(0, Kind.REPLY, 1, 2, 3, Flag.UNCHANGED, -1)
     assert replies[-1] == UpdateSlice(0, 1, ())
 
@@ -84,16 +82,16 @@ def test_slices_that_no_rank_uses_count_as_zeros_and_stay() -> None:
     machine = make()
     assert push(machine, 0, 0, 1, flags=Flag.NO_GRADIENT) == []
     push(machine, 2, 0, 1)
-    assert machine.handle(SliceSummed(ONE)) == [TellNormPart(1, ONE)]
+    assert machine.handle(SliceSummed(ONE)) == [SendNormPart(1, ONE)]
     assert machine.handle(NormArrived(0, 1)) == [UpdateSlice(2, 1, (0, 1))]
-    assert machine.handle(UpdateFinished())[-1] == UpdateSlice(0, 1, ())
+    assert machine.handle(SliceUpdated())[-1] == UpdateSlice(0, 1, ())
 
 
 def test_the_last_slice_may_be_one_that_no_rank_uses() -> None:
     machine = make()
     push(machine, 2, 0, 1)
     assert machine.handle(SliceSummed(ONE)) == []
-    assert push(machine, 0, 0, 1, flags=Flag.NO_GRADIENT) == [TellNormPart(1, ONE)]
+    assert push(machine, 0, 0, 1, flags=Flag.NO_GRADIENT) == [SendNormPart(1, ONE)]
 
 
 def test_the_next_step_is_summed_while_updates_of_this_one_are_queued() -> None:
@@ -102,12 +100,12 @@ def test_the_next_step_is_summed_while_updates_of_this_one_are_queued() -> None:
         push(machine, slice_, 0, 1)
         machine.handle(SliceSummed(ONE))
     machine.handle(NormArrived(0, 1))
-    machine.handle(UpdateFinished())  # of slice 2; slice 0 is under way
+    machine.handle(SliceUpdated())  # of slice 2; slice 0 is under way
     assert push(machine, 2, 0, 1, step=2) == []
-    assert machine.handle(UpdateFinished())[-1] == SumSlice(2, 2, (0, 1))
+    assert machine.handle(SliceUpdated())[-1] == SumSlice(2, 2, (0, 1))
     assert machine.handle(SliceSummed(ONE)) == []
     push(machine, 0, 0, 1, step=2)
-    assert machine.handle(SliceSummed(TWO)) == [TellNormPart(2, SquareSum(0, (0, 0, 3)))]
+    assert machine.handle(SliceSummed(TWO)) == [SendNormPart(2, SquareSum(0, (0, 0, 3)))]
 
 
 def test_a_wait_is_told_with_what_is_missing() -> None:

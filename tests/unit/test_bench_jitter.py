@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from foreprop.bench.jitter import simulate_jitter
-from foreprop.lab import limit
-from foreprop.lab.profile import Layer, load_profile
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer, load_profile
 
 # One element's wire time: 2 (N - 1) / N x 4 bytes with headers.
 ELEM_S = limit.wire_s(4 * limit.HEADER_FACTOR, nodes=2, rate_bits_per_s=1.0)

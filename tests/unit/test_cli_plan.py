@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from foreprop.cli import main as cli
 from foreprop.cli.plan import Plan
 from foreprop.config import PRESETS
-from foreprop.lab.profile import Profile
+from foreprop.workload.profile import Profile
 
 COMMON = ("--nodes", "4", "--rate", "1Gbit", "--latency", "50us")
 

@@ -21,7 +21,6 @@ from foreprop.doctor.records import (
     Defect,
     Examination,
     Failure,
-    Flow,
     Introduce,
     Ping,
     Pinged,
@@ -29,10 +28,10 @@ from foreprop.doctor.records import (
     Reached,
     Send,
     Sent,
-    Trip,
 )
 from foreprop.doctor.show import report, show, to_json
 from foreprop.errors import ConfigError
+from foreprop.link.traffic import Flow, Trip
 from tests.unit.doctor_example import NAMES, attempt, examination, facts, flows
 
 Script = Callable[[int, Command], Answer | None]

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from foreprop.config import PRESETS
 from foreprop.core import worker_machine as worker
 from foreprop.core.barrier import NormCombiner
+from foreprop.core.frames import SendFrame
 from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns
-from foreprop.core.server_machine import ServerMachine, TellSquares
+from foreprop.core.server_machine import SendSquares, ServerMachine
 from foreprop.core.slicing import Partition
 from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag
-from foreprop.core.worker_machine import SendFrame, WorkerMachine
+from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import RemoteProtocolError
 from tests.simulator import Cluster, Setup, _Links, _Worker
 
@@ -320,7 +321,7 @@ def test_the_simulator_notices_squares_that_are_never_told(monkeypatch: pytest.M
     original = ServerMachine._note_squares
 
     def silent(self: ServerMachine, *measured: Any) -> Any:
-        return [each for each in original(self, *measured) if not isinstance(each, TellSquares)]
+        return [each for each in original(self, *measured) if not isinstance(each, SendSquares)]
 
     monkeypatch.setattr(ServerMachine, "_note_squares", silent)
     with pytest.raises(AssertionError, match="deadlock"):

@@ -9,7 +9,7 @@ import torch
 
 from foreprop.lab import accelerator
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer, EmulatedModel
-from foreprop.lab.profile import Layer, load_profile
+from foreprop.workload.profile import Layer, load_profile
 
 LAYERS = [
     Layer(name="a", sizes_elems=(6, 2), forward_s=1.0, backward_s=2.0),

@@ -25,9 +25,9 @@ from foreprop.lab.keptruns import (
     write_run,
 )
 from foreprop.lab.pictures import write_chart
-from foreprop.lab.records import Record, Spread, read_records
-from foreprop.lab.setting import LabSetting
 from foreprop.lab.sweeps import FULL, QUICK, Effort, Measurement, plan_measurements
+from foreprop.workload.records import Record, Spread, read_records
+from foreprop.workload.setting import LabSetting
 from tests.unit.lab_example import ExampleLab, example_record
 
 CORES = 2

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from foreprop.cli.main import app
 from foreprop.errors import ConfigError
-from foreprop.lab import limit, mlp, mlprun
+from foreprop.lab import mlp, mlprun
 from foreprop.lab.mlp import MLP_SYSTEMS, Images, Mlp, MlpSetting, mlp_profile
 from foreprop.lab.mlprun import Epochs, MlpRecord, errors_of, predict_epochs, symbols
-from foreprop.lab.records import Spread
+from foreprop.workload import limit
+from foreprop.workload.records import Spread
 
 
 def record(system: str, workers: int, epoch_s: float, **changes: Any) -> MlpRecord:

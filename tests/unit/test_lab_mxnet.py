@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
 from foreprop.lab import accelerator, mxnet, mxnet_worker
 from foreprop.lab.mxnet import MxnetSystem
-from foreprop.lab.profile import Profile, ProfiledArray
-from foreprop.lab.setting import LabSetting
+from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.workload.setting import LabSetting
 
 PRETENDED_MXNET = """
 import json, os, sys, time

@@ -20,7 +20,7 @@ from foreprop.lab.comparison import points_of
 from foreprop.lab.figures import PAGE, make_figures
 from foreprop.lab.pagetables import best_section, points_table
 from foreprop.lab.sweeps import FULL, plan_measurements
-from foreprop.observe.palette import contrast
+from foreprop.report.palette import contrast
 from tests.unit.lab_example import ExampleLab, example_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

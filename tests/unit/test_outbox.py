@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from foreprop.core.frames import NO_TOKEN, SendFrame
 from foreprop.core.wire import Kind
-from foreprop.core.worker_machine import NO_TOKEN, SendFrame
 from foreprop.link.outbox import Outbox
 
 WAIT_S = 10.0

@@ -11,7 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_example import GBIT, SMALL, setting, sparse_profile
 
-from foreprop.analytic.planner import (
+from foreprop.config import PRESETS, Config
+from foreprop.errors import ConfigError
+from foreprop.model.planner import (
     Candidate,
     candidate_step_s,
     choose,
@@ -20,11 +22,9 @@ from foreprop.analytic.planner import (
     forecasts,
     plain_ddp,
 )
-from foreprop.analytic.refined import Deployment, Table, predict
-from foreprop.analytic.whatif import Variable, parse_what_if, value_text, what_if
-from foreprop.config import PRESETS, Config
-from foreprop.errors import ConfigError
-from foreprop.lab.profile import load_profile
+from foreprop.model.refined import Deployment, Table, predict
+from foreprop.model.whatif import Variable, parse_what_if, value_text, what_if
+from foreprop.workload.profile import load_profile
 
 
 def test_every_architecture_and_preset_the_fastest_first() -> None:

@@ -11,15 +11,12 @@ import msgspec
 import pytest
 from plan_example import SMALL, setting
 
-from foreprop.analytic.deployment import ACKNOWLEDGED
 from foreprop.auto import planning
 from foreprop.auto.linkprobe import Report, conclude, measure_links
 from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, TransportError
-from foreprop.lab.limit import HEADER_FACTOR
-from foreprop.lab.profile import Profile, ProfiledArray
-from foreprop.simulate.hosts import Hosts
+from foreprop.model.deployment import ACKNOWLEDGED
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.slicesize import (
@@ -29,6 +26,9 @@ from foreprop.simulate.slicesize import (
     search,
     slices_of,
 )
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.limit import HEADER_FACTOR
+from foreprop.workload.profile import Profile, ProfiledArray
 
 AUTO = Config(architecture="auto")
 

@@ -1,57 +1,147 @@
-"""The README's tables are those of the code, and its links lead somewhere."""
+"""The documentation: tables and names are the code's, links lead somewhere, lines are short."""
 
 from __future__ import annotations
 
+import importlib
 import re
-from dataclasses import fields
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
-from foreprop.cli.config import value_text
+import foreprop
 from foreprop.cli.main import app
-from foreprop.config import PRESETS, Config
 from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+FOLDERS = [
+    path.parent.name for path in sorted(Path(foreprop.__file__).parent.glob("*/__init__.py"))
+]
+COMMANDS = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+NAME = re.compile(rf"`((?:{'|'.join(FOLDERS)})\.\w+(?:\.\w+)*)`")
 
 
-def rows(heading: str) -> list[list[str]]:
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
     """The cells of the first table under a heading, without its head."""
-    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = page.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     table = re.findall(r"^\|(.*)\|$", section, flags=re.MULTILINE)[2:]
     return [[cell.strip() for cell in row.split("|")] for row in table]
 
 
-def test_the_settings_are_listed_with_their_defaults() -> None:
-    assert rows("Settings") == [
-        [f"`{spec.name}`", value_text(spec.name, spec.default), spec.metadata["help"]]
-        for spec in fields(Config)
-    ]
+def anchors(page: Path) -> set[str]:
+    """A page's headings, as GitHub makes anchors of them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-def test_the_presets_are_listed_with_their_knobs() -> None:
-    assert [row[:5] for row in rows("Presets")] == [
-        [f"`{name}`", *(knobs[knob] for knob in ("granularity", "order", "reply", "placement"))]
-        for name, knobs in PRESETS.items()
-    ]
+def found(name: str) -> Any:
+    """What a dotted name inside foreprop stands for; raises if there is no such thing."""
+    parts = name.split(".")
+    if parts[0] == "session" and hasattr(foreprop.Session, parts[1]):
+        return getattr(foreprop.Session, parts[1])  # what `parallelize` returned, not our folder
+    for modules in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(["foreprop", *parts[:modules]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[modules:]:
+            thing = getattr(thing, part)
+        return thing
+    raise ModuleNotFoundError(name)
+
+
+# What the code says
+def test_the_page_of_settings_is_made_from_the_code() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "settings_page.py"))
+    assert (DOCS / "settings.md").read_text() == script["page"](), (
+        "run: python scripts/settings_page.py"
+    )
 
 
 def test_the_optimizers_are_listed() -> None:
-    (row,) = [row for row in rows("What is an error, and what to do instead") if "LBFGS" in row[0]]
+    errors = rows(DOCS / "semantics.md", "What is an error, and what to do instead")
+    (row,) = [row for row in errors if "LBFGS" in row[0]]
     assert sorted(row[2].split(", ")) == sorted(ELEMENTWISE_OPTIMIZERS)
 
 
-def test_the_commands_exist() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    named = set(re.findall(r"`foreprop ([a-z]+)", README))
-    assert named <= set(commands)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    named = set(
+        re.findall(r"(?:`|^    (?:\$ )?|^\$ )foreprop ([a-z]+)", page.read_text(), re.MULTILINE)
+    )
+    assert named <= COMMANDS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_names_of_a_page_exist(page: Path) -> None:
+    for name in NAME.findall(page.read_text()):
+        assert found(name) is not None
+
+
+# The pages themselves
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        led_to = page.parent / target if target else page
+        assert led_to.exists(), target
+        assert not anchor or anchor in anchors(led_to), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_lines_of_a_page_are_short(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "notebook").glob("[!R]*.md")), ids=page_id)
+def test_every_trial_has_question_command_result_and_whether_it_was_kept(page: Path) -> None:
+    for trial in page.read_text().split("\n## ")[1:]:
+        missing = [
+            mark for mark in ("Question", "Command", "Result") if f"**{mark}.**" not in trial
+        ]
+        assert not missing, trial.splitlines()[0]
+        assert re.search(r"\*\*(Kept|Not kept)\b", trial), trial.splitlines()[0]
+
+
+def test_the_index_has_every_page() -> None:
+    for folder in {page.parent for page in PAGES if DOCS in page.parents}:
+        index = (folder / "README.md").read_text()
+        listed = {(folder / target).resolve() for target in re.findall(r"\]\(([^)#]+\.md)", index)}
+        pages = {page.resolve() for page in folder.glob("*.md") if page.name != "README.md"}
+        assert pages <= listed, sorted(pages - listed)
+
+
+def test_the_readme_and_the_architecture_stay_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 10_240
+    assert len((DOCS / "architecture.md").read_text().split()) <= 1_500
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page_of_performance() -> None:
+    """Per model: limit, p3, ddp and ddp-tuned at balance 1.0, and what p3 has over the two."""
+    performance = (DOCS / "performance.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in performance.splitlines()]
+    at_balance = [row for row in cells if row[:1] == ["1.0"]]
+    steps = {row[1]: [row[2], row[3], row[7], row[8]] for row in at_balance if len(row) == 11}
+    over = {row[1]: [f"{row[3]}, {row[4]}"] for row in at_balance if len(row) == 7}
+    shown = rows(ROOT / "README.md", "What it brings")
+    assert len(shown) == len(steps) == 4
+    assert {row[0]: row[1:] for row in shown} == {name: steps[name] + over[name] for name in steps}
+
+
+def test_the_readme_has_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"^    (make \w+) +#", readme, flags=re.MULTILINE) == [
+        "make demo",
+        "make test",
+    ]

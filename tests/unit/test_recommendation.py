@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_example import GBIT, setting, sparse_profile
 
-from foreprop.analytic.planner import (
+from foreprop.config import PRESETS
+from foreprop.model.planner import (
     TOLERANCE,
     Candidate,
     Forecast,
@@ -18,9 +19,8 @@ from foreprop.analytic.planner import (
     forecast,
     forecasts,
 )
-from foreprop.analytic.recommendation import Recommendation, obstacle_of, recommend
-from foreprop.config import PRESETS
-from foreprop.lab.profile import Profile, ProfiledArray
+from foreprop.model.recommendation import Recommendation, obstacle_of, recommend
+from foreprop.workload.profile import Profile, ProfiledArray
 
 DDP, RING, P2P = Candidate("ddp"), Candidate("ring"), Candidate("p2p", "p3")
 

@@ -6,23 +6,28 @@ from collections.abc import Iterable
 
 import pytest
 
-from foreprop.core.manifest import Reply
-from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.sendqueue import Order
-from foreprop.core.server_machine import (
+from foreprop.core.frames import (
+    NO_TOKEN,
     FailSession,
+    Finish,
+    FrameSent,
     InstallValue,
+    MessageReady,
+    NotifyArrived,
+    PeerLeft,
     PullArrived,
     PushArrived,
-    UpdateFinished,
-    UpdateSlice,
+    ReplyArrived,
+    SendFrame,
     ValueArrived,
-    WorkerLeft,
 )
+from foreprop.core.manifest import Reply
+from foreprop.core.peers import SERVER, workers_of_node
+from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.sendqueue import Order
+from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker_machine import NO_TOKEN, Finish, FrameSent, MessageReady, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
 # server 0 owns slices 0 and 2, of the parameters "a" and "b"
@@ -44,8 +49,8 @@ def frame(kind: Kind, peer: int, slice_: int, step: int = 1, flags: int = 0) -> 
     return SendFrame(peer, kind, step, slice_, PRIORITY[slice_], flags, NO_TOKEN)
 
 
-def answer(slice_: int, step: int = 1, flags: int = 0) -> AnswerArrived:
-    return AnswerArrived(slice_, step, PRIORITY[slice_], flags)
+def answer(slice_: int, step: int = 1, flags: int = 0) -> ReplyArrived:
+    return ReplyArrived(slice_, step, SERVER, PRIORITY[slice_], flags)
 
 
 def handle_all(machine: RelayMachine, events: Iterable[object]) -> list[object]:
@@ -56,7 +61,7 @@ def pushed_on(machine: RelayMachine, slice_: int, step: int = 1) -> list[object]
     """Both workers push, the sum is made, and has left."""
     events = [push(0, slice_, step), push(1, slice_, step)]
     assert handle_all(machine, events) == [UpdateSlice(slice_, step, (0, 1))]
-    sent = machine.handle(UpdateFinished())
+    sent = machine.handle(SliceUpdated())
     return [*sent, *machine.handle(FrameSent(SERVER))]
 
 
@@ -67,7 +72,7 @@ def test_one_push_leaves_when_every_worker_has_pushed_and_the_answer_goes_to_all
     assert machine.describe_wait(0, 1) == "a waits for the push of rank 2"
     assert machine.handle(push(0, 0)) == [UpdateSlice(0, 1, (0, 1))]
     assert not machine.has_pushed(0, 1)
-    assert machine.handle(UpdateFinished()) == [frame(Kind.PUSH, SERVER, 0)]
+    assert machine.handle(SliceUpdated()) == [frame(Kind.PUSH, SERVER, 0)]
     assert machine.has_pushed(0, 1)
     assert machine.describe_wait(0, 1) == "a is summed and waits for server 0"
     assert machine.awaits(0, 1)
@@ -87,10 +92,10 @@ def test_many_sums_wait_for_their_answers_which_come_in_any_order() -> None:
 def test_the_most_urgent_sum_is_made_and_leaves_first() -> None:
     machine = make()
     assert handle_all(machine, [push(w, 2) for w in (0, 1)]) == [UpdateSlice(2, 1, (0, 1))]
-    machine.handle(UpdateFinished())  # under way from now on
+    machine.handle(SliceUpdated())  # under way from now on
     assert handle_all(machine, [push(w, 0) for w in (0, 1)]) == [UpdateSlice(0, 1, (0, 1))]
     machine.handle(MessageReady(SERVER, Kind.STATE, 1, 5, 0, 77))  # less urgent, but came first
-    assert machine.handle(UpdateFinished()) == []
+    assert machine.handle(SliceUpdated()) == []
     assert machine.handle(FrameSent(SERVER)) == [frame(Kind.PUSH, SERVER, 0)]
     assert machine.handle(FrameSent(SERVER)) == [SendFrame(SERVER, Kind.STATE, 1, 0, 5, 0, 77)]
 
@@ -99,7 +104,7 @@ def test_only_those_with_a_gradient_are_summed() -> None:
     machine = make()
     machine.handle(push(0, 0, flags=Flag.NO_GRADIENT))
     assert machine.handle(push(1, 0)) == [UpdateSlice(0, 1, (1,))]
-    assert machine.handle(UpdateFinished()) == [frame(Kind.PUSH, SERVER, 0)]
+    assert machine.handle(SliceUpdated()) == [frame(Kind.PUSH, SERVER, 0)]
 
 
 def test_a_node_without_a_gradient_says_so() -> None:
@@ -107,7 +112,7 @@ def test_a_node_without_a_gradient_says_so() -> None:
     events = [push(worker, 0, flags=Flag.NO_GRADIENT) for worker in (0, 1)]
     assert handle_all(machine, events) == [UpdateSlice(0, 1, ())]
     told = frame(Kind.PUSH, SERVER, 0, flags=Flag.NO_GRADIENT)
-    assert machine.handle(UpdateFinished()) == [told]
+    assert machine.handle(SliceUpdated()) == [told]
     unchanged = machine.handle(answer(0, flags=Flag.UNCHANGED))
     assert unchanged == [frame(Kind.REPLY, w, 0, flags=Flag.UNCHANGED) for w in (0, 1)]
 
@@ -144,7 +149,7 @@ def test_values_changed_by_hand_go_before_the_push_whatever_its_priority() -> No
     machine.handle(PushArrived(1, 0, 1, 3, changed))
     value = SendFrame(SERVER, Kind.VALUE, 1, 0, 3, 0, NO_TOKEN)
     pushed = SendFrame(SERVER, Kind.PUSH, 1, 0, 3, changed, NO_TOKEN)
-    assert machine.handle(UpdateFinished()) == [value]
+    assert machine.handle(SliceUpdated()) == [value]
     assert machine.handle(FrameSent(SERVER)) == [pushed]
 
 
@@ -165,7 +170,7 @@ def test_only_rank_zero_may_send_values() -> None:
 def test_notify_the_first_pull_is_passed_on_and_its_answer_copied(first: int) -> None:
     machine = make("notify")
     pushed_on(machine, 0)
-    assert machine.handle(NoticeArrived(0, 1, 0)) == [
+    assert machine.handle(NotifyArrived(0, 1, SERVER, 0)) == [
         frame(Kind.NOTIFY, 0, 0),
         frame(Kind.NOTIFY, 1, 0),
     ]
@@ -181,7 +186,7 @@ def test_notify_the_first_pull_is_passed_on_and_its_answer_copied(first: int) ->
 def test_notify_that_nothing_has_changed_needs_no_pull() -> None:
     machine = make("notify")
     pushed_on(machine, 0)
-    notices = machine.handle(NoticeArrived(0, 1, Flag.UNCHANGED))
+    notices = machine.handle(NotifyArrived(0, 1, SERVER, Flag.UNCHANGED))
     assert notices == [frame(Kind.NOTIFY, w, 0, flags=Flag.UNCHANGED) for w in (0, 1)]
     assert machine.awaited() == []
 
@@ -191,7 +196,7 @@ def test_pull_waits_for_the_node_s_push() -> None:
     machine.handle(push(0, 0))
     assert machine.handle(PullArrived(0, 0, 1, 0)) == []  # worker 1 has not pushed
     assert machine.handle(push(1, 0)) == [UpdateSlice(0, 1, (0, 1))]
-    assert machine.handle(UpdateFinished()) == [frame(Kind.PUSH, SERVER, 0)]
+    assert machine.handle(SliceUpdated()) == [frame(Kind.PUSH, SERVER, 0)]
     assert machine.handle(FrameSent(SERVER)) == [frame(Kind.PULL, SERVER, 0)]
     assert machine.handle(PullArrived(1, 0, 1, 0)) == []  # asked for already
     assert machine.handle(answer(0)) == [frame(Kind.REPLY, 0, 0), frame(Kind.REPLY, 1, 0)]
@@ -200,16 +205,16 @@ def test_pull_waits_for_the_node_s_push() -> None:
 def test_it_leaves_when_all_workers_have_and_all_is_passed_on() -> None:
     machine = make()
     handle_all(machine, [push(0, 0), push(1, 0)])
-    assert machine.handle(WorkerLeft(0)) == []
-    assert machine.handle(WorkerLeft(1)) == []  # the sum is under way
-    assert machine.handle(UpdateFinished()) == [frame(Kind.PUSH, SERVER, 0)]
+    assert machine.handle(PeerLeft(0)) == []
+    assert machine.handle(PeerLeft(1)) == []  # the sum is under way
+    assert machine.handle(SliceUpdated()) == [frame(Kind.PUSH, SERVER, 0)]
     assert machine.handle(FrameSent(SERVER)) == [Finish()]
 
 
 def test_a_worker_that_leaves_while_another_needs_it_is_named() -> None:
     machine = make()
     machine.handle(push(0, 0))
-    (failure,) = machine.handle(WorkerLeft(1))
+    (failure,) = machine.handle(PeerLeft(1))
     assert isinstance(failure, FailSession)
     assert failure.reason.startswith("rank 3 has left the session, but ranks [2] are at step 1")
 
@@ -217,10 +222,10 @@ def test_a_worker_that_leaves_while_another_needs_it_is_named() -> None:
 WRONG = {
     "a reply for what nobody has pushed": ("broadcast", [], answer(0)),
     "a reply for another step": ("broadcast", [0], answer(0, step=2)),
-    "a reply for another server's slice": ("broadcast", [], AnswerArrived(1, 0, 0, 0)),
+    "a reply for another server's slice": ("broadcast", [], ReplyArrived(1, 0, SERVER, 0, 0)),
     "a reply that nobody has pulled": ("pull", [0], answer(0)),
-    "a notice where replies are broadcast": ("broadcast", [0], NoticeArrived(0, 1, 0)),
-    "a notice for another step": ("notify", [0], NoticeArrived(0, 2, 0)),
+    "a notice where replies are broadcast": ("broadcast", [0], NotifyArrived(0, 1, SERVER, 0)),
+    "a notice for another step": ("notify", [0], NotifyArrived(0, 2, SERVER, 0)),
     "a pull before the notice": ("notify", [0], PullArrived(0, 0, 1, 0)),
     "a pull where replies are broadcast": ("broadcast", [0], PullArrived(0, 0, 1, 0)),
     "a push of another server's slice": ("broadcast", [], PushArrived(0, 1, 1, 0, 0)),
@@ -241,12 +246,12 @@ def test_what_breaks_the_rules_is_refused(name: str) -> None:
 def test_a_second_notice_is_refused() -> None:
     machine = make("notify")
     pushed_on(machine, 0)
-    machine.handle(NoticeArrived(0, 1, 0))
+    machine.handle(NotifyArrived(0, 1, SERVER, 0))
     with pytest.raises(RemoteProtocolError, match="announced slice 0 of step 1"):
-        machine.handle(NoticeArrived(0, 1, 0))
+        machine.handle(NotifyArrived(0, 1, SERVER, 0))
 
 
-@pytest.mark.parametrize("event", [UpdateFinished(), object()])
+@pytest.mark.parametrize("event", [SliceUpdated(), object()])
 def test_what_cannot_happen_is_an_internal_error(event: object) -> None:
     with pytest.raises(InternalError):
         make().handle(event)

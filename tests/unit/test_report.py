@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from foreprop.errors import ConfigError
-from foreprop.observe import palette
-from foreprop.observe.markup import milliseconds, percent, rate, size
-from foreprop.observe.report import RunSummary, headline, render_report, same_weights, write_report
-from foreprop.observe.timeline import Timeline
-from foreprop.observe.timeline_shapes import Shape, plan_shapes
-from foreprop.observe.timeline_svg import PLOT_PX, plan_panels, tick_s
+from foreprop.report import palette
+from foreprop.report.markup import milliseconds, percent, rate, size
+from foreprop.report.report import RunSummary, headline, render_report, same_weights, write_report
+from foreprop.report.timeline import Timeline
+from foreprop.report.timeline_shapes import Shape, plan_shapes
+from foreprop.report.timeline_svg import PLOT_PX, plan_panels, tick_s
 from tests.unit.report_example import event, example_context, example_run, example_timeline
 
 RUNS = (example_run("kvstore", 0.170), example_run("p3", 0.119))

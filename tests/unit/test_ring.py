@@ -8,23 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foreprop.core.frames import (
+    Closing,
+    CompleteParameter,
+    Finish,
+    GradientReady,
+    NormArrived,
+    PrioritiesLearned,
+    SendNormPart,
+)
 from foreprop.core.norm import SquareSum
 from foreprop.core.order import cut_chunks
 from foreprop.core.ring_machine import (
     ChunkReduced,
-    Finishing,
     MeasureParameter,
-    NormTold,
     OrderLearned,
-    ParameterComplete,
     ParameterMeasured,
-    ParameterReady,
     ParameterUpdated,
-    PrioritiesKnown,
     ReduceChunk,
-    RingFinished,
     RingMachine,
-    TellSum,
     UpdateParameter,
     UseNorm,
 )
@@ -54,10 +56,10 @@ def machine(
 
 def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
     ring = machine([1, 1])
-    assert ring.handle(ParameterReady(0, 1)) == []
+    assert ring.handle(GradientReady(0, 1)) == []
     assert ring.queue_depth == 1
     assert ring.next_chunk == (1, 1)
-    assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(1, 1), ReduceChunk(0, 1)]
+    assert ring.handle(GradientReady(1, 1)) == [ReduceChunk(1, 1), ReduceChunk(0, 1)]
     assert ring.queue_depth == 0
     assert ring.under_way == (0, 1)
     for chunk in (0, 1):
@@ -67,18 +69,18 @@ def test_issues_in_order_and_holds_back_what_is_ready_too_early() -> None:
 
 def test_parameters_that_share_a_chunk_wait_for_each_other() -> None:
     ring = machine([1, 1, 1], chunk_elems=12, shared=True)
-    assert ring.handle(ParameterReady(0, 1)) == []
+    assert ring.handle(GradientReady(0, 1)) == []
     assert ring.queue_depth == 0
     assert ring.next_chunk == (1, 1)  # what is missing
-    assert ring.handle(ParameterReady(2, 1)) == []
-    assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(0, 1)]
+    assert ring.handle(GradientReady(2, 1)) == []
+    assert ring.handle(GradientReady(1, 1)) == [ReduceChunk(0, 1)]
     updates = [UpdateParameter(0, 1), UpdateParameter(1, 1), UpdateParameter(2, 1)]
     assert ring.handle(ChunkReduced(0)) == updates
 
 
 def test_keeps_so_many_in_flight() -> None:
     ring = machine([3], in_flight=2)
-    assert ring.handle(ParameterReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
+    assert ring.handle(GradientReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
     assert ring.handle(ChunkReduced(1)) == [ReduceChunk(2, 1)]
     assert ring.handle(ChunkReduced(0)) == []
     assert ring.handle(ChunkReduced(2)) == [UpdateParameter(0, 1)]
@@ -89,8 +91,8 @@ def test_keeps_so_many_elements_in_flight() -> None:
     ring = RingMachine(chunks, parameters=5, in_flight=3, in_flight_elems=4)
     ring.handle(OrderLearned((0, 1, 2, 3, 4), 1))
     for parameter in (4, 3, 2, 1):
-        assert ring.handle(ParameterReady(parameter, 1)) == []
-    assert ring.handle(ParameterReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
+        assert ring.handle(GradientReady(parameter, 1)) == []
+    assert ring.handle(GradientReady(0, 1)) == [ReduceChunk(0, 1), ReduceChunk(1, 1)]
     assert ring.handle(ChunkReduced(0))[:2] == [ReduceChunk(2, 1), ReduceChunk(3, 1)]
     assert ring.handle(ChunkReduced(1)) == [UpdateParameter(1, 1)]
     assert ring.handle(ChunkReduced(2)) == [UpdateParameter(2, 1)]
@@ -100,37 +102,37 @@ def test_keeps_so_many_elements_in_flight() -> None:
 def test_a_parameter_is_complete_when_it_is_updated() -> None:
     ring = machine([1])
     assert ring.is_complete(0)
-    ring.handle(ParameterReady(0, 1))
+    ring.handle(GradientReady(0, 1))
     ring.handle(ChunkReduced(0))
     assert not ring.is_complete(0)
-    assert ring.handle(ParameterUpdated(0)) == [ParameterComplete(0, 1)]
+    assert ring.handle(ParameterUpdated(0)) == [CompleteParameter(0, 1)]
     assert ring.is_complete(0)
     assert ring.step_of(0) == 1
 
 
 def test_an_empty_parameter_is_complete_at_once() -> None:
     ring = machine([0, 1])
-    assert ring.handle(ParameterReady(0, 1)) == [ParameterComplete(0, 1)]
+    assert ring.handle(GradientReady(0, 1)) == [CompleteParameter(0, 1)]
     assert ring.is_complete(0)
-    assert ring.handle(ParameterReady(1, 1)) == [ReduceChunk(0, 1)]
+    assert ring.handle(GradientReady(1, 1)) == [ReduceChunk(0, 1)]
 
 
 def test_the_next_step_may_begin_while_parts_of_this_one_are_under_way() -> None:
     ring = machine([1, 1])
-    ring.handle(ParameterReady(1, 1))
-    ring.handle(ParameterReady(0, 1))
+    ring.handle(GradientReady(1, 1))
+    ring.handle(GradientReady(0, 1))
     ring.handle(ChunkReduced(1))
     ring.handle(ParameterUpdated(1))
-    assert ring.handle(ParameterReady(1, 2)) == [ReduceChunk(1, 2)]
+    assert ring.handle(GradientReady(1, 2)) == [ReduceChunk(1, 2)]
     assert ring.next_chunk == (0, 2)
 
 
 def test_a_new_order_counts_from_its_step() -> None:
     ring = machine([1, 1])
-    ring.handle(ParameterReady(1, 1))
+    ring.handle(GradientReady(1, 1))
     ring.handle(OrderLearned((0, 1), 2))
     assert ring.next_chunk == (0, 1)
-    ring.handle(ParameterReady(0, 1))
+    ring.handle(GradientReady(0, 1))
     for parameter in (1, 0):
         ring.handle(ChunkReduced(parameter))
         ring.handle(ParameterUpdated(parameter))
@@ -145,9 +147,9 @@ def test_a_new_order_for_the_coming_step_counts_at_once() -> None:
 
 def test_updates_wait_for_the_norm_of_all_parameters_and_go_by_priority() -> None:
     ring = machine([1, 0, 1], needs_norm=True)
-    ring.handle(PrioritiesKnown((2, 1, 0)))
+    ring.handle(PrioritiesLearned((2, 1, 0)))
     for parameter in (2, 1, 0):
-        ring.handle(ParameterReady(parameter, 1))
+        ring.handle(GradientReady(parameter, 1))
     assert ring.handle(ChunkReduced(0)) == [MeasureParameter(0, 1)]
     assert ring.handle(ParameterMeasured(0, ONE)) == []
     assert ring.handle(ChunkReduced(1)) == [MeasureParameter(2, 1)]
@@ -162,7 +164,7 @@ def measured(sizes: list[int]) -> RingMachine:
     """All parameters are reduced, and all but the last measured."""
     ring = machine(sizes, needs_norm=True, shares_norm=True)
     for parameter in range(len(sizes)):
-        ring.handle(ParameterReady(parameter, 1))
+        ring.handle(GradientReady(parameter, 1))
     for parameter in range(len(sizes)):
         ring.handle(ChunkReduced(parameter))
     for parameter in range(len(sizes) - 1):
@@ -172,17 +174,17 @@ def measured(sizes: list[int]) -> RingMachine:
 
 def test_updates_wait_for_a_norm_that_others_have_a_part_in() -> None:
     ring = measured([1, 1])
-    assert ring.handle(ParameterMeasured(1, ONE)) == [TellSum(1, SquareSum(0, (0, 0, 2)))]
+    assert ring.handle(ParameterMeasured(1, ONE)) == [SendNormPart(1, SquareSum(0, (0, 0, 2)))]
     updates = [UpdateParameter(0, 1), UpdateParameter(1, 1)]
-    assert ring.handle(NormTold(1, 0.5)) == [UseNorm(1, 0.5), *updates]
+    assert ring.handle(NormArrived(0, 1, norm=0.5)) == [UseNorm(1, 0.5), *updates]
 
 
 def test_the_norm_may_be_told_before_this_rank_has_measured_its_part() -> None:
     ring = measured([1, 1])
-    assert ring.handle(NormTold(1, 0.5)) == []
+    assert ring.handle(NormArrived(0, 1, norm=0.5)) == []
     instructions = ring.handle(ParameterMeasured(1, ONE))
     assert instructions == [
-        TellSum(1, SquareSum(0, (0, 0, 2))),
+        SendNormPart(1, SquareSum(0, (0, 0, 2))),
         UseNorm(1, 0.5),
         UpdateParameter(0, 1),
         UpdateParameter(1, 1),
@@ -191,24 +193,24 @@ def test_the_norm_may_be_told_before_this_rank_has_measured_its_part() -> None:
 
 def test_norms_that_nobody_awaits_are_refused() -> None:
     ring = measured([1, 1])
-    ring.handle(NormTold(1, 0.5))
+    ring.handle(NormArrived(0, 1, norm=0.5))
     with pytest.raises(RemoteProtocolError, match="the norm of step 2 came, which is not awaited"):
-        ring.handle(NormTold(2, 0.5))
+        ring.handle(NormArrived(0, 2, norm=0.5))
     with pytest.raises(RemoteProtocolError, match="which is not awaited"):
-        machine([1], needs_norm=True).handle(NormTold(1, 0.5))
+        machine([1], needs_norm=True).handle(NormArrived(0, 1, norm=0.5))
     ring = measured([1])
     ring.handle(ParameterMeasured(0, ONE))
     with pytest.raises(RemoteProtocolError, match="the norm of step 2 came, not of step 1"):
-        ring.handle(NormTold(2, 0.5))
+        ring.handle(NormArrived(0, 2, norm=0.5))
 
 
 def test_finishes_when_everything_begun_is_done() -> None:
     ring = machine([1])
-    ring.handle(ParameterReady(0, 1))
-    assert ring.handle(Finishing()) == []
+    ring.handle(GradientReady(0, 1))
+    assert ring.handle(Closing()) == []
     ring.handle(ChunkReduced(0))
-    assert ring.handle(ParameterUpdated(0)) == [ParameterComplete(0, 1), RingFinished()]
-    assert machine([]).handle(Finishing()) == [RingFinished()]
+    assert ring.handle(ParameterUpdated(0)) == [CompleteParameter(0, 1), Finish()]
+    assert machine([]).handle(Closing()) == [Finish()]
 
 
 def test_refuses_what_cannot_be() -> None:
@@ -222,12 +224,12 @@ def test_refuses_what_cannot_be() -> None:
     with pytest.raises(LocalProtocolError, match="every chunk once"):
         ring.handle(OrderLearned((0, 0), 1))
     with pytest.raises(LocalProtocolError, match="every parameter once"):
-        ring.handle(PrioritiesKnown((0, 0)))
-    ring.handle(ParameterReady(1, 1))
+        ring.handle(PrioritiesLearned((0, 0)))
+    ring.handle(GradientReady(1, 1))
     with pytest.raises(LocalProtocolError, match="parameter 1 is ready for step 2"):
-        ring.handle(ParameterReady(1, 2))
+        ring.handle(GradientReady(1, 2))
     with pytest.raises(LocalProtocolError, match="parameter 0 is ready for step 2"):
-        ring.handle(ParameterReady(0, 2))
+        ring.handle(GradientReady(0, 2))
     with pytest.raises(LocalProtocolError, match="for step 1 comes when step 1 is under way"):
         ring.handle(OrderLearned((0, 1), 1))
 
@@ -255,7 +257,7 @@ class Rank:
             needs_norm=norm != "none",
             shares_norm=norm == "shared",
         )
-        self.sums: list[TellSum] = []
+        self.sums: list[SendNormPart] = []
         self.told = 0  # norms
         self.measures: list[int] = []
         self.norms: list[UseNorm] = []
@@ -277,7 +279,7 @@ class Rank:
                 self.updates.append(instruction.parameter)
             elif isinstance(instruction, MeasureParameter):
                 self.measures.append(instruction.parameter)
-            elif isinstance(instruction, TellSum):
+            elif isinstance(instruction, SendNormPart):
                 self.sums.append(instruction)
             elif isinstance(instruction, UseNorm):
                 assert not self.updates, "the updates of the step before are not done"
@@ -288,7 +290,7 @@ class Rank:
         if not self._script or not self.ring.is_complete(self._script[0][1]):
             return False
         step, parameter = self._script.pop(0)
-        self.do(ParameterReady(parameter, step))
+        self.do(GradientReady(parameter, step))
         return True
 
     @property
@@ -343,7 +345,7 @@ def test_ranks_with_other_orders_of_gradients_issue_alike_and_nobody_waits_for_e
             ranks[index].do(ParameterMeasured(what, ONE))
         elif kind == "tell":
             ranks[index].told += 1
-            ranks[index].do(NormTold(what.step, what.part.norm))
+            ranks[index].do(NormArrived(0, what.step, norm=what.part.norm))
         else:
             ended[index].add(what)
             ranks[index].under_way.remove(what[1])

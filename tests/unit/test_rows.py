@@ -12,20 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.barrier import StepBarrier, TellNormPart
+from foreprop.core.barrier import StepBarrier
+from foreprop.core.frames import (
+    FailSession,
+    InstallValue,
+    NormArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    SendNormPart,
+    ValueArrived,
+)
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.rows_machine import (
     AnswerRows,
-    FailRows,
-    InstallRows,
-    NormKnown,
-    RankLeft,
     RowsMachine,
-    RowsPulled,
-    RowsPushed,
     RowsSummed,
     RowsUpdated,
-    RowsValued,
     Shard,
     SumRows,
     UpdateRows,
@@ -53,20 +56,20 @@ def make(workers: int = 2, barrier: StepBarrier | None = None) -> RowsMachine:
     names = ["a", "b", "c"]
     machine = RowsMachine(SHARDS, index=0, workers=workers, names=names, barrier=barrier)
     for shard in (A, B):
-        assert machine.handle(RowsValued(0, shard, 0)) == [InstallRows(shard)]
+        assert machine.handle(ValueArrived(0, shard, 0, 0)) == [InstallValue(shard)]
     return machine
 
 
-def pull(rank: int, shard: int = A, step: int = 0, request: int = 0) -> RowsPulled:
-    return RowsPulled(rank, shard, step, request, 3)
+def pull(rank: int, shard: int = A, step: int = 0, request: int = 0) -> PullArrived:
+    return PullArrived(rank, shard, step, 3, request)
 
 
 def answer(rank: int, shard: int = A, step: int = 0, request: int = 0) -> AnswerRows:
     return AnswerRows(rank, shard, step, request, 3)
 
 
-def push(rank: int, shard: int = A, step: int = 1, flags: int = 0) -> RowsPushed:
-    return RowsPushed(rank, shard, step, flags)
+def push(rank: int, shard: int = A, step: int = 1, flags: int = 0) -> PushArrived:
+    return PushArrived(rank, shard, step, 0, flags)
 
 
 def handle_all(machine: RowsMachine, events: Iterable[object]) -> list[Any]:
@@ -110,14 +113,14 @@ def test_rows_that_the_server_makes_are_there_at_once() -> None:
     assert machine.handle(pull(0, B)) == [answer(0, B)]
     assert machine.handle(pull(0, A)) == []
     with pytest.raises(RemoteProtocolError, match="values for the rows of c came for step 0"):
-        machine.handle(RowsValued(0, B, 0))
+        machine.handle(ValueArrived(0, B, 0, 0))
     assert machine.handle(push(0, B)) == [UpdateRows(B, 1, (0,))]
 
 
 def test_pulls_before_the_values() -> None:
     machine = RowsMachine(SHARDS, index=0, workers=2, names=["a", "b", "c"])
     assert machine.handle(pull(1)) == []
-    assert machine.handle(RowsValued(0, A, 0)) == [InstallRows(A), answer(1)]
+    assert machine.handle(ValueArrived(0, A, 0, 0)) == [InstallValue(A), answer(1)]
 
 
 def test_one_update_of_a_shard_at_a_time() -> None:
@@ -136,10 +139,10 @@ def test_updates_wait_for_the_norm_of_all_shards() -> None:
     assert handle_all(machine, [push(0), push(1)]) == [SumRows(A, 1, (0, 1))]
     assert handle_all(machine, [RowsSummed(A, ONE), pull(0, step=1)]) == []
     assert handle_all(machine, [push(0, B), push(1, B)]) == [SumRows(B, 1, (0, 1))]
-    assert machine.handle(RowsSummed(B, ONE)) == [TellNormPart(1, TWO)]
+    assert machine.handle(RowsSummed(B, ONE)) == [SendNormPart(1, TWO)]
     barrier.release(1)
     updates = [UpdateRows(A, 1, (0, 1)), UpdateRows(B, 1, (0, 1))]
-    assert machine.handle(NormKnown(1)) == updates
+    assert machine.handle(NormArrived(0, 1)) == updates
     assert machine.handle(RowsUpdated(A)) == [answer(0, step=1)]
 
 
@@ -148,7 +151,7 @@ def test_a_step_that_is_left_out_updates_nothing_and_is_answered() -> None:
     machine = make(barrier=barrier)
     handle_all(machine, [push(0), push(1), RowsSummed(A, ONE), pull(0, step=1)])
     barrier.release(1)
-    assert machine.handle(NormKnown(1, skip=True)) == [UpdateRows(A, 1, ())]
+    assert machine.handle(NormArrived(0, 1, skip=True)) == [UpdateRows(A, 1, ())]
     assert machine.handle(RowsUpdated(A)) == [answer(0, step=1)]
 
 
@@ -156,9 +159,9 @@ def test_shards_that_no_rank_uses_count_as_zeros_and_stay() -> None:
     barrier = StepBarrier(1)
     machine = make(barrier=barrier)
     nothing = [push(rank, flags=Flag.NO_GRADIENT) for rank in (0, 1)]
-    assert handle_all(machine, nothing) == [TellNormPart(1, ZERO)]
+    assert handle_all(machine, nothing) == [SendNormPart(1, ZERO)]
     barrier.release(1)
-    assert machine.handle(NormKnown(1)) == [UpdateRows(A, 1, ())]
+    assert machine.handle(NormArrived(0, 1)) == [UpdateRows(A, 1, ())]
 
 
 def test_the_next_step_s_sum_waits_for_this_one_s_update() -> None:
@@ -169,9 +172,9 @@ def test_the_next_step_s_sum_waits_for_this_one_s_update() -> None:
     with pytest.raises(InternalError, match="an update of rows finished that nobody started"):
         machine.handle(RowsUpdated(A))
     barrier.release(1)
-    machine.handle(NormKnown(1))
+    machine.handle(NormArrived(0, 1))
     assert machine.handle(RowsUpdated(A)) == [SumRows(A, 2, (0,))]
-    assert machine.handle(RowsSummed(A, TWO)) == [TellNormPart(2, TWO)]
+    assert machine.handle(RowsSummed(A, TWO)) == [SendNormPart(2, TWO)]
 
 
 def test_slices_share_the_barrier() -> None:
@@ -183,7 +186,7 @@ def test_slices_share_the_barrier() -> None:
         "the rows of a are summed and wait for the sums of this server's other slices: 1 of 2 are"
         " done"
     )
-    assert barrier.hold(1, 0, ONE) == [TellNormPart(1, TWO)]
+    assert barrier.hold(1, 0, ONE) == [SendNormPart(1, TWO)]
     assert "wait for the global gradient norm of step 1" in machine.describe_wait(A, 1)
 
 
@@ -210,22 +213,22 @@ def test_changed_by_hand_on_some_ranks() -> None:
     machine = make()
     machine.handle(push(0))
     (failure,) = machine.handle(push(1, flags=Flag.VALUE_CHANGED))
-    assert isinstance(failure, FailRows)
+    assert isinstance(failure, FailSession)
     assert failure.reason.startswith("parameter a was changed by hand before step 1 on ranks [1]")
     machine = make()
-    events = [RowsValued(0, A, 1), *(push(rank, flags=Flag.VALUE_CHANGED) for rank in (0, 1))]
+    events = [ValueArrived(0, A, 1, 0), *(push(rank, flags=Flag.VALUE_CHANGED) for rank in (0, 1))]
     assert handle_all(machine, events) == [UpdateRows(A, 1, (0, 1))]
 
 
 def test_a_rank_that_left_is_not_waited_for() -> None:
     machine = make()
     machine.handle(push(0))
-    (failure,) = machine.handle(RankLeft(1))
+    (failure,) = machine.handle(PeerLeft(1))
     assert (failure.rank, failure.step) == (1, 0)
     assert "rank 1 has left" in failure.reason
     assert "gradient of a" in failure.reason
     machine = make()
-    assert machine.handle(RankLeft(1)) == []
+    assert machine.handle(PeerLeft(1)) == []
     (failure,) = machine.handle(push(0))
     assert "rank 1 has left" in failure.reason
 
@@ -247,11 +250,11 @@ def test_a_rank_that_left_a_step_out_is_not_waited_for() -> None:
         ([push(0), push(1), push(0)], "past"),
         ([push(0), push(1), RowsUpdated(A), pull(0)], "as of step 0; step 1 is done"),
         ([pull(3)], "rank 3 of a world of 2"),
-        ([RowsValued(1, A, 1)], "only rank 0 may"),
-        ([RowsValued(0, A, 0)], "twice or late"),
-        ([push(0), RowsValued(0, A, 1)], "twice or late"),
-        ([RowsValued(0, A, 1), RowsValued(0, A, 1)], "twice or late"),
-        ([RankLeft(0), push(0)], "after its goodbye"),
+        ([ValueArrived(1, A, 1, 0)], "only rank 0 may"),
+        ([ValueArrived(0, A, 0, 0)], "twice or late"),
+        ([push(0), ValueArrived(0, A, 1, 0)], "twice or late"),
+        ([ValueArrived(0, A, 1, 0), ValueArrived(0, A, 1, 0)], "twice or late"),
+        ([PeerLeft(0), push(0)], "after its goodbye"),
     ],
 )
 def test_rules(events: list[Any], match: str) -> None:
@@ -295,14 +298,14 @@ def test_random_schedules(seed: int, needs_norm: bool) -> None:
     queues = [_events_of(rank, steps, chance) for rank in range(workers)]
     done, answered, asked = {A: -1, B: -1}, [], []
     work: dict[int, UpdateRows | SumRows] = {}  # under way, by shard
-    norms: list[TellNormPart] = []  # that are not known yet
+    norms: list[SendNormPart] = []  # that are not known yet
     while any(queues) or work or norms:
         ready = [queue for queue in queues if queue]
         if norms and (not (ready or work) or chance.random() < 0.3):
             known = norms.pop()
             assert barrier is not None
             barrier.release(known.step)
-            event: Any = NormKnown(known.step, skip=chance.random() < 0.2)
+            event: Any = NormArrived(0, known.step, skip=chance.random() < 0.2)
         elif work and (not ready or chance.random() < 0.4):
             doing = work.pop(chance.choice(sorted(work)))
             if isinstance(doing, SumRows):
@@ -312,7 +315,7 @@ def test_random_schedules(seed: int, needs_norm: bool) -> None:
                 event = RowsUpdated(doing.shard)
         elif ready:
             event = chance.choice(ready).pop(0)
-            asked += [event] if isinstance(event, RowsPulled) else []
+            asked += [event] if isinstance(event, PullArrived) else []
         else:
             continue
         for instruction in machine.handle(event):
@@ -320,25 +323,27 @@ def test_random_schedules(seed: int, needs_norm: bool) -> None:
                 assert instruction.shard not in work
                 assert instruction.step == done[instruction.shard] + 1
                 assert isinstance(instruction, UpdateRows) == (
-                    not needs_norm or isinstance(event, NormKnown)
+                    not needs_norm or isinstance(event, NormArrived)
                 )
                 work[instruction.shard] = instruction
-            elif isinstance(instruction, TellNormPart):
-                assert instruction == TellNormPart(min(done.values()) + 1, TWO)
+            elif isinstance(instruction, SendNormPart):
+                assert instruction == SendNormPart(min(done.values()) + 1, TWO)
                 norms.append(instruction)
-            elif isinstance(instruction, InstallRows):
-                done[instruction.shard] = 0
+            elif isinstance(instruction, InstallValue):
+                done[instruction.slice] = 0
             else:
                 assert isinstance(instruction, AnswerRows)
                 assert instruction.step == done[instruction.shard]
                 answered.append(tuple(instruction))
     assert done == {A: steps, B: steps}
-    assert sorted(answered) == sorted(tuple(event) for event in asked)
+    assert sorted(answered) == sorted(
+        (*event[:3], event.request, event.priority) for event in asked
+    )
 
 
 def _events_of(rank: int, steps: int, chance: random.Random) -> list[Any]:
     """One worker's, in the order in which its connection carries them."""
-    events: list[Any] = [RowsValued(0, shard, 0) for shard in (A, B)] if rank == 0 else []
+    events: list[Any] = [ValueArrived(0, shard, 0, 0) for shard in (A, B)] if rank == 0 else []
     for step in range(steps + 1):
         turn: list[Any] = []
         for shard in (A, B):

@@ -9,17 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreprop.core.frames import Closing, Finish, FrameSent, GradientReady, SendFrame
 from foreprop.core.sendqueue import AT_LEAST, AT_ONCE, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
-from foreprop.core.worker_machine import (
-    Closing,
-    Finish,
-    FrameSent,
-    GradientReady,
-    SendFrame,
-    WorkerMachine,
-)
+from foreprop.core.worker_machine import WorkerMachine
 
 PUSHES = st.tuples(st.integers(0, 3), st.integers(-1, 4))
 ACTIONS = st.lists(st.one_of(PUSHES, st.just("pop")), max_size=60)

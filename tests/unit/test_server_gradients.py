@@ -6,18 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.frames import FailSession, FrameSent, PullArrived, PushArrived, SendFrame
 from foreprop.core.manifest import Reply
-from foreprop.core.server_machine import (
-    FailSession,
-    PullArrived,
-    PushArrived,
-    ServerMachine,
-    UpdateFinished,
-    UpdateSlice,
-)
+from foreprop.core.server_machine import ServerMachine, SliceUpdated, UpdateSlice
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
-from foreprop.core.worker_machine import FrameSent, SendFrame
 from foreprop.errors import RemoteProtocolError
 
 SLICES = (Slice(0, 0, 0, 1, 0), Slice(1, 1, 0, 1, 0))
@@ -51,11 +44,11 @@ def test_who_pulls_an_average_of_nothing_is_told_so(late: bool) -> None:
     machine = make("pull")
     pulls = [PullArrived(rank, 0, 1, 0) for rank in (0, 1)]
     pushes = [push(0, NONE), push(1, NONE)]
-    events = [*pushes, UpdateFinished(), *pulls] if late else [*pushes, *pulls, UpdateFinished()]
+    events = [*pushes, SliceUpdated(), *pulls] if late else [*pushes, *pulls, SliceUpdated()]
     assert answers(machine, events) == [(0, Flag.UNCHANGED), (1, Flag.UNCHANGED)]
     again = [push(rank, step=2) for rank in (0, 1)]
     pulls = [PullArrived(rank, 0, 2, 0) for rank in (0, 1)]
-    assert answers(machine, [*again, UpdateFinished(), *pulls]) == [(0, 0), (1, 0)]
+    assert answers(machine, [*again, SliceUpdated(), *pulls]) == [(0, 0), (1, 0)]
 
 
 def test_a_step_may_have_several_rounds() -> None:
@@ -64,7 +57,7 @@ def test_a_step_may_have_several_rounds() -> None:
         machine.handle(push(0, again=again))
         (update,) = machine.handle(push(1, NONE, again=again))
         assert update == UpdateSlice(0, 1, (0,), gradient=True)
-        assert answers(machine, [UpdateFinished()]) == [(0, 0), (1, 0)]
+        assert answers(machine, [SliceUpdated()]) == [(0, 0), (1, 0)]
 
 
 def test_ranks_that_disagree_on_who_updates_are_named() -> None:

@@ -6,24 +6,25 @@ from collections.abc import Iterable
 
 import pytest
 
-from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order
-from foreprop.core.server_machine import (
-    AnswerReady,
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
     FailSession,
-    FinishSession,
+    Finish,
+    FrameSent,
     InstallValue,
+    MessageReady,
+    PeerLeft,
     PullArrived,
     PushArrived,
-    ServerMachine,
-    UpdateFinished,
-    UpdateSlice,
+    SendFrame,
     ValueArrived,
-    WorkerLeft,
 )
+from foreprop.core.manifest import Reply
+from foreprop.core.sendqueue import Order
+from foreprop.core.server_machine import ServerMachine, SliceUpdated, UpdateSlice
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
 # server 0 owns slices 0, 2 and 3, of the parameters "a", "b" and "c"
@@ -59,7 +60,7 @@ def handle_all(machine: ServerMachine, events: Iterable[object]) -> list[object]
 def drain(machine: ServerMachine) -> list[object]:
     """Everything that leaves while nothing else happens, rank by rank; then all are idle."""
     out: list[object] = []
-    for rank in range(machine._workers):
+    for rank in range(machine._peers.count):
         while instructions := machine.handle(FrameSent(rank)):
             out += instructions
     return out
@@ -67,20 +68,23 @@ def drain(machine: ServerMachine) -> list[object]:
 
 def update(machine: ServerMachine, slice_: int, step: int = 1) -> list[object]:
     """One whole update: all pushes, and all replies until the link is idle."""
-    workers = range(machine._workers)
+    workers = range(machine._peers.count)
     assert handle_all(machine, [push(r, slice_, step) for r in workers]) == [
         UpdateSlice(slice_, step, tuple(workers))
     ]
-    return machine.handle(UpdateFinished()) + drain(machine)
+    return machine.handle(SliceUpdated()) + drain(machine)
 
 
 def state_of(machine: ServerMachine) -> str:
-    slices = {
-        slice_: [getattr(state, name) for name in state.__slots__]
-        for slice_, state in machine._states.items()
-    }
-    queues = (machine._updates.items(), machine._lanes.items())
-    return repr((slices, queues, machine._updating, machine._lanes._busy, machine._left))
+    slices = [(state.priority, state.valued) for state in machine._states.values()]
+    pushes = [
+        [getattr(state.pushes, name) for name in state.pushes.__slots__]
+        for state in machine._states.values()
+    ]
+    replies = machine._replies
+    queues = (machine._updates.items(), machine._updating, replies.lanes.items())
+    waits = (dict(replies._pulls), replies._unchanged, replies.lanes._busy)
+    return repr((slices, pushes, queues, waits, machine._collector._left))
 
 
 def test_a_slice_is_updated_once_every_worker_has_pushed_it() -> None:
@@ -90,7 +94,7 @@ def test_a_slice_is_updated_once_every_worker_has_pushed_it() -> None:
     assert machine.incomplete() == [(0, 1)]
     assert machine.handle(push(1, 0)) == [UpdateSlice(0, 1, (0, 1, 2))]  # ranks ascending
     assert machine.incomplete() == []
-    assert machine.handle(UpdateFinished()) == [reply(0, 0), reply(1, 0), reply(2, 0)]
+    assert machine.handle(SliceUpdated()) == [reply(0, 0), reply(1, 0), reply(2, 0)]
     assert drain(machine) == []
 
 
@@ -99,7 +103,7 @@ def test_replies_carry_the_pushes_priority_back() -> None:
     machine = make()
     machine.handle(PushArrived(0, 0, 1, 9, 0))
     machine.handle(PushArrived(1, 0, 1, 7, 0))
-    frames = machine.handle(UpdateFinished()) + drain(machine)
+    frames = machine.handle(SliceUpdated()) + drain(machine)
     assert [f.priority for f in frames if isinstance(f, SendFrame)] == [7, 7]
 
 
@@ -109,23 +113,23 @@ def test_priority_overtakes_in_the_update_queue_but_not_the_update_under_way() -
     assert handle_all(machine, events) == [UpdateSlice(3, 1, (0, 1))]
     assert machine.update_depth == 2
     replies: list[object] = [reply(0, 3), reply(1, 3)]
-    assert machine.handle(UpdateFinished()) == [*replies, UpdateSlice(0, 1, (0, 1))]
-    assert machine.handle(UpdateFinished()) == [UpdateSlice(2, 1, (0, 1))]
-    assert machine.handle(UpdateFinished()) == []
+    assert machine.handle(SliceUpdated()) == [*replies, UpdateSlice(0, 1, (0, 1))]
+    assert machine.handle(SliceUpdated()) == [UpdateSlice(2, 1, (0, 1))]
+    assert machine.handle(SliceUpdated()) == []
     expected = [(0, 0), (0, 2), (1, 0), (1, 2)]
     assert drain(machine) == [reply(rank, slice_) for rank, slice_ in expected]
 
 
 def test_replies_overtake_too_on_the_way_to_each_worker() -> None:
     machine = make()
-    status = [AnswerReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5) for rank in (0, 1)]
+    status = [MessageReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5) for rank in (0, 1)]
     assert len(handle_all(machine, status)) == 2  # under way to both
     for slice_ in (3, 2):
         handle_all(machine, [push(rank, slice_) for rank in (0, 1)])
-        assert machine.handle(UpdateFinished()) == []
+        assert machine.handle(SliceUpdated()) == []
     assert machine.handle(FrameSent(1)) == [reply(1, 2)]
     handle_all(machine, [push(rank, 0) for rank in (0, 1)])
-    assert machine.handle(UpdateFinished()) == []
+    assert machine.handle(SliceUpdated()) == []
     expected = [(0, 0), (0, 2), (0, 3), (1, 0), (1, 3)]
     assert drain(machine) == [reply(rank, slice_) for rank, slice_ in expected]
 
@@ -133,7 +137,7 @@ def test_replies_overtake_too_on_the_way_to_each_worker() -> None:
 def test_fifo_updates_and_replies_in_the_order_of_arrival() -> None:
     machine = make("fifo")
     done = handle_all(machine, [push(r, s) for s in (3, 2, 0) for r in (0, 1)])
-    done += handle_all(machine, [UpdateFinished()] * 3) + drain(machine)
+    done += handle_all(machine, [SliceUpdated()] * 3) + drain(machine)
     assert [u.slice for u in done if isinstance(u, UpdateSlice)] == [3, 2, 0]
     frames = [(f.peer, f.slice) for f in done if isinstance(f, SendFrame)]
     assert frames == [(0, 3), (1, 3), (0, 2), (0, 0), (1, 2), (1, 0)]
@@ -144,7 +148,7 @@ def test_an_earlier_step_is_updated_before_a_more_urgent_slice_of_the_next() -> 
     machine.handle(push(0, 2))  # under way
     machine.handle(push(0, 0, 2))
     machine.handle(push(0, 3, 1))
-    updates = [machine.handle(UpdateFinished())[-1] for _ in range(2)]
+    updates = [machine.handle(SliceUpdated())[-1] for _ in range(2)]
     assert updates == [UpdateSlice(3, 1, (0,)), UpdateSlice(0, 2, (0,))]
 
 
@@ -152,9 +156,9 @@ def test_one_frame_to_each_worker_is_in_flight() -> None:
     machine = make()
     update(machine, 0)
     handle_all(machine, [push(0, 2), push(1, 2)])
-    assert machine.handle(UpdateFinished()) == [reply(0, 2), reply(1, 2)]
+    assert machine.handle(SliceUpdated()) == [reply(0, 2), reply(1, 2)]
     assert (machine.sending_to, machine.queue_depth) == (set(), 0)
-    asked = [AnswerReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, rank) for rank in (0, 1)]
+    asked = [MessageReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, rank) for rank in (0, 1)]
     status = [
         SendFrame(rank, Kind.STATUS_REPLY, 1, 2, CONTROL_PRIORITY, 0, rank) for rank in (0, 1)
     ]
@@ -167,7 +171,7 @@ def test_a_worker_that_does_not_read_holds_up_nobody_else() -> None:
     machine = make()
     for slice_ in (3, 2, 0):
         handle_all(machine, [push(rank, slice_) for rank in (0, 1)])
-    frames = handle_all(machine, [UpdateFinished()] * 3)
+    frames = handle_all(machine, [SliceUpdated()] * 3)
     assert [f for f in frames if isinstance(f, SendFrame)] == [reply(0, 3), reply(1, 3)]
     assert machine.handle(FrameSent(1)) == [reply(1, 0)]  # rank 0 never takes its frame
     assert machine.handle(FrameSent(1)) == [reply(1, 2)]
@@ -189,7 +193,7 @@ def test_tensorflow_answers_pulls_only_and_also_those_that_came_early() -> None:
     assert machine.handle(push(0, 0)) == []
     assert machine.handle(PullArrived(0, 0, 1, 0)) == []
     assert machine.handle(push(1, 0)) == [UpdateSlice(0, 1, (0, 1))]
-    assert machine.handle(UpdateFinished()) == [reply(0, 0)]
+    assert machine.handle(SliceUpdated()) == [reply(0, 0)]
     assert drain(machine) == []
     assert machine.handle(PullArrived(1, 0, 1, 0)) == [reply(1, 0)]
 
@@ -199,7 +203,7 @@ def test_ranks_without_a_gradient_are_left_out_of_the_sum() -> None:
     flags = (0, Flag.NO_GRADIENT, 0)
     events = [push(rank, 0, flags=flag) for rank, flag in enumerate(flags)]
     assert handle_all(machine, events) == [UpdateSlice(0, 1, (0, 2))]
-    assert machine.handle(UpdateFinished()) == [reply(0, 0), reply(1, 0), reply(2, 0)]
+    assert machine.handle(SliceUpdated()) == [reply(0, 0), reply(1, 0), reply(2, 0)]
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("broadcast", Kind.REPLY), ("notify", Kind.NOTIFY)])
@@ -207,7 +211,7 @@ def test_no_gradient_on_any_rank_means_unchanged(mode: Reply, kind: Kind) -> Non
     machine = make(reply=mode)
     events = [push(rank, 0, flags=Flag.NO_GRADIENT) for rank in (0, 1)]
     assert handle_all(machine, events) == [UpdateSlice(0, 1, ())]
-    frames = machine.handle(UpdateFinished()) + drain(machine)
+    frames = machine.handle(SliceUpdated()) + drain(machine)
     assert frames == [frame(kind, rank, 0, flags=Flag.UNCHANGED) for rank in (0, 1)]
 
 
@@ -216,7 +220,7 @@ def test_a_value_set_by_hand_is_sent_even_without_any_gradient() -> None:
     flags = Flag.NO_GRADIENT | Flag.VALUE_CHANGED
     assert machine.handle(ValueArrived(0, 0, 1, 0)) == []
     assert handle_all(machine, [push(r, 0, flags=flags) for r in (0, 1)]) == [UpdateSlice(0, 1, ())]
-    assert machine.handle(UpdateFinished()) + drain(machine) == [reply(0, 0), reply(1, 0)]
+    assert machine.handle(SliceUpdated()) + drain(machine) == [reply(0, 0), reply(1, 0)]
 
 
 def test_a_value_set_by_hand_on_some_ranks_only_ends_the_session() -> None:
@@ -310,26 +314,26 @@ def test_a_worker_that_left_is_named_by_whoever_still_needs_it() -> None:
     )
     machine = make()
     update(machine, 2)
-    assert machine.handle(WorkerLeft(1)) == []
+    assert machine.handle(PeerLeft(1)) == []
     assert machine.handle(push(0, 2, 2)) == [FailSession(reason, 1, 1)]
 
     machine = make()  # the other order
     update(machine, 2)
     assert machine.handle(push(0, 2, 2)) == []
-    assert machine.handle(WorkerLeft(1)) == [FailSession(reason, 1, 1)]
+    assert machine.handle(PeerLeft(1)) == [FailSession(reason, 1, 1)]
 
 
 def test_a_worker_may_leave_while_its_last_gradient_is_being_updated() -> None:
     machine = make()
     handle_all(machine, [push(0, 0), push(1, 0)])
-    assert machine.handle(WorkerLeft(0)) == []
-    assert machine.handle(UpdateFinished()) == [reply(0, 0), reply(1, 0)]
-    assert machine.handle(WorkerLeft(1)) == [FinishSession()]
+    assert machine.handle(PeerLeft(0)) == []
+    assert machine.handle(SliceUpdated()) == [reply(0, 0), reply(1, 0)]
+    assert machine.handle(PeerLeft(1)) == [Finish()]
 
 
 def test_nobody_pushes_after_saying_goodbye() -> None:
     machine = make()
-    machine.handle(WorkerLeft(1))
+    machine.handle(PeerLeft(1))
     before = state_of(machine)
     with pytest.raises(RemoteProtocolError, match="rank 1 pushed a slice of a after its goodbye"):
         machine.handle(push(1, 0))
@@ -338,8 +342,8 @@ def test_nobody_pushes_after_saying_goodbye() -> None:
 
 def test_the_session_is_finished_when_every_worker_has_left() -> None:
     machine = make(workers=3)
-    assert handle_all(machine, [WorkerLeft(0), WorkerLeft(2), WorkerLeft(2)]) == []
-    assert machine.handle(WorkerLeft(1)) == [FinishSession()]
+    assert handle_all(machine, [PeerLeft(0), PeerLeft(2), PeerLeft(2)]) == []
+    assert machine.handle(PeerLeft(1)) == [Finish()]
 
 
 def test_what_a_slice_waits_for_in_words() -> None:
@@ -355,8 +359,8 @@ def test_what_a_slice_waits_for_in_words() -> None:
     assert machine.describe_wait(0, 1) == "a is being updated"
     assert machine.describe_wait(2, 1) == "b is queued for its update, with 0 other slices"
     for rank in (1, 2):  # under way to them, so that their replies have to wait
-        machine.handle(AnswerReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5))
-    machine.handle(UpdateFinished())
+        machine.handle(MessageReady(rank, Kind.STATUS_REPLY, 1, CONTROL_PRIORITY, 2, 5))
+    machine.handle(SliceUpdated())
     assert machine.describe_wait(0, 1) == "a is updated; replies still queued for ranks [1, 2]"
     drain(machine)
     assert machine.describe_wait(0, 1) == "a is updated; no reply is queued"
@@ -368,4 +372,4 @@ def test_unknown_events_and_impossible_ones_are_internal_errors() -> None:
     with pytest.raises(InternalError, match="a server does not know the event 'hello'"):
         make().handle("hello")
     with pytest.raises(InternalError, match="an update finished that nobody started"):
-        make().handle(UpdateFinished())
+        make().handle(SliceUpdated())

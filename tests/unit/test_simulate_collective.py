@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.analytic.collective import fill_buckets
-from foreprop.lab.limit import BYTES_PER_ELEM
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.crowd import plan_crowds
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import LinkSetting, wire_bytes
+from foreprop.workload.buckets import fill_buckets
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.limit import BYTES_PER_ELEM
+from foreprop.workload.link import LinkSetting, wire_bytes
 
 RATE = 80e6
 LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_bytes=500_000)

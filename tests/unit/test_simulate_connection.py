@@ -12,8 +12,8 @@ from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.connection import Connection, Loopback
 from foreprop.simulate.crowd import plan_crowds
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import LinkDirection, LinkSetting, wire_bytes
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.link import LinkDirection, LinkSetting, wire_bytes
 
 LINK = LinkSetting(rate_bits_per_s=80e6, latency_s=0.001, burst_bytes=0, queue_bytes=500_000)
 BYTE_S = 1e-7

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from foreprop.lab.profile import Layer
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.device import Device
+from foreprop.workload.profile import Layer
 
 LAYERS = [
     Layer(name="first", sizes_elems=(4, 1), forward_s=1.0, backward_s=2.0),

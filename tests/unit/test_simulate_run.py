@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from foreprop.cli.main import app
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab import limit
-from foreprop.lab.profile import Profile, ProfiledArray, load_profile
-from foreprop.lab.records import Record, read_records, write_records
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_lab, simulate_system
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.workload import limit
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import Profile, ProfiledArray, load_profile
+from foreprop.workload.records import Record, read_records, write_records
 
 RECORDS = Path(__file__).parents[2] / "docs" / "results" / "results.json"
 KEPT = [
@@ -237,7 +237,7 @@ def test_updates_that_need_the_norm_begin_after_the_last_gradient(
 def test_the_norm_s_barrier_costs_what_the_lab_measured(
     system: str, free_s: float, clipped_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/performance.md, "The barrier of clip_grad_norm"."""
+    """docs/notebook/collectives.md, "What does the barrier of clip_grad_norm cost?"."""
     resnet = {"profile": load_profile("resnet50"), "scale": 16, "slice_elems": 50_000}
     asked = setting(system, **resnet, compute_s=1.0, balance=1.0, iterations=1)
     (free,) = simulate_lab(asked)

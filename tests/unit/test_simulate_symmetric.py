@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from foreprop.cli.main import app
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import Profile, ProfiledArray
-from foreprop.lab.records import read_records
 from foreprop.simulate import collective
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.crowd import Crowd, plan_crowds
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_lab, simulate_system
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.workload.records import read_records
 
 COMPUTE_S = 0.2
 SMALL = Profile(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foreprop.core.slicing import Partition, Slice, plan_slices, usual_slice_elems
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import load_profile
+from foreprop.workload.profile import load_profile
 
 SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=12)
 PARTITIONS = st.builds(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foreprop.errors import ConfigError
-from foreprop.observe.timeline import TimelineEvent, step_spans, timeline_from_trace
+from foreprop.report.timeline import TimelineEvent, step_spans, timeline_from_trace
 from tests.unit.report_example import event
 
 EPOCH_US = 1_763_720_000_000_000.0

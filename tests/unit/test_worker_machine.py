@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order
-from foreprop.core.slicing import Partition, Slice, plan_slices
-from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker_machine import (
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     LAST_PRIORITY,
     NO_TOKEN,
@@ -20,13 +16,14 @@ from foreprop.core.worker_machine import (
     MessageReady,
     NotifyArrived,
     PrioritiesLearned,
-    PullsDue,
     ReplyArrived,
     SendFrame,
-    ValuesAwaited,
-    ValuesOffered,
-    WorkerMachine,
 )
+from foreprop.core.manifest import Reply
+from foreprop.core.sendqueue import Order
+from foreprop.core.slicing import Partition, Slice, plan_slices
+from foreprop.core.wire import Flag, Kind
+from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 # parameter 0 in slices 0 and 1, parameter 1 in slice 2, parameter 2 in slices 3 and 4

@@ -10,12 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from foreprop.analytic.deployment import ACKNOWLEDGED
-from foreprop.doctor.records import Flow, Peer
-from foreprop.doctor.traffic import Listener, ping, send
 from foreprop.errors import TransportError
-from foreprop.lab.limit import HEADER_FACTOR
 from foreprop.link.tcp import listen
+from foreprop.link.traffic import Endpoint, Flow, Listener, ping, send
+from foreprop.model.deployment import ACKNOWLEDGED
+from foreprop.workload.limit import HEADER_FACTOR
 
 _STREAMS = 2
 """At once to the next node: one alone may be held up by a single processor."""
@@ -58,7 +57,7 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
     listener = Listener(listen(address), node, token)
     try:
-        here = Peer(host=node, address=address, port=listener.port)
+        here = Endpoint(host=node, address=address, port=listener.port)
         board.tell(f"address/{node}", msgspec.json.encode(here).decode())
         peer = _peer(board, (node + 1) % nodes)
         trip = ping(node, peer, token, _PING_S)
@@ -93,8 +92,10 @@ def _hear_report(board: Board, node: int) -> Report:
     return msgspec.json.decode(told, type=Report)
 
 
-def _peer(board: Board, node: int) -> Peer:
-    return msgspec.json.decode(board.hear(f"address/{node}", f"node {node}'s address"), type=Peer)
+def _peer(board: Board, node: int) -> Endpoint:
+    return msgspec.json.decode(
+        board.hear(f"address/{node}", f"node {node}'s address"), type=Endpoint
+    )
 
 
 def _meet(board: Board, name: str, node: int, nodes: int) -> None:
@@ -103,7 +104,7 @@ def _meet(board: Board, name: str, node: int, nodes: int) -> None:
         board.hear(f"{name}/{other}", f"node {other} to measure its links")
 
 
-def _send(node: int, peer: Peer, token: bytes) -> list[Flow]:
+def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:
     def stream(_: int) -> Flow:
         return send(node, peer, token, settle_s=_SETTLE_S, seconds=_SEND_S)
 

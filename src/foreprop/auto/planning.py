@@ -3,7 +3,7 @@
 The first step shows the order of first uses. The next ones are watched (`auto.stepprobe`), and
 every rank counts the rows that each embedding's gradient touches. Then the links are measured
 (`auto.linkprobe`). By rows go the embeddings for which Parallax's rule says so
-(`core.parallax`); among architectures the planner's prediction decides (`analytic.planner`), among
+(`core.parallax`); among architectures the planner's prediction decides (`model.planner`), among
 slice sizes the simulator's (`simulate.slicesize`). Rank 0 decides, so all ranks do alike.
 """
 
@@ -19,16 +19,6 @@ from typing import Any
 
 import msgspec
 
-from foreprop.analytic.deployment import Deployment
-from foreprop.analytic.planner import (
-    MOST_NODES,
-    P3,
-    Candidate,
-    PlanSetting,
-    deployment_for,
-)
-from foreprop.analytic.planner import choose as choose_candidate
-from foreprop.analytic.refined import step_s
 from foreprop.auto.linkprobe import Links, measure_links
 from foreprop.auto.routing import SparsityCount, agree_on_shares, choose, describe
 from foreprop.auto.stepprobe import StepProbe
@@ -36,11 +26,21 @@ from foreprop.cluster.board import Board
 from foreprop.cluster.world import Look, World
 from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import ParameterInfo
-from foreprop.lab.profile import Profile
 from foreprop.link.tcp import local_address
+from foreprop.model.deployment import Deployment
+from foreprop.model.planner import (
+    MOST_NODES,
+    P3,
+    Candidate,
+    PlanSetting,
+    deployment_for,
+)
+from foreprop.model.planner import choose as choose_candidate
+from foreprop.model.refined import step_s
 from foreprop.path.parameter import Watched
 from foreprop.quantities import rate_text, time_text
 from foreprop.simulate.slicesize import choose_slice_elems
+from foreprop.workload.profile import Profile
 
 MEASURED_STEPS = 4
 """The first of them, which shows the order of first uses, is not watched."""
@@ -218,7 +218,7 @@ def plan_session(
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
         step_s=steps_s[chosen],
-        text=_tell(setting, steps_s, chosen, slices if is_served else None, table),
+        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table),
     )
 
 
@@ -258,7 +258,7 @@ def _deployment(
     )
 
 
-def _tell(
+def _plan_text(
     setting: PlanSetting,
     steps_s: Mapping[Candidate, float],
     chosen: Candidate,

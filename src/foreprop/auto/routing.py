@@ -20,7 +20,7 @@ _HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "a
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RouteChoice:
     """What was measured of one embedding, and what follows."""
 
     info: ParameterInfo
@@ -59,16 +59,16 @@ def agree_on_shares(mine: Mapping[str, float], board: Board) -> dict[str, float]
 
 def choose(
     infos: Sequence[ParameterInfo], shares: Mapping[str, float], workers: int
-) -> list[Choice]:
+) -> list[RouteChoice]:
     """For every parameter that has been measured."""
     return [
-        Choice(info, shares[info.name], prefers_servers(shares[info.name], workers))
+        RouteChoice(info, shares[info.name], prefers_servers(shares[info.name], workers))
         for info in infos
         if info.name in shares
     ]
 
 
-def describe(choices: Sequence[Choice], workers: int) -> str:
+def describe(choices: Sequence[RouteChoice], workers: int) -> str:
     """A table: parameter, size, alpha, choice, predicted bytes per worker and step."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for choice in choices:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
-from foreprop.lab.profile import Profile
 from foreprop.path.parameter import Watched
+from foreprop.workload.profile import Profile
 
 
 class StepProbe:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from foreprop.bench.workers import children_start_undisturbed
 from foreprop.core.wire import HEADER_BYTES
+from foreprop.lab.children import children_start_undisturbed
 from foreprop.link.tcp import tune
 
 _JOIN_S = 60.0

@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 from foreprop.config import Config
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.limit import HEADER_FACTOR
-from foreprop.lab.network import Network, NetworkUnavailable
+from foreprop.lab.network import NetworkUnavailable
 from foreprop.link.tcp import tune
+from foreprop.workload.limit import HEADER_FACTOR
+from foreprop.workload.network import Network
 
 _PORT = 29700
 _SCALE = 16

@@ -22,8 +22,8 @@ from foreprop.core.order import (
     cut_chunks,
     plan_order,
 )
-from foreprop.lab import limit
-from foreprop.lab.profile import Layer
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer
 
 _OBSERVED_STEPS = 5
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
-import threading
 import uuid
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from foreprop.lab.children import children_start_undisturbed
 
 
 def run_workers(
@@ -38,25 +37,6 @@ def run_workers(
     with children_start_undisturbed():
         results: dict[int, Any] = elastic_launch(settings, _work)(work, *arguments)
     return results
-
-
-@contextlib.contextmanager
-def children_start_undisturbed() -> Iterator[None]:
-    """Ctrl-C waits in a child that is still importing: children inherit what this thread blocks.
-
-    In this process another thread takes the signal, and Python handles it in the main one.
-    """
-    resource_tracker.ensure_running()  # starting it would unblock the signal again
-    ended = threading.Event()
-    taker = threading.Thread(target=ended.wait, name="foreprop-signals", daemon=True)
-    taker.start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        ended.set()
-        taker.join()
 
 
 def _work(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,8 +15,8 @@ from foreprop.bench.overhead import measure_scheduling, measure_waiting
 from foreprop.bench.plain import measure_alone
 from foreprop.bench.tables import measure_tables
 from foreprop.bench.wire import measure_wire
-from foreprop.lab import limit
-from foreprop.lab.profile import load_profile
+from foreprop.workload import limit
+from foreprop.workload.profile import load_profile
 
 bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True)
 

@@ -18,8 +18,8 @@ from foreprop.doctor.hosts import HostsPanel
 from foreprop.doctor.records import Examination, Examined, Failure
 from foreprop.doctor.show import report, show, to_json
 from foreprop.errors import ConfigError
-from foreprop.launcher.plan import Plan
-from foreprop.launcher.resources import Host, read_resources
+from foreprop.run.plan import Plan
+from foreprop.run.resources import Host, read_resources
 
 _FILE_WIDTH = 120
 """Characters per line where the report goes to no terminal."""

@@ -23,13 +23,13 @@ from foreprop.lab.language import (
     lstm_profile,
 )
 from foreprop.lab.languagerecords import LanguageRecord, with_bytes
-from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
-from foreprop.lab.records import Record, write_records
 from foreprop.lab.run import run_lab, sampled_steps
-from foreprop.lab.setting import SYSTEMS, LabSetting, usual_compute_s
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import SIMULATED, simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
+from foreprop.workload.records import Record, write_records
+from foreprop.workload.setting import SYSTEMS, LabSetting, usual_compute_s
 
 if TYPE_CHECKING:
     from foreprop.lab.figures import Figures

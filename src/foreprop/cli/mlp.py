@@ -15,7 +15,7 @@ from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab.mlp import MLP_SYSTEMS, MlpSetting
 from foreprop.lab.mlprun import Errors, MlpRecord, errors_of, run_mlp
-from foreprop.lab.records import write_records
+from foreprop.workload.records import write_records
 
 _WORKERS, _STEPS = "1,2,3,4,5,6,7", 40
 _QUICK_WORKERS, _QUICK_STEPS = "1,2,4", 10

@@ -12,11 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.analytic.planner import Forecast, PlanSetting, enough_servers, forecasts
-from foreprop.analytic.recommendation import Recommendation, recommend
-from foreprop.analytic.whatif import WhatIf, parse_what_if, value_text, what_if
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import Profile, load_profile, profile_names, read_profile
+from foreprop.model.planner import Forecast, PlanSetting, enough_servers, forecasts
+from foreprop.model.recommendation import Recommendation, recommend
+from foreprop.model.whatif import WhatIf, parse_what_if, value_text, what_if
 from foreprop.quantities import (
     parse_counts,
     parse_rate,
@@ -25,6 +24,7 @@ from foreprop.quantities import (
     three_digits,
     time_text,
 )
+from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 
 _PICTURES = (".png", ".svg")
 _LONG_S = 10.0
@@ -58,7 +58,9 @@ def plan(
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(profile_names())}.")] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="A JSON file of arrays and FLOPs (docs/lab.md), instead of --model."),
+        typer.Option(
+            help="A JSON file of arrays and FLOPs (docs/workload.md), instead of --model."
+        ),
     ] = None,
     compute: Annotated[
         str | None,

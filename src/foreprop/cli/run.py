@@ -13,9 +13,9 @@ import typer
 
 from foreprop.config import environment_for_hosts
 from foreprop.errors import ConfigError
-from foreprop.launcher.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
-from foreprop.launcher.resources import Host, read_resources
-from foreprop.launcher.run import Launcher
+from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
+from foreprop.run.resources import Host, read_resources
+from foreprop.run.run import Launcher
 
 
 def run(

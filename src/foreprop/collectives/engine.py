@@ -22,24 +22,26 @@ from foreprop.collectives.gpu import DeviceWork, HostWork
 from foreprop.collectives.group import Group
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
+from foreprop.core.frames import (
+    Closing,
+    CompleteParameter,
+    Finish,
+    GradientReady,
+    NormArrived,
+    PrioritiesLearned,
+    SendNormPart,
+)
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.order import Chunk, Observer, Piece, better_order, cut_chunks, plans_after
 from foreprop.core.ring_machine import (
     ChunkReduced,
-    Finishing,
     MeasureParameter,
-    NormTold,
     OrderLearned,
-    ParameterComplete,
     ParameterMeasured,
-    ParameterReady,
     ParameterUpdated,
-    PrioritiesKnown,
     ReduceChunk,
-    RingFinished,
     RingMachine,
-    TellSum,
     UpdateParameter,
     UseNorm,
 )
@@ -52,9 +54,9 @@ from foreprop.observe.stages import RingStage
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.hyperparameters import describe_groups
 from foreprop.path.progress import NOTHING, Progress
+from foreprop.path.slicememory import ParameterMemory
 from foreprop.path.summing import clip, finish_sum, square_sum
 from foreprop.path.tensors import DTYPES
-from foreprop.path.worker import ParameterMemory
 
 _DIGEST_BITS = 18
 _MARKS = 2 + _DIGEST_BITS
@@ -98,7 +100,7 @@ class RingEngine:
     """One rank's part in one session over collectives.
 
     Errors from any thread are kept and raised in the training thread at its next call. With
-    ``tell_sum`` the global norm is also of other parameters: it is told each step's sum of squares,
+    ``send_sum`` the global norm is also of other parameters: it is told each step's sum of squares,
     by any thread, and answers with `use_norm`.
     """
 
@@ -114,7 +116,7 @@ class RingEngine:
         config: Config,
         trace: TraceRecorder | None = None,
         aggregation: Aggregation | None = None,
-        tell_sum: Callable[[int, SquareSum], None] | None = None,
+        send_sum: Callable[[int, SquareSum], None] | None = None,
         device: DeviceWork | None = None,
     ) -> None:
         self.parameters = parameters
@@ -130,7 +132,7 @@ class RingEngine:
         self.progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self.progress.counters
         self._norms = GradientNorms(self.progress, config)
-        self._tell_sum = tell_sum
+        self._send_sum = send_sum
         self._coefficient = 1.0
         self._skip = False
         """Whether the step whose updates are under way is left out."""
@@ -152,7 +154,7 @@ class RingEngine:
             in_flight=config.most_collectives,
             in_flight_elems=config.chunks_in_flight * config.chunk_elems,
             needs_norm=self._aggregation.needs_norm,
-            shares_norm=tell_sum is not None,
+            shares_norm=send_sum is not None,
         )
         self._forward_order: Sequence[int] = range(len(parameters))
         self.order: tuple[int, ...] | None = None
@@ -185,7 +187,7 @@ class RingEngine:
         if step >= _FIRST_OBSERVED:
             with self._work:
                 self._observer.gradient_ready(parameter, step, time.monotonic())
-        self._dispatch(ParameterReady(parameter, step))
+        self._dispatch(GradientReady(parameter, step))
 
     def announce_settings(self, step: int, settings: str, scale: float = 1.0) -> None:
         """From ``step`` on the optimizer has these settings, which must be every rank's."""
@@ -197,7 +199,7 @@ class RingEngine:
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
         self._forward_order = list(order)
-        self._dispatch(PrioritiesKnown(tuple(order)))
+        self._dispatch(PrioritiesLearned(tuple(order)))
 
     def start_step(self) -> None:
         """Nothing has to be asked for."""
@@ -271,7 +273,7 @@ class RingEngine:
     def use_norm(self, step: int, norm: float) -> None:
         """The global norm of the step, with what is not in the ring. Any thread."""
         if self.chunks:
-            self._dispatch(NormTold(step, norm))
+            self._dispatch(NormArrived(0, step, norm=norm))
 
     def raise_if_failed(self) -> None:
         self.progress.raise_if_failed()
@@ -316,13 +318,13 @@ class RingEngine:
         error = failure or self.progress.error
         well = error is None
         if error is None:
-            self._dispatch(Finishing())
+            self._dispatch(Closing())
             self._finished.wait(self._config.step_timeout_s)
             self._closing = True
             error = self._part()
         self._closing = True
         if error is not None:
-            self._group.tell_failure(error)
+            self._group.publish_failure(error)
         self._stop()
         # gloo ends when its collectives have, and one may wait for a rank that has left
         closer = threading.Thread(target=self._group.close, name="foreprop-ring-end", daemon=True)
@@ -362,12 +364,12 @@ class RingEngine:
                     self._coefficient = self._aggregation.coefficient(norm)
                     self._skip = self._aggregation.skips(norm)
                     self._norms.note(instruction.step, norm)
-                elif isinstance(instruction, RingFinished):
+                elif isinstance(instruction, Finish):
                     self._finished.set()
         for instruction in instructions:
-            if isinstance(instruction, TellSum) and self._tell_sum is not None:
-                self._tell_sum(*instruction)
-            elif isinstance(instruction, ParameterComplete):
+            if isinstance(instruction, SendNormPart) and self._send_sum is not None:
+                self._send_sum(*instruction)
+            elif isinstance(instruction, CompleteParameter):
                 self.progress.parameter_complete(instruction.parameter, instruction.step)
 
     def _run(self) -> None:
@@ -590,7 +592,7 @@ class RingEngine:
         """Nothing goes on: tell the others what is missing here, and hear what they have told."""
         with self._work:
             parameter, step = self._machine.next_chunk
-        self._group.tell_state(f"waits to reduce {self.parameters[parameter].name}, step {step}")
+        self._group.publish_state(f"waits to reduce {self.parameters[parameter].name}, step {step}")
         try:
             self._group.check_told()
         except ForepropError as error:
@@ -606,7 +608,7 @@ class RingEngine:
         self._finished.set()
         self.progress.notify()
         with contextlib.suppress(ForepropError):
-            self._group.tell_failure(error)
+            self._group.publish_failure(error)
 
     def _broke(self, error: BaseException) -> None:
         wrapped = InternalError(f"rank {self._rank}: {error!r}")

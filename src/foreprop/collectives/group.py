@@ -202,7 +202,7 @@ class Group:
         except TransportError as error:
             raise TransportError(f"rank {self.rank} {error}") from error
 
-    def tell_state(self, text: str) -> None:
+    def publish_state(self, text: str) -> None:
         """For the others' reports, when nothing goes on."""
         with contextlib.suppress(TransportError):
             self.publish(f"state/{self.rank}", text)
@@ -222,7 +222,7 @@ class Group:
         return "; ".join(told)
 
     # The end.
-    def tell_failure(self, error: BaseException) -> None:
+    def publish_failure(self, error: BaseException) -> None:
         self.meeting.refuse(error)
 
     def cause(

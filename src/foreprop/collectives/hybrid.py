@@ -21,7 +21,7 @@ from foreprop.observe.trace import TraceRecorder
 from foreprop.path.backend import Backend, Engine, RowEngine, Setup, Starting
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters, Progress
-from foreprop.path.worker import ParameterMemory
+from foreprop.path.slicememory import ParameterMemory
 from foreprop.servers.launch import Connections
 from foreprop.servers.served import ServedBackend
 from foreprop.tables.exchange import Pull
@@ -74,7 +74,7 @@ class HybridBackend:
         return dataclasses.replace(
             _part(self._setup, chosen),
             make_trace=self._make_trace,
-            tell_sum=lambda step, part: self._sparse.norm.add_part(step, part),
+            send_sum=lambda step, part: self._sparse.norm.add_part(step, part),
         )
 
     def _sparse_setup(self, chosen: Sequence[int]) -> Setup:

@@ -75,7 +75,7 @@ class RingBackend:
                 config=setup.config,
                 trace=setup.make_trace(self.session_id),
                 aggregation=setup.aggregation,
-                tell_sum=setup.tell_sum,
+                send_sum=setup.send_sum,
                 device=self._device,
             )
         except BaseException as error:
@@ -222,7 +222,7 @@ class RingBackend:
 
     # The end.
     def refuse(self, error: BaseException) -> None:
-        self._group.tell_failure(error)
+        self._group.publish_failure(error)
 
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()

@@ -15,18 +15,12 @@ steps are in the barrier: one whose updates are queued, and one that is being su
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
+from foreprop.core.frames import SendNormPart
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.errors import RemoteProtocolError
-
-
-class TellNormPart(NamedTuple):
-    """Instruction of whoever held the last one: send this to rank 0."""
-
-    step: int
-    part: SquareSum
+from foreprop.errors import InternalError, RemoteProtocolError
 
 
 class StepBarrier:
@@ -41,7 +35,7 @@ class StepBarrier:
         self._held: set[int] = set()
         self._part = ZERO
 
-    def hold(self, step: int, number: int, part: SquareSum) -> list[TellNormPart]:
+    def hold(self, step: int, number: int, part: SquareSum) -> list[SendNormPart]:
         """Take a summed slice or shard; with the last one the server's part of the norm is due."""
         if self._held and step != self._step:
             raise RemoteProtocolError(
@@ -51,7 +45,7 @@ class StepBarrier:
         self._step = step
         self._held.add(number)
         self._part = self._part.plus(part)
-        return [TellNormPart(step, self._part)] if self._is_complete else []
+        return [SendNormPart(step, self._part)] if self._is_complete else []
 
     @property
     def _is_complete(self) -> bool:
@@ -82,6 +76,39 @@ class StepBarrier:
         return (
             f"the sums of this server's other slices: {len(self._held)} of {self._members} are done"
         )
+
+
+class HeldSums:
+    """One machine's part: what it has summed and holds at the ``barrier``, if there is one."""
+
+    def __init__(self, barrier: StepBarrier | None, noun: str) -> None:
+        """``noun``: what is held, in messages."""
+        self._barrier = barrier
+        self._noun = noun
+        self._held: dict[int, tuple[int, ...]] = {}  # by number: whose gradients
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._held
+
+    def hold(
+        self, number: int, step: int, ranks: tuple[int, ...], part: SquareSum
+    ) -> list[SendNormPart]:
+        """Until the step's norm is known. Raises `RemoteProtocolError`."""
+        if self._barrier is None:
+            raise InternalError(f"{self._noun} {number} was summed, but no norm is needed")
+        told = self._barrier.hold(step, number, part)
+        self._held[number] = ranks
+        return told
+
+    def release(self, *, skip: bool) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """What is to be updated now, and by whose gradients; to be used up at once."""
+        held, self._held = self._held, {}
+        return ((number, () if skip else ranks) for number, ranks in held.items())
+
+    def describe(self, missing: Iterable[str]) -> str:
+        """What the barrier waits for, in words, with the first of what is ``missing`` here."""
+        text = self._barrier.describe() if self._barrier is not None else ""
+        return "; ".join([text, *islice(missing, 1)])
 
 
 OUTSIDE = -1

@@ -18,50 +18,39 @@ error. When every worker has said goodbye, `Finish` comes as soon as all is pass
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from foreprop.core.frames import (
+    NO_TOKEN,
+    Finish,
+    FrameSent,
+    MessageReady,
+    NotifyArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    ReplyArrived,
+    SendFrame,
+    ValueArrived,
+)
 from foreprop.core.manifest import Reply
 from foreprop.core.peers import SERVER, Peers
 from foreprop.core.sendqueue import Order, SendLanes
 from foreprop.core.server_machine import (
-    AnswerReady,
-    FinishSession,
-    PullArrived,
-    PushArrived,
     ServerInstruction,
     ServerMachine,
+    SliceUpdated,
     UpdateAnswered,
     UpdateDeferred,
-    UpdateFinished,
     UpdateSlice,
-    ValueArrived,
-    WorkerLeft,
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
-from foreprop.core.worker_machine import NO_TOKEN, Finish, FrameSent, MessageReady, SendFrame
 from foreprop.errors import InternalError, RemoteProtocolError
 
-# Events from the workers are `ServerMachine`'s. Its `UpdateSlice` asks for a sum, and
-# `UpdateFinished` says that this is made. Frames with the peer `SERVER` go to the server.
-
-
-class AnswerArrived(NamedTuple):
-    """The server's reply, with the slice's values or word that they are unchanged."""
-
-    slice: int
-    step: int
-    priority: int
-    flags: int
-
-
-class NoticeArrived(NamedTuple):
-    """The server announces that the slice is updated (``reply="notify"``)."""
-
-    slice: int
-    step: int
-    flags: int
-
+# With `SERVER` in the place of a peer or server, events and frames are those of the one server;
+# all others are the workers', and `ServerMachine`'s. Its `UpdateSlice` asks for a sum, and
+# `SliceUpdated` says that this is made.
 
 RelayInstruction = ServerInstruction | Finish
 
@@ -120,13 +109,12 @@ class RelayMachine:
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
             PullArrived: self._on_pull_arrived,
-            UpdateFinished: self._on_sum_finished,
-            AnswerReady: self._on_answer_ready,
-            WorkerLeft: self._on_worker_left,
+            SliceUpdated: self._on_sum_finished,
+            PeerLeft: self._on_peer_left,
             FrameSent: self._on_frame_sent,
             MessageReady: self._on_message_ready,
-            AnswerArrived: self._on_answer_arrived,
-            NoticeArrived: self._on_notice_arrived,
+            ReplyArrived: self._on_reply_arrived,
+            NotifyArrived: self._on_notify_arrived,
         }
 
     def handle(self, event: Any) -> list[RelayInstruction]:
@@ -185,7 +173,7 @@ class RelayMachine:
         self._enqueue(Kind.VALUE, 0, event.slice, event.priority)
         return self._pass(following) + self._departures()
 
-    def _on_sum_finished(self, event: UpdateFinished) -> list[RelayInstruction]:
+    def _on_sum_finished(self, event: SliceUpdated) -> list[RelayInstruction]:
         summed, self._summing = self._summing, None
         if summed is None:
             raise InternalError("a sum finished that nobody started")
@@ -217,7 +205,7 @@ class RelayMachine:
         return following + self._departures()
 
     def _check_pull(self, event: PullArrived, awaited: _Awaited) -> None:
-        rank, slice_, step, _ = event
+        rank, slice_, step = event[:3]
         again = any(pull.rank == rank for pull in awaited.pulls)
         if step != awaited.step or not awaited.announced or again:
             raise RemoteProtocolError(
@@ -225,19 +213,18 @@ class RelayMachine:
                 " before it was announced"
             )
 
-    def _on_answer_ready(self, event: AnswerReady) -> list[RelayInstruction]:
-        return self._pass(self._workers.handle(event))
-
-    def _on_worker_left(self, event: WorkerLeft) -> list[RelayInstruction]:
+    def _on_peer_left(self, event: PeerLeft) -> list[RelayInstruction]:
         following = self._workers.handle(event)
-        if any(isinstance(instruction, FinishSession) for instruction in following):
+        if any(isinstance(instruction, Finish) for instruction in following):
             self._closing = True
             return self._departures()
         return self._pass(following)
 
     # What comes from the server, and goes there.
     def _on_message_ready(self, event: MessageReady) -> list[RelayInstruction]:
-        _, kind, step, priority, slice_, token, flags = event
+        peer, kind, step, priority, slice_, token, flags = event
+        if peer != SERVER:
+            return self._pass(self._workers.handle(event))
         self._enqueue(kind, step, slice_, priority, flags, token)
         return self._departures()
 
@@ -246,8 +233,8 @@ class RelayMachine:
             return self._left(self._to_server.sent(SERVER))
         return self._pass(self._workers.handle(event))
 
-    def _on_answer_arrived(self, event: AnswerArrived) -> list[RelayInstruction]:
-        slice_, step, priority, flags = event
+    def _on_reply_arrived(self, event: ReplyArrived) -> list[RelayInstruction]:
+        slice_, step, _, priority, flags = event
         if not self.awaits(slice_, step):
             raise RemoteProtocolError(
                 f"server {self._server} sent a reply for slice {slice_}, step {step}, which is not"
@@ -261,8 +248,8 @@ class RelayMachine:
         answers = [self._workers.handle(pull) for pull in awaited.pulls]
         return self._pass([each for answer in answers for each in answer])
 
-    def _on_notice_arrived(self, event: NoticeArrived) -> list[RelayInstruction]:
-        slice_, step, flags = event
+    def _on_notify_arrived(self, event: NotifyArrived) -> list[RelayInstruction]:
+        slice_, step, _, flags = event
         awaited = self._awaited.get(slice_)
         known = awaited is not None and awaited.step == step and not awaited.announced
         if awaited is None or not known or self._reply != "notify":

@@ -19,19 +19,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from foreprop.core.frames import (
+    Closing,
+    CompleteParameter,
+    Finish,
+    GradientReady,
+    NormArrived,
+    PrioritiesLearned,
+    SendNormPart,
+)
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.order import Chunk, backward_order
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 
 # Events: what has happened.
-class ParameterReady(NamedTuple):
-    """Its gradient is there, or it is certain that this step has none."""
-
-    parameter: int
-    step: int
-
-
 class ChunkReduced(NamedTuple):
     chunk: int
 
@@ -42,20 +44,8 @@ class ParameterMeasured(NamedTuple):
     """Of its aggregated gradient."""
 
 
-class NormTold(NamedTuple):
-    """The global norm of a step's gradients, with those that the ring does not have."""
-
-    step: int
-    norm: float
-
-
 class ParameterUpdated(NamedTuple):
     parameter: int
-
-
-class PrioritiesKnown(NamedTuple):
-    order: tuple[int, ...]
-    """The parameters in the order of their first use in the forward pass."""
 
 
 class OrderLearned(NamedTuple):
@@ -63,10 +53,6 @@ class OrderLearned(NamedTuple):
 
     order: tuple[int, ...]
     step: int
-
-
-class Finishing(NamedTuple):
-    """No further step begins."""
 
 
 # Instructions: what the shell is to do.
@@ -78,13 +64,6 @@ class ReduceChunk(NamedTuple):
 class MeasureParameter(NamedTuple):
     parameter: int
     step: int
-
-
-class TellSum(NamedTuple):
-    """The sum of the squares of all the ring's gradients of a step, for who adds up the total."""
-
-    step: int
-    part: SquareSum
 
 
 class UseNorm(NamedTuple):
@@ -99,23 +78,14 @@ class UpdateParameter(NamedTuple):
     step: int
 
 
-class ParameterComplete(NamedTuple):
-    parameter: int
-    step: int
-
-
-class RingFinished(NamedTuple):
-    """All that was begun is done."""
-
-
 RingInstruction = (
     ReduceChunk
     | MeasureParameter
-    | TellSum
+    | SendNormPart
     | UseNorm
     | UpdateParameter
-    | ParameterComplete
-    | RingFinished
+    | CompleteParameter
+    | Finish
 )
 
 
@@ -150,22 +120,22 @@ class RingMachine:
         self._ready_step = [0] * parameters
         self._complete_step = [0] * parameters
         self._missing = list(self._chunks_of)
-        self._finishing = False
+        self._closing = False
         self._needs_norm = needs_norm
         self._shares_norm = shares_norm
         self._measured: dict[int, SquareSum] = {}  # of one step, by parameter
         self._held_step = 0  # for whose norm all measured parameters wait, or 0
-        self._norm: NormTold | None = None  # of a step that is not measured yet
+        self._norm: NormArrived | None = None  # of a step that is not measured yet
         self._priority: Sequence[int] = range(parameters)
         self._handlers: dict[type, Any] = {
-            ParameterReady: self._on_parameter_ready,
+            GradientReady: self._on_gradient_ready,
             ChunkReduced: self._on_chunk_reduced,
             ParameterMeasured: self._on_parameter_measured,
-            NormTold: self._on_norm_told,
+            NormArrived: self._on_norm_arrived,
             ParameterUpdated: self._on_parameter_updated,
-            PrioritiesKnown: self._on_priorities_known,
+            PrioritiesLearned: self._on_priorities_learned,
             OrderLearned: self._on_order_learned,
-            Finishing: self._on_finishing,
+            Closing: self._on_closing,
         }
 
     def handle(self, event: Any) -> list[RingInstruction]:
@@ -214,8 +184,8 @@ class RingMachine:
         return parameter, self._ready_step[parameter]
 
     # Handlers.
-    def _on_parameter_ready(self, event: ParameterReady) -> list[RingInstruction]:
-        parameter, step = event
+    def _on_gradient_ready(self, event: GradientReady) -> list[RingInstruction]:
+        parameter, step = event.parameter, event.step
         if not self.is_complete(parameter) or step != self._ready_step[parameter] + 1:
             raise LocalProtocolError(
                 f"parameter {parameter} is ready for step {step}; its last step was"
@@ -225,7 +195,7 @@ class RingMachine:
         if self._chunks_of[parameter]:
             return self._issue()
         self._complete_step[parameter] = step
-        return [ParameterComplete(parameter, step)]
+        return [CompleteParameter(parameter, step)]
 
     def _on_chunk_reduced(self, event: ChunkReduced) -> list[RingInstruction]:
         if event.chunk not in self._issued:
@@ -250,11 +220,11 @@ class RingMachine:
             total = total.plus(part)
         self._held_step = step
         if self._shares_norm:
-            return [TellSum(step, total), *self._release()]
-        self._norm = NormTold(step, total.norm)
+            return [SendNormPart(step, total), *self._release()]
+        self._norm = NormArrived(0, step, norm=total.norm)
         return self._release()
 
-    def _on_norm_told(self, event: NormTold) -> list[RingInstruction]:
+    def _on_norm_arrived(self, event: NormArrived) -> list[RingInstruction]:
         if not self._shares_norm or self._norm is not None:
             raise RemoteProtocolError(f"the norm of step {event.step} came, which is not awaited")
         self._norm = event
@@ -269,9 +239,9 @@ class RingMachine:
             raise RemoteProtocolError(f"the norm of step {told.step} came, not of step {step}")
         urgent_first = sorted(self._measured, key=self._priority.__getitem__)
         self._measured, self._norm, self._held_step = {}, None, 0
-        return [UseNorm(*told), *(UpdateParameter(p, step) for p in urgent_first)]
+        return [UseNorm(step, told.norm), *(UpdateParameter(p, step) for p in urgent_first)]
 
-    def _on_priorities_known(self, event: PrioritiesKnown) -> list[RingInstruction]:
+    def _on_priorities_learned(self, event: PrioritiesLearned) -> list[RingInstruction]:
         places = {parameter: place for place, parameter in enumerate(event.order)}
         if sorted(places) != list(range(len(self._ready_step))):
             raise LocalProtocolError("priorities must name every parameter once")
@@ -281,7 +251,7 @@ class RingMachine:
     def _on_parameter_updated(self, event: ParameterUpdated) -> list[RingInstruction]:
         parameter = event.parameter
         step = self._complete_step[parameter] = self._ready_step[parameter]
-        return [ParameterComplete(parameter, step), *self._finished()]
+        return [CompleteParameter(parameter, step), *self._finished()]
 
     def _on_order_learned(self, event: OrderLearned) -> list[RingInstruction]:
         if sorted(event.order) != list(range(len(self._chunks))):
@@ -294,8 +264,8 @@ class RingMachine:
         self._begin_step()
         return self._issue()
 
-    def _on_finishing(self, _: Finishing) -> list[RingInstruction]:
-        self._finishing = True
+    def _on_closing(self, _: Closing) -> list[RingInstruction]:
+        self._closing = True
         return self._finished()
 
     # Shared pieces.
@@ -330,5 +300,5 @@ class RingMachine:
             self._next_order = None
 
     def _finished(self) -> list[RingInstruction]:
-        done = self._finishing and all(map(self.is_complete, range(len(self._ready_step))))
-        return [RingFinished()] if done else []
+        done = self._closing and all(map(self.is_complete, range(len(self._ready_step))))
+        return [Finish()] if done else []

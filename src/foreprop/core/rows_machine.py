@@ -21,10 +21,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from foreprop.core.barrier import StepBarrier, TellNormPart
+from foreprop.core.barrier import HeldSums, StepBarrier
+from foreprop.core.collect import NEVER, Collector, Pushes, with_gradient
+from foreprop.core.frames import (
+    FailSession,
+    InstallValue,
+    NormArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    SendNormPart,
+    ValueArrived,
+)
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.peers import Peers, each_worker
-from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 
 
@@ -74,32 +84,12 @@ def rows_of(server: int, rows: int, servers: int) -> int:
     return (rows - server + servers - 1) // servers
 
 
-# Events.
-class RowsPushed(NamedTuple):
-    """The last part of one worker's gradient has come."""
+# Events that only rows know; the others are in `core.frames`, and their ``slice`` is the shard's.
+class RowsSummed(NamedTuple):
+    """The sum of this shard that was under way is done; ``part`` is that of its squares."""
 
-    rank: int
     shard: int
-    step: int
-    flags: int
-
-
-class RowsValued(NamedTuple):
-    """Rank 0 has sent the last part of the shard's values."""
-
-    rank: int
-    shard: int
-    step: int
-
-
-class RowsPulled(NamedTuple):
-    rank: int
-    shard: int
-    step: int
-    """The rows as they are after this step."""
-    request: int
-    """A number that the worker knows it by."""
-    priority: int
+    part: SquareSum
 
 
 class RowsUpdated(NamedTuple):
@@ -108,33 +98,7 @@ class RowsUpdated(NamedTuple):
     shard: int
 
 
-class RowsSummed(NamedTuple):
-    """The sum of this shard that was under way is done; ``part`` is that of its squares."""
-
-    shard: int
-    part: SquareSum
-
-
-class NormKnown(NamedTuple):
-    """The barrier has let go of this step."""
-
-    step: int
-    skip: bool = False
-    """Nothing is to be updated in this step."""
-
-
-class RankLeft(NamedTuple):
-    rank: int
-
-
-# Instructions.
-class UpdateRows(NamedTuple):
-    shard: int
-    step: int
-    ranks: tuple[int, ...]
-    """The ranks that had a gradient, ascending. Empty: no update."""
-
-
+# Instructions, likewise.
 class SumRows(NamedTuple):
     """Add up the gradients, and keep the sum for the update."""
 
@@ -143,10 +107,11 @@ class SumRows(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class InstallRows(NamedTuple):
-    """Take the received values (start of the session)."""
-
+class UpdateRows(NamedTuple):
     shard: int
+    step: int
+    ranks: tuple[int, ...]
+    """The ranks that had a gradient, ascending. Empty: no update."""
 
 
 class AnswerRows(NamedTuple):
@@ -159,24 +124,20 @@ class AnswerRows(NamedTuple):
     priority: int
 
 
-class FailRows(NamedTuple):
-    reason: str
-    rank: int
-    """Who is to blame, or -1."""
-    step: int
-
-
-RowsInstruction = UpdateRows | SumRows | TellNormPart | InstallRows | AnswerRows | FailRows
+RowsInstruction = UpdateRows | SumRows | SendNormPart | InstallValue | AnswerRows | FailSession
 
 
 class _ShardState:
-    __slots__ = ("collected", "done_step", "pulls", "updating", "valued_step")
+    __slots__ = ("pulls", "pushes", "valued_step")
 
-    def __init__(self, *, remote: bool) -> None:
-        self.done_step = 0 if remote else -1
-        self.updating = 0  # the step of the sum or update under way, or 0
-        self.collected: dict[int, dict[int, int]] = {}  # by step and rank: the push's flags
-        self.pulls: list[RowsPulled] = []  # that wait for their step
+    def __init__(self, name: str, *, remote: bool) -> None:
+        self.pushes = Pushes(
+            name,
+            what=f"rows of {name}",
+            use=f"used rows of {name}",
+            done=(0, 0) if remote else NEVER,
+        )
+        self.pulls: list[PullArrived] = []  # that wait for their step
         self.valued_step = -1
 
 
@@ -198,26 +159,25 @@ class RowsMachine:
         peers: Peers | None = None,
     ) -> None:
         self._index = index
-        self._workers = workers
         self._peers = peers or each_worker(workers)
-        self._names = {shard.number: names[shard.parameter] for shard in shards}
         self._states = {
-            shard.number: _ShardState(remote=shard.remote)
+            shard.number: _ShardState(names[shard.parameter], remote=shard.remote)
             for shard in shards
             if shard.server == index
         }
-        self._barrier = barrier
+        all_pushes = {number: state.pushes for number, state in self._states.items()}
+        self._collector = Collector(all_pushes, self._peers, ahead=True)
+        self._needs_norm = barrier is not None
         self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
-        self._held: dict[int, tuple[int, ...]] = {}  # likewise, of those at the barrier
-        self._left: set[int] = set()
+        self._held = HeldSums(barrier, "shard")
         self._handlers: dict[type, Callable[[Any], list[RowsInstruction]]] = {
-            RowsPushed: self._on_pushed,
-            RowsValued: self._on_valued,
-            RowsPulled: self._on_pulled,
-            RowsSummed: self._on_summed,
-            NormKnown: self._on_norm_known,
-            RowsUpdated: self._on_updated,
-            RankLeft: self._on_left,
+            PushArrived: self._on_push_arrived,
+            ValueArrived: self._on_value_arrived,
+            PullArrived: self._on_pull_arrived,
+            RowsSummed: self._on_rows_summed,
+            NormArrived: self._on_norm_arrived,
+            RowsUpdated: self._on_rows_updated,
+            PeerLeft: self._on_peer_left,
         }
 
     def handle(self, event: Any) -> list[RowsInstruction]:
@@ -230,109 +190,80 @@ class RowsMachine:
     # Read-only views.
     def incomplete(self) -> list[tuple[int, int]]:
         """Shards that some but not all workers have pushed: (shard, step)."""
-        return [(n, min(s.collected)) for n, s in self._states.items() if s.collected]
+        return self._collector.incomplete()
 
     def describe_wait(self, shard: int, step: int) -> str:
         """What a shard waits for at this step, in words."""
-        state, name = self._state(shard), self._names[shard]
-        if state.done_step >= step:
+        pushes = self._state(shard).pushes
+        name = pushes.name
+        if pushes.done_step >= step:
             return f"the rows of {name} are updated"
-        if state.updating == step:
+        if pushes.updating == step:
             if shard in self._held:
-                return f"the rows of {name} are summed and wait for {self._describe_barrier()}"
+                others = (self.describe_wait(*each) for each in self.incomplete())
+                wait = self._held.describe(others)
+                return f"the rows of {name} are summed and wait for {wait}"
             return f"the rows of {name} are being updated"
-        missing = self._peers.names(self._missing(state, step))
+        missing = self._peers.names(self._collector.missing(pushes, step))
         return f"the rows of {name} wait for the push of {missing}"
 
-    def _describe_barrier(self) -> str:
-        text = self._barrier.describe() if self._barrier is not None else ""
-        for shard, step in self.incomplete():
-            return f"{text}; {self.describe_wait(shard, step)}"
-        return text
-
     # Handlers.
-    def _on_pushed(self, event: RowsPushed) -> list[RowsInstruction]:
-        rank, shard, step, flags = event
-        state = self._state(shard)
-        self._check_rank(rank, shard)
-        if step <= max(state.done_step, 0) or step == state.updating:
-            raise RemoteProtocolError(
-                f"{self._peers.name(rank)} pushed rows of {self._names[shard]} for step {step},"
-                f" which is past: step {state.done_step} is done"
-            )
-        pushed = state.collected.get(step, {})
-        if rank in pushed:
-            raise RemoteProtocolError(
-                f"{self._peers.name(rank)} pushed rows of {self._names[shard]} twice in step {step}"
-            )
-        state.collected.setdefault(step, pushed)[rank] = flags
-        return self._next(shard, state)
+    def _on_push_arrived(self, event: PushArrived) -> list[RowsInstruction]:
+        state = self._state(event.slice)
+        self._collector.add(event)
+        return self._next(event.slice, state.pushes)
 
-    def _on_valued(self, event: RowsValued) -> list[RowsInstruction]:
-        rank, shard, step = event
+    def _on_value_arrived(self, event: ValueArrived) -> list[RowsInstruction]:
+        rank, shard, step, _ = event
         state = self._state(shard)
-        if self._peers.first_rank(rank) != 0:
-            who = self._peers.name(rank)
-            raise RemoteProtocolError(f"{who} sent parameter values; only rank 0 may")
-        if step <= max(state.done_step, state.valued_step) or 0 in state.collected.get(step, {}):
+        pushes = state.pushes
+        self._collector.check_first(rank)
+        if step <= max(pushes.done_step, state.valued_step) or 0 in pushes.at(step):
             raise RemoteProtocolError(
-                f"values for the rows of {self._names[shard]} came for step {step}: twice or late"
+                f"values for the rows of {pushes.name} came for step {step}: twice or late"
             )
         state.valued_step = step
         if step > 0:
             return []
-        state.done_step = 0
-        return [InstallRows(shard), *self._answers(state)]
+        pushes.done = (0, 0)
+        return [InstallValue(shard), *self._answers(state)]
 
-    def _on_pulled(self, event: RowsPulled) -> list[RowsInstruction]:
-        state = self._state(event.shard)
-        self._check_rank(event.rank, event.shard)
-        if event.step < state.done_step:
+    def _on_pull_arrived(self, event: PullArrived) -> list[RowsInstruction]:
+        state = self._state(event.slice)
+        pushes = state.pushes
+        self._collector.check_present(event.rank, pushes)
+        if event.step < pushes.done_step:
             raise RemoteProtocolError(
-                f"{self._peers.name(event.rank)} pulled rows of {self._names[event.shard]} as of"
-                f" step {event.step}; step {state.done_step} is done"
+                f"{self._peers.name(event.rank)} pulled rows of {pushes.name} as of"
+                f" step {event.step}; step {pushes.done_step} is done"
             )
-        if event.step == state.done_step:
-            return [AnswerRows(*_answer(event))]
+        if event.step == pushes.done_step:
+            return [_answer(event)]
         state.pulls.append(event)
         return []
 
-    def _on_summed(self, event: RowsSummed) -> list[RowsInstruction]:
+    def _on_rows_summed(self, event: RowsSummed) -> list[RowsInstruction]:
         ranks = self._summing.pop(event.shard, None)
         if ranks is None:
             raise InternalError("a sum of rows finished that nobody started")
-        return self._hold(event.shard, ranks, event.part)
+        step = self._state(event.shard).pushes.updating
+        return [*self._held.hold(event.shard, step, ranks, event.part)]
 
-    def _hold(self, shard: int, ranks: tuple[int, ...], part: SquareSum) -> list[RowsInstruction]:
-        """At the barrier until the step's norm is known."""
-        if self._barrier is None:
-            raise InternalError(f"shard {shard} was summed, but no norm is needed")
-        told = self._barrier.hold(self._state(shard).updating, shard, part)
-        self._held[shard] = ranks
-        return list(told)
+    def _on_norm_arrived(self, event: NormArrived) -> list[RowsInstruction]:
+        released = self._held.release(skip=event.skip)
+        return [UpdateRows(shard, event.step, ranks) for shard, ranks in released]
 
-    def _on_norm_known(self, event: NormKnown) -> list[RowsInstruction]:
-        held, self._held = self._held, {}
-        updates: list[RowsInstruction] = [
-            UpdateRows(shard, event.step, () if event.skip else ranks)
-            for shard, ranks in held.items()
-        ]
-        return updates
-
-    def _on_updated(self, event: RowsUpdated) -> list[RowsInstruction]:
+    def _on_rows_updated(self, event: RowsUpdated) -> list[RowsInstruction]:
         state = self._state(event.shard)
+        pushes = state.pushes
         waits = event.shard in self._summing or event.shard in self._held
-        if not state.updating or waits:
+        if not pushes.updating or waits:
             raise InternalError("an update of rows finished that nobody started")
-        state.done_step, state.updating = state.updating, 0
-        return [*self._answers(state), *self._next(event.shard, state)]
+        pushes.done, pushes.updating = (pushes.updating, 0), 0
+        return [*self._answers(state), *self._next(event.shard, pushes)]
 
-    def _on_left(self, event: RankLeft) -> list[RowsInstruction]:
-        self._left.add(event.rank)
-        for shard, state in self._states.items():
-            if state.collected and (failure := self._never(shard, state, min(state.collected))):
-                return [failure]
-        return []
+    def _on_peer_left(self, event: PeerLeft) -> list[RowsInstruction]:
+        return [*self._collector.leave(event.rank)]
 
     # Shared pieces.
     def _state(self, shard: int) -> _ShardState:
@@ -341,65 +272,33 @@ class RowsMachine:
             raise RemoteProtocolError(f"shard {shard} does not belong to server {self._index}")
         return state
 
-    def _check_rank(self, rank: int, shard: int) -> None:
-        if not 0 <= rank < self._workers:
-            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
-        if rank in self._left:
-            raise RemoteProtocolError(
-                f"{self._peers.name(rank)} used rows of {self._names[shard]} after its goodbye"
-            )
-
-    def _missing(self, state: _ShardState, step: int) -> list[int]:
-        pushed = state.collected.get(step, {})
-        return [rank for rank in range(self._workers) if rank not in pushed]
-
-    def _next(self, shard: int, state: _ShardState) -> list[RowsInstruction]:
+    def _next(self, shard: int, pushes: Pushes) -> list[RowsInstruction]:
         """Start the oldest step's update, or sum, if every worker has pushed it; one at a time."""
-        if state.updating or not state.collected:
+        if pushes.updating or not pushes.rounds:
             return []
-        step = min(state.collected)
-        pushed = state.collected[step]
-        if len(pushed) < self._workers:
-            failure = self._never(shard, state, step)
-            return [failure] if failure else []
-        changed = sorted(rank for rank, flags in pushed.items() if flags & Flag.VALUE_CHANGED)
-        if 0 < len(changed) < self._workers:
-            rest = self._peers.listed(sorted(pushed.keys() - set(changed)))
-            reason = (
-                f"parameter {self._names[shard]} was changed by hand before step {step} on"
-                f" {self._peers.listed(changed)} but not on {rest}: change it on every rank alike"
-            )
-            return [FailRows(reason, -1, step)]
-        del state.collected[step]
-        state.updating = step
-        ranks = tuple(sorted(r for r, flags in pushed.items() if not flags & Flag.NO_GRADIENT))
-        if self._barrier is None:
+        step = pushes.oldest[0]
+        pushed = pushes.rounds[pushes.oldest]
+        if not self._collector.is_full(pushed):
+            return [*self._collector.missing_for_ever(pushes)]
+        unlike = self._collector.unlike_values(pushes, step)
+        if unlike:
+            return [*unlike]
+        del pushes.rounds[pushes.oldest]
+        pushes.updating = step
+        ranks = with_gradient(pushed)
+        if not self._needs_norm:
             return [UpdateRows(shard, step, ranks)]
         if not ranks:
-            return self._hold(shard, ranks, ZERO)
+            return [*self._held.hold(shard, step, ranks, ZERO)]
         self._summing[shard] = ranks
         return [SumRows(shard, step, ranks)]
 
-    def _never(self, shard: int, state: _ShardState, step: int) -> FailRows | None:
-        """Whether somebody will never push what the others have pushed."""
-        for rank in self._missing(state, step):
-            ahead = [later for later, pushed in state.collected.items() if rank in pushed]
-            if rank not in self._left and not ahead:
-                continue
-            where = "has left the session" if rank in self._left else f"is at step {min(ahead)}"
-            others = self._peers.listed(sorted(state.collected[step]))
-            reason = (
-                f"{self._peers.name(rank)} {where}, but {others} are at step {step} and need its"
-                f" gradient of {self._names[shard]}: all ranks must make the same number of steps"
-            )
-            return FailRows(reason, rank, step - 1)
-        return None
-
     def _answers(self, state: _ShardState) -> list[RowsInstruction]:
-        due = [pull for pull in state.pulls if pull.step <= state.done_step]
-        state.pulls = [pull for pull in state.pulls if pull.step > state.done_step]
-        return [AnswerRows(*_answer(pull)) for pull in due]
+        done = state.pushes.done_step
+        due = [pull for pull in state.pulls if pull.step <= done]
+        state.pulls = [pull for pull in state.pulls if pull.step > done]
+        return [_answer(pull) for pull in due]
 
 
-def _answer(pull: RowsPulled) -> tuple[int, int, int, int, int]:
-    return pull.rank, pull.shard, pull.step, pull.request, pull.priority
+def _answer(pull: PullArrived) -> AnswerRows:
+    return AnswerRows(pull.rank, pull.slice, pull.step, pull.request, pull.priority)

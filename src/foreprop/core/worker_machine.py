@@ -17,6 +17,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from foreprop.core.frames import (
+    NO_TOKEN,
+    Closing,
+    CompleteParameter,
+    Finish,
+    FrameSent,
+    GradientReady,
+    MessageReady,
+    NotifyArrived,
+    PrioritiesLearned,
+    ReplyArrived,
+    SendFrame,
+)
 from foreprop.core.manifest import Reply
 from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, Turns
 from foreprop.core.slicing import Slice
@@ -24,19 +37,8 @@ from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
-CONTROL_PRIORITY = -1
-LAST_PRIORITY = 2**31 - 1
 
-
-# Events: what has happened.
-class GradientReady(NamedTuple):
-    parameter: int
-    step: int
-    flags: int = 0
-    with_value: bool = False
-    """Send the parameter's values before the gradient (rank 0, after a change by hand)."""
-
-
+# Events that only workers know; the others are in `core.frames`.
 class ValuesOffered(NamedTuple):
     """Rank 0 at the start: every slice's values go to the servers as step 0."""
 
@@ -45,71 +47,12 @@ class ValuesAwaited(NamedTuple):
     """The other ranks at the start: every slice comes from the servers as step 0."""
 
 
-class MessageReady(NamedTuple):
-    """A control frame; the payload stays with the shell under ``token``."""
-
-    server: int
-    kind: int
-    step: int
-    priority: int
-    slice: int
-    token: int
-    flags: int = 0
-
-
-class FrameSent(NamedTuple):
-    peer: int
-
-
-class ReplyArrived(NamedTuple):
-    slice: int
-    step: int
-    server: int
-
-
-class NotifyArrived(NamedTuple):
-    slice: int
-    step: int
-    server: int
-    flags: int
-
-
 class PullsDue(NamedTuple):
     """The next step starts: with ``reply="pull"`` now is the time to ask for the parameters."""
 
 
-class PrioritiesLearned(NamedTuple):
-    order: tuple[int, ...]
-    """The parameters in the order of their first use in the forward pass."""
-
-
-class Closing(NamedTuple):
-    pass
-
-
-# Instructions: what the shell is to do.
-class SendFrame(NamedTuple):
-    peer: int
-    kind: int
-    step: int
-    slice: int
-    priority: int
-    flags: int
-    token: int
-
-
-class CompleteParameter(NamedTuple):
-    parameter: int
-    step: int
-
-
-class Finish(NamedTuple):
-    """Everything has been sent: say goodbye."""
-
-
 WorkerInstruction = SendFrame | CompleteParameter | Finish
 
-NO_TOKEN = -1
 _NOT_AWAITED = -1
 _UNANSWERED = Flag.NO_GRADIENT | Flag.MEASURE
 """Pushes that take no room, or that are answered only when all have left: see `PushWindow`."""
@@ -273,7 +216,7 @@ class WorkerMachine:
         return self._left(self._lanes.sent(event.peer))
 
     def _on_reply_arrived(self, event: ReplyArrived) -> list[WorkerInstruction]:
-        slice_, step, server = event
+        slice_, step, server = event[:3]
         self._check_server(slice_, step, server, "reply", self.awaits(slice_, step))
         done = self._answered(slice_)
         if self._window is None:

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foreprop.bench.workers import children_start_undisturbed
 from foreprop.datasets import fashion_mnist
 from foreprop.demo.training import (
     BLOCK_STEPS,
@@ -31,11 +30,13 @@ from foreprop.demo.training import (
     typical_step,
 )
 from foreprop.errors import ConfigError
+from foreprop.lab.children import children_start_undisturbed
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.network import Network, NetworkUnavailable
-from foreprop.observe.report import ReportContext, RunSummary, write_report
-from foreprop.observe.timeline import Timeline, timeline_from_trace
+from foreprop.lab.network import NetworkUnavailable
+from foreprop.report.report import ReportContext, RunSummary, write_report
+from foreprop.report.timeline import Timeline, timeline_from_trace
 from foreprop.version import __version__
+from foreprop.workload.network import Network
 
 _BURST_BYTES = 80_000  # the two CPUs are busy training: let TCP's large segments pass whole
 _SHAPED = "each a namespace, its link shaped by the kernel (tbf)"

@@ -226,7 +226,7 @@ def _cpus() -> int:
 
 
 def balanced_rate(workers: int, compute_s: float) -> float:
-    """The link rate (bit/s) at which the wire takes as long as the compute, see design.md."""
+    """The link rate (bit/s) at which the wire takes as long as the compute: balance 1."""
     model_bytes = sum(p.numel() * p.element_size() for p in SmallVgg().parameters())
     return 2 * (workers - 1) / workers * model_bytes * 8 / compute_s
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from foreprop.doctor.records import Attempt, Examination, Facts, Finding
+from foreprop.doctor.records import Examination, Facts, Finding
 from foreprop.doctor.words import both_stayed, differing, is_address, known_facts
 from foreprop.link.tcp import is_loopback
+from foreprop.link.traffic import Attempt
 
 
 # Names and addresses.

@@ -9,24 +9,21 @@ from typing import Protocol
 
 from foreprop.doctor.records import (
     Answer,
-    Attempt,
     Command,
     Defect,
     Examination,
     Examined,
     Facts,
     Failure,
-    Flow,
     Introduce,
-    Peer,
     Ping,
     Pinged,
     Reach,
     Reached,
     Send,
     Sent,
-    Trip,
 )
+from foreprop.link.traffic import Attempt, Endpoint, Flow, Trip
 
 Pair = tuple[int, int]
 Round = list[Pair]
@@ -134,14 +131,14 @@ class _Examination:
 
     def _reach(self) -> None:
         peers = [
-            Peer(host=host, address=facts.address, port=facts.port)
+            Endpoint(host=host, address=facts.address, port=facts.port)
             for host, facts in self._facts.items()
             if facts.address is not None and facts.port is not None
         ]
         first = self._facts.get(0)
         if first is not None and first.rendezvous_port is not None:
             address, port = self._asked.rendezvous, first.rendezvous_port
-            peers.append(Peer(host=0, address=address, port=port, purpose="rendezvous"))
+            peers.append(Endpoint(host=0, address=address, port=port, purpose="rendezvous"))
         commands: dict[int, Command] = {
             host: Reach(peers=[p for p in peers if p.host != host], timeout_s=_REACH_S)
             for host in self._facts
@@ -149,9 +146,9 @@ class _Examination:
         for answer in self._ask(commands, within_s=2 * _REACH_S + _MARGIN_S).values():
             self._attempts += answer.attempts if isinstance(answer, Reached) else []
 
-    def _peer(self, host: int) -> Peer:
+    def _peer(self, host: int) -> Endpoint:
         facts = self._facts[host]
-        return Peer(host=host, address=facts.address or "", port=facts.port or 0)
+        return Endpoint(host=host, address=facts.address or "", port=facts.port or 0)
 
     def _connected(self) -> list[Pair]:
         """Whose first can connect to the second, of hosts that still answer."""

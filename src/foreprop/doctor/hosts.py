@@ -22,8 +22,8 @@ from foreprop.doctor.records import (
     Hello,
     decode_answer,
 )
-from foreprop.launcher.plan import Plan
-from foreprop.launcher.records import ALIVE, BEAT_S, MARK
+from foreprop.run.plan import Plan
+from foreprop.run.records import ALIVE, BEAT_S, MARK
 from foreprop.version import __version__
 
 _NOT_FOUND, _SSH_FAILED = 127, 255

@@ -22,27 +22,33 @@ from foreprop.doctor.facts import Address, Ports, find_address, gather_facts
 from foreprop.doctor.records import (
     PROTOCOL,
     Answer,
-    Attempt,
     Command,
     Defect,
-    Flow,
     Hello,
     Introduce,
-    Peer,
     Ping,
     Pinged,
     Reach,
     Reached,
     Send,
     Sent,
-    Trip,
     decode_command,
 )
-from foreprop.doctor.traffic import Listener, listen_everywhere, ping, reach, send
 from foreprop.errors import ForepropError
-from foreprop.launcher.host import Inbox
-from foreprop.launcher.records import ALIVE, END, MARK
 from foreprop.link.tcp import listen
+from foreprop.link.traffic import (
+    Attempt,
+    Endpoint,
+    Flow,
+    Listener,
+    Trip,
+    listen_everywhere,
+    ping,
+    reach,
+    send,
+)
+from foreprop.run.host import Inbox
+from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__
 
 PROGRAM = ("-P", "-m", "foreprop.doctor.probe")
@@ -114,14 +120,14 @@ class Probe:
         return [ping(self._host, peer, self._token, command.seconds) for peer in command.peers]
 
     def _send(self, command: Send) -> list[Flow]:
-        def send_to(peer: Peer) -> Flow:
+        def send_to(peer: Endpoint) -> Flow:
             settle_s, seconds = command.settle_s, command.seconds
             return send(self._host, peer, self._token, settle_s=settle_s, seconds=seconds)
 
         return _for_all(command.peers, send_to)
 
 
-def _for_all(peers: Sequence[Peer], work: Callable[[Peer], _Result]) -> list[_Result]:
+def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> list[_Result]:
     """At once, one thread each."""
     if not peers:
         return []

@@ -9,14 +9,13 @@ from typing import Literal
 
 import msgspec
 
+from foreprop.link.traffic import Attempt, Endpoint, Flow, Trip
+
 PROTOCOL = 1
 """Changes when a doctor and a probe of different versions would not understand each other."""
 
 Severity = Literal["error", "warning", "hint"]
 """error: keeps training from working; warning: slows it down or confuses; hint: worth a look."""
-
-Purpose = Literal["server", "rendezvous"]
-"""What a connection stands for: a session's to a server, or torchrun's to the first host."""
 
 
 # What probes are asked.
@@ -37,33 +36,24 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
     environment: dict[str, str]
 
 
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where another host's probe listens."""
-
-    host: int
-    address: str
-    port: int
-    purpose: Purpose = "server"
-
-
 class Reach(msgspec.Struct, frozen=True, kw_only=True, tag="reach"):
     """Connect to all peers at once, each for at most ``timeout_s``."""
 
-    peers: list[Peer]
+    peers: list[Endpoint]
     timeout_s: float
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     """Send small messages there and back, to one peer after the other, ``seconds`` at most each."""
 
-    peers: list[Peer]
+    peers: list[Endpoint]
     seconds: float
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag="send"):
     """Send as much as goes to all peers at once; counted for ``seconds`` after ``settle_s``."""
 
-    peers: list[Peer]
+    peers: list[Endpoint]
     settle_s: float
     seconds: float
 
@@ -131,45 +121,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
     threads: str | None
     """OMP_NUM_THREADS, if it is set."""
     open_files: int
-
-
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One connection that was tried."""
-
-    source: int
-    to: int
-    address: str
-    port: int
-    purpose: Purpose
-    outcome: Literal["connected", "timeout", "refused", "stranger", "failed"]
-    """stranger: something answers there that is not the probe which was meant."""
-    error: str = ""
-
-
-class Trip(msgspec.Struct, frozen=True, kw_only=True):
-    """Small messages between two hosts, there and back.
-
-    ``offset_s``: the other's clock minus this one's, off by at most half of ``least_s``: of the
-    message with the shortest round trip, as in NTP (RFC 5905, section 8).
-    """
-
-    source: int
-    to: int
-    count: int = 0
-    median_s: float = 0.0
-    p90_s: float = 0.0
-    least_s: float = 0.0
-    offset_s: float = 0.0
-    error: str | None = None
-
-
-class Flow(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction between two hosts; ``bits_per_s`` is payload, as the receiver counted it."""
-
-    source: int
-    to: int
-    bits_per_s: float = 0.0
-    error: str | None = None
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True, tag="reached"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from foreprop.doctor.records import Examination, Finding, Flow, Trip
+from foreprop.doctor.records import Examination, Finding
 from foreprop.doctor.words import both_stayed
+from foreprop.link.traffic import Flow, Trip
 from foreprop.quantities import rate_text, time_text
 
 SLOW_RATE = 0.5

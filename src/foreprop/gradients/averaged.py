@@ -103,7 +103,7 @@ class AveragedParameter:
         self._scaled = 0  # so many of them have been applied
         self.passes = 0  # since the last step
         self.discards = 0  # of these, those whose gradients have been discarded
-        self._seen = SeenGradient(_Reader(self))
+        self._seen = SeenGradient(_AverageReader(self))
         self._update: Update | None = None
         self._watched = False
         self._hook: RemovableHandle | None = None
@@ -552,7 +552,7 @@ class AveragedParameter:
             self._hook = None
 
 
-class _Reader:
+class _AverageReader:
     """Whom a waiting gradient asks."""
 
     def __init__(self, parameter: AveragedParameter) -> None:
@@ -595,4 +595,4 @@ class _Reader:
 
 def _find(value: Any) -> Scalable | None:
     reader = waits_for(value)
-    return reader._parameter if isinstance(reader, _Reader) else None
+    return reader._parameter if isinstance(reader, _AverageReader) else None

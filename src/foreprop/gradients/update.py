@@ -29,7 +29,7 @@ class Needs(msgspec.Struct, frozen=True):
     """Whether the norm of gradients is asked for, as ``clip_grad_norm_`` does."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class UpdateChoice(msgspec.Struct, frozen=True):
     """What all ranks go on with."""
 
     by_workers: bool
@@ -48,7 +48,7 @@ def settled_beforehand(
     scaler: bool,
     dense: bool,
     collectives: bool,
-) -> Choice | None:
+) -> UpdateChoice | None:
     """What is known at `parallelize`; None if the first step is to show it.
 
     ``dense``: whether the optimizer has other parameters than tables by rows, which only servers
@@ -66,17 +66,17 @@ def settled_beforehand(
                 "update is 'servers', but parallelize() was given no optimizer to update with: give"
                 " it the optimizer, or leave update out"
             )
-        return Choice(True, "update=workers: there is no optimizer, gradients are averaged")
+        return UpdateChoice(True, "update=workers: there is no optimizer, gradients are averaged")
     if not dense:
-        return Choice(False, "update=servers: of tables by rows")
+        return UpdateChoice(False, "update=servers: of tables by rows")
     why = _why_not_alone(optimizer) if collectives else _why_not_served(optimizer)
     if config.update == "servers" or (
         config.update == "auto" and asked and (collectives or why is None)
     ):
-        return Choice(False, "update=servers")
+        return UpdateChoice(False, "update=servers")
     if config.update == "workers" or why is not None:
         _check_none(asked, config, why)
-        return Choice(True, f"update=workers{f': {why}' if why else ''}")
+        return UpdateChoice(True, f"update=workers{f': {why}' if why else ''}")
     return None
 
 
@@ -144,7 +144,7 @@ class SettingsMark:
         )
 
 
-def agree(board: Board, mine: Needs, settled: Choice | None) -> Choice:
+def agree(board: Board, mine: Needs, settled: UpdateChoice | None) -> UpdateChoice:
     """Every rank's first step: if one of them needs it, all workers update.
 
     ``settled``: that they do for other reasons.
@@ -153,9 +153,9 @@ def agree(board: Board, mine: Needs, settled: Choice | None) -> Choice:
     needs = [_NEEDS.decode(text.encode()) for text in said]
     norm = any(need.norm for need in needs)
     if settled is not None:
-        return Choice(settled.by_workers, settled.text, norm)
+        return UpdateChoice(settled.by_workers, settled.text, norm)
     for rank, need in enumerate(needs):
         if need.reason is not None:
             text = f"update=workers: {need.reason} (rank {rank}, first step)"
-            return Choice(True, text, norm)
-    return Choice(False, "update=servers: the loop leaves gradients alone")
+            return UpdateChoice(True, text, norm)
+    return UpdateChoice(False, "update=servers: the loop leaves gradients alone")

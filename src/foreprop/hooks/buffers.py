@@ -54,7 +54,7 @@ class FirstForward(ModelHook):
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not _in_compiled_code():
-            _tell_started(self)
+            _note_started(self)
 
 
 class BeforeStateDict(ModelHook):
@@ -99,7 +99,7 @@ def _synchronise(hook: ModelHook) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _tell_started(hook: ModelHook) -> None:
+def _note_started(hook: ModelHook) -> None:
     source = hook._get()
     if source is not None:
         source.forward_started()

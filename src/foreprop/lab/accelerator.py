@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from foreprop.lab.profile import Layer
+from foreprop.workload.profile import Layer
 
 _LATE_S = 0.5e-3
 """A host that is held up for less than this has not waited for parameters."""

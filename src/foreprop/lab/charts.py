@@ -18,10 +18,10 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from foreprop.lab.comparison import in_order
 from foreprop.lab.curves import THROUGHPUT_LABEL, Axis, Curve, ThroughputPanel, UtilisationPanel
-from foreprop.observe.palette import LIGHT_RAMP, ramp_colour
-from foreprop.observe.timeline import Lane, Timeline
-from foreprop.observe.timeline_shapes import Shape
-from foreprop.observe.timeline_svg import Panel, panel_summary, plan_panels
+from foreprop.report.palette import LIGHT_RAMP, ramp_colour
+from foreprop.report.timeline import Lane, Timeline
+from foreprop.report.timeline_shapes import Shape
+from foreprop.report.timeline_svg import Panel, panel_summary, plan_panels
 
 INK, QUIET, GRID, CARD, WAIT = "#1b1d21", "#5c626b", "#dfe1e4", "#ffffff", "#c8102e"
 """report.css's colours in daylight; on the page they become its variables again."""

@@ -25,7 +25,6 @@ import psutil
 from foreprop.errors import ForepropError, PeerLost
 from foreprop.lab.network import (
     INTERFACE,
-    Network,
     NetworkUnavailable,
     Switch,
     configure_node,
@@ -33,6 +32,7 @@ from foreprop.lab.network import (
     enter_own_network,
 )
 from foreprop.servers.main import die_with_parent
+from foreprop.workload.network import Network
 
 Work = Callable[[int, Connection, Any], None]
 """What each worker runs: ``work(rank, connection, argument)``, a module's function.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from foreprop.lab.records import Record
-from foreprop.lab.setting import SYSTEMS
+from foreprop.workload.records import Record
+from foreprop.workload.setting import SYSTEMS
 
 SUBJECT = "p3"
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from foreprop.lab import limit
 from foreprop.lab.comparison import in_order, model_name
-from foreprop.lab.records import Record
-from foreprop.lab.setting import LabSetting
 from foreprop.lab.sweeps import SCALE
+from foreprop.workload import limit
+from foreprop.workload.records import Record
+from foreprop.workload.setting import LabSetting
 
 THROUGHPUT_LABEL = "batches/s, all workers"
 _LIMIT_POINTS = 80

@@ -40,11 +40,11 @@ from foreprop.lab.keptruns import (
 from foreprop.lab.machine import machine_facts
 from foreprop.lab.page import Drawn, Story, render_page
 from foreprop.lab.pictures import inline_parts, write_chart
-from foreprop.lab.records import Record, write_records
-from foreprop.lab.setting import LabSetting
 from foreprop.lab.sweeps import FIGURES, Measurement, plan_measurements
-from foreprop.observe.document import write_document
-from foreprop.observe.timeline import Timeline
+from foreprop.report.document import write_document
+from foreprop.report.timeline import Timeline
+from foreprop.workload.records import Record, write_records
+from foreprop.workload.setting import LabSetting
 
 PAGE = "index.html"
 _NAMES = {

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from foreprop.errors import ConfigError
-from foreprop.lab.profile import Layer
-from foreprop.lab.records import Record
-from foreprop.lab.setting import LabSetting
-from foreprop.observe.timeline import Timeline, TimelineEvent, timeline_from_trace
+from foreprop.report.timeline import Timeline, TimelineEvent, timeline_from_trace
+from foreprop.workload.profile import Layer
+from foreprop.workload.records import Record
+from foreprop.workload.setting import LabSetting
 
 
 class KeptRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,13 +27,13 @@ from foreprop.config import Config
 from foreprop.errors import ConfigError
 from foreprop.lab.ablation import ABLATION, Ablated
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
-from foreprop.lab.profile import Layer, Profile, ProfiledArray
-from foreprop.lab.setting import LabSetting
-from foreprop.lab.systems import Steps, local_aggregation
+from foreprop.lab.systems import Steps
 from foreprop.servers.main import die_with_parent
 from foreprop.session.parallelize import connect
 from foreprop.tables.lookahead import lookahead
 from foreprop.wikitext import number_words, wikitext2
+from foreprop.workload.profile import Layer, Profile, ProfiledArray
+from foreprop.workload.setting import LabSetting, local_aggregation
 
 HYBRID, SERVERS, FEW_SERVERS, RING = "hybrid", "p2p", "ps", "ring"
 DDP_SPARSE, DDP_DENSE = "ddp-sparse", "ddp-dense"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from foreprop.lab.records import Record
 from foreprop.lab.run import LabResult
+from foreprop.workload.records import Record
 
 
 class LanguageRecord(msgspec.Struct, frozen=True, kw_only=True):

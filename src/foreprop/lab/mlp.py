@@ -25,16 +25,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.analytic.deployment import Deployment
 from foreprop.config import PRESETS, Config
 from foreprop.datasets import MEAN, STD, load_arrays
 from foreprop.errors import ConfigError
 from foreprop.lab.accelerator import DeviceClock
-from foreprop.lab.network import Network
-from foreprop.lab.profile import Layer, Profile, ProfiledArray
 from foreprop.lab.systems import Steps, join_process_group
+from foreprop.model.deployment import Deployment
 from foreprop.servers.main import die_with_parent
 from foreprop.session.parallelize import connect
+from foreprop.workload.network import Network
+from foreprop.workload.profile import Layer, Profile, ProfiledArray
 
 SERVERS = {"1ps": 1, "2ps": 2, "4ps": 4}
 """Systems with servers on machines of their own, and how many."""

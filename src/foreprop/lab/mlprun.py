@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from foreprop.analytic import published
-from foreprop.analytic.published import Symbols
-from foreprop.analytic.refined import Prediction, predict
 from foreprop.datasets import ensure_files
 from foreprop.errors import ConfigError
-from foreprop.lab import limit
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.machine import busy_s
 from foreprop.lab.mlp import IMAGES, P2P, SERVERS, MlpSetting, MlpSteps, serve_mlp_node
 from foreprop.lab.network import NetworkUnavailable
-from foreprop.lab.records import CPU_BOUND_SHARE, Spread
-from foreprop.lab.systems import DISCARDED_STEPS, RING_STEPS, means
-from foreprop.simulate.hosts import Hosts
+from foreprop.lab.systems import means
+from foreprop.model import published
+from foreprop.model.published import Symbols
+from foreprop.model.refined import Prediction, predict
+from foreprop.workload import limit
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.records import CPU_BOUND_SHARE, Spread
+from foreprop.workload.setting import DISCARDED_STEPS, RING_STEPS
 
 _BLOCK_STEPS = 10
 

@@ -18,8 +18,8 @@ import msgspec
 from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
 from foreprop.lab import mxnet_worker
-from foreprop.lab.setting import LabSetting
 from foreprop.lab.systems import Steps
+from foreprop.workload.setting import LabSetting
 
 P3 = "mxnet-p3"
 _P3_SLICE_ELEMS = 40_000  # MXNet's default

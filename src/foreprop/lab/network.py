@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
+
+from foreprop.workload.network import NETWORK_PREFIX, Network
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
@@ -21,11 +22,7 @@ CLONE_NEWNET = 0x40000000
 
 INTERFACE = "eth0"
 _BRIDGE = "bridge"
-_PREFIX = "10.213.0"
 _PREFIX_BITS = 24
-_QUEUE_S = 0.05
-_BURST_BYTES = 50_000
-_LEAST_BURST_S = 0.0005  # so that timers that end late do not cost rate on fast links
 _CONGESTION_CONTROL = "cubic"
 _DEFAULT_SEND_BUFFER_BYTES = 4_194_304
 """Linux's default for the largest automatic send buffer (the third number of tcp_wmem)."""
@@ -33,30 +30,6 @@ _DEFAULT_SEND_BUFFER_BYTES = 4_194_304
 
 class NetworkUnavailable(Exception):
     """This machine does not let us make namespaces or links; the message says what failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """Nodes with one link each, of the same rate in both directions."""
-
-    nodes: int
-    rate_bits_per_s: float
-    shape_ingress: bool = True
-    """Also shape the bridge's port towards each node, as a switch would."""
-    buffer_scale: int = 1
-    """Divides TCP's largest automatic send buffer, as the model's arrays are divided."""
-    burst_bytes: int = _BURST_BYTES
-    """At least that many of each bucket's tokens. What TCP hands down as one (up to 64 KiB) and is
-    larger than this the kernel cuts into packets first, which costs the CPU several times more."""
-
-    def address(self, node: int) -> str:
-        return f"{_PREFIX}.{node + 1}"
-
-    def bucket(self) -> tuple[int, int]:
-        """Of a link's token bucket: bytes that may pass at once, and that may wait in its queue."""
-        rate = int(self.rate_bits_per_s)
-        burst_bytes = int(max(self.burst_bytes, rate / 8 * _LEAST_BURST_S))
-        return burst_bytes, int(rate / 8 * _QUEUE_S) + burst_bytes
 
 
 def enter_namespaces() -> None:
@@ -136,7 +109,7 @@ def configure_node(network: Network, node: int) -> None:
             _set_up(routes, INTERFACE)
             routes.route(
                 "replace",
-                dst=f"{_PREFIX}.0/{_PREFIX_BITS}",
+                dst=f"{NETWORK_PREFIX}.0/{_PREFIX_BITS}",
                 oif=link,
                 prefsrc=address,
                 scope="link",

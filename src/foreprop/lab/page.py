@@ -17,14 +17,14 @@ from foreprop.lab.curves import Measured, unscaled_gbit_per_s
 from foreprop.lab.keptruns import KeptRun
 from foreprop.lab.pagetables import CPU_BOUND, best_section, points_table, row, slice_table, table
 from foreprop.lab.pictures import systems_css, variable
-from foreprop.lab.records import CPU_BOUND_SHARE, Record
 from foreprop.lab.sweeps import Measurement
-from foreprop.observe.document import render_document
-from foreprop.observe.markup import percent, rate, tag, text
-from foreprop.observe.palette import palette_css
-from foreprop.observe.report import timeline_block
-from foreprop.observe.timeline import Timeline
-from foreprop.observe.timeline_svg import layer_names
+from foreprop.report.document import render_document
+from foreprop.report.markup import percent, rate, tag, text
+from foreprop.report.palette import palette_css
+from foreprop.report.report import timeline_block
+from foreprop.report.timeline import Timeline
+from foreprop.report.timeline_svg import layer_names
+from foreprop.workload.records import CPU_BOUND_SHARE, Record
 
 _TITLE = "P3 and its peers, measured on one machine"
 

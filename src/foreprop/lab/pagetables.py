@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from foreprop.lab.comparison import PAPER, SUBJECT, Point, in_order, maybe_best, model_name
 from foreprop.lab.curves import Measured
-from foreprop.lab.records import Record
-from foreprop.observe.markup import ABSENT, TIMES, milliseconds, percent, rate, tag, text
+from foreprop.report.markup import ABSENT, TIMES, milliseconds, percent, rate, tag, text
+from foreprop.workload.records import Record
 
 CPU_BOUND = "CPU-bound"
 

@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from foreprop.lab.charts import CARD, GRID, INK, QUIET, STYLES, WAIT, Chart, Draw, style_of
-from foreprop.observe.markup import tag
+from foreprop.report.markup import tag
 
 _PNG_DPI = 160
 _RC: dict[Any, Any] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from foreprop.analytic.whatif import WhatIf, value_text
 from foreprop.lab.charts import INK, QUIET, STYLES, Chart
+from foreprop.model.whatif import WhatIf, value_text
 
 _SIZE_IN = (7.0, 4.2)
 _MOST_TICKS = 9

@@ -17,35 +17,28 @@ import torch
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab import limit
 from foreprop.lab.ablation import ABLATION
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, LanguageSystem
 from foreprop.lab.machine import busy_s
 from foreprop.lab.mxnet import MxnetSystem
-from foreprop.lab.network import Network, NetworkUnavailable, interface_bytes
-from foreprop.lab.records import CPU_BOUND_SHARE, Record, Spread
-from foreprop.lab.setting import (
+from foreprop.lab.network import NetworkUnavailable, interface_bytes
+from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
+from foreprop.version import __version__
+from foreprop.workload import limit
+from foreprop.workload.buckets import BUCKET_BYTES, CANDIDATE_BUCKETS_BYTES
+from foreprop.workload.network import Network
+from foreprop.workload.records import CPU_BOUND_SHARE, Record, Spread
+from foreprop.workload.setting import (
     AUTO,
-    BUCKET_BYTES,
-    CANDIDATE_BUCKETS_BYTES,
     DDP,
     DDP_TUNED,
+    DISCARDED_STEPS,
     MXNET,
     SIZE_MARK,
     LabSetting,
-)
-from foreprop.lab.systems import (
-    DISCARDED_STEPS,
-    DdpSystem,
-    ForepropSystem,
-    Steps,
-    System,
-    join_process_group,
     local_aggregation,
-    means,
 )
-from foreprop.version import __version__
 
 Progress = Callable[[str], None]
 Sample = tuple[float, int, int]

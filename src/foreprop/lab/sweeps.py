@@ -13,9 +13,9 @@ import msgspec
 from foreprop.config import PRESETS
 from foreprop.core.slicing import SLICE_ELEMS
 from foreprop.errors import ConfigError
-from foreprop.lab import limit
-from foreprop.lab.profile import load_profile
-from foreprop.lab.setting import DDP, DDP_TUNED, MXNET, LabSetting, usual_compute_s
+from foreprop.workload import limit
+from foreprop.workload.profile import load_profile
+from foreprop.workload.setting import DDP, DDP_TUNED, MXNET, LabSetting, usual_compute_s
 
 BANDWIDTH, UTILISATION, NODES, SLICE_SIZE, TIMELINE = FIGURES = (1, 2, 3, 4, 5)
 

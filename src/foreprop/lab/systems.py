@@ -6,19 +6,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.config import PRESETS, Config, LocalAggregation
-from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.lab.setting import AUTO, CLIPPED, RING, SIZE_MARK, WORKERS, LabSetting
 from foreprop.session.parallelize import connect
-
-_DEFAULT = Config()
+from foreprop.workload.setting import (
+    CLIP_NORM,
+    CLIPPED,
+    DISCARDED_STEPS,
+    LabSetting,
+    foreprop_config,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +29,6 @@ class Steps:
 
     step_s: list[float] = field(default_factory=list)
     waited_s: list[float] = field(default_factory=list)
-
-
-_MOST_NORM = 1.0
-DISCARDED_STEPS = 1
-"""Of each block: TCP begins anew after a pause."""
-RING_STEPS = 9
-"""Until a ring has planned its order twice."""
 
 
 def means(lists: Sequence[Sequence[float]]) -> list[float]:
@@ -75,7 +70,7 @@ def _train(
         model.end_backward()
         if clip:
             clipped_at = time.monotonic()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), _MOST_NORM)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             clock.waited(clipped_at)
         waits, stepped_at = waits_in_step(), time.monotonic()
         optimizer.step()
@@ -94,34 +89,6 @@ def _model(setting: LabSetting, rank: int) -> EmulatedModel:
 
 def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def local_aggregation() -> LocalAggregation:
-    """As the environment says, for a comparison with and without."""
-    return Config.resolve().local_aggregation
-
-
-def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
-    """Of a preset, ``ring`` or ``auto``: what counts elements or bytes divided by the scale.
-
-    ``changes`` are fields of `Config`.
-    """
-    fields: dict[str, Any] = {
-        "architecture": AUTO.get(name, RING if name == RING else "p2p"),
-        "workers_per_node": setting.workers_per_node,
-        "chunk_elems": setting.scaled(_DEFAULT.chunk_elems),
-        "slice_elems": "auto" if name in AUTO else setting.slice_elems_of(name),
-        "big_array_elems": setting.scaled(BIG_ARRAY_ELEMS),
-        "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
-        "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
-    }
-    if name == WORKERS:
-        fields["update"] = "workers"
-    if CLIPPED.get(name) == "servers":
-        fields["clip_grad_norm"] = _MOST_NORM
-    system = name.partition(SIZE_MARK)[0]
-    preset = system if system in PRESETS else None
-    return Config.resolve(preset, **(fields | changes))
 
 
 class ForepropSystem:

@@ -11,8 +11,10 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+)
 from foreprop.core.wire import FrameReader, Header, encode_header
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.stream import Stream
 
@@ -26,7 +28,7 @@ class FrameOwner(Protocol):
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None: ...
 
 
-class Listener(Protocol):
+class ConnectionOwner(Protocol):
     """Who learns what becomes of a connection. Called in its receiving thread."""
 
     def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
@@ -93,7 +95,7 @@ class Connection:
         return 0 if self.last_push is None else self.last_push[1]
 
     # Receiving.
-    def receive(self, listener: Listener) -> None:
+    def receive(self, listener: ConnectionOwner) -> None:
         """Read until the connection ends, and tell the listener how it did."""
         reader = FrameReader(lambda header: self._room(listener, header))
         try:
@@ -111,7 +113,7 @@ class Connection:
         else:
             listener.on_lost(self, "")
 
-    def _room(self, listener: Listener, header: Header) -> memoryview:
+    def _room(self, listener: ConnectionOwner, header: Header) -> memoryview:
         self.receive_started_ns = time.perf_counter_ns()
         if header.rank != self.rank >= 0:
             raise RemoteProtocolError(

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from foreprop.core.worker_machine import SendFrame
+from foreprop.core.frames import SendFrame
 
 Transmit = Callable[[SendFrame], None]
 Sent = Callable[[int], Sequence[SendFrame]]

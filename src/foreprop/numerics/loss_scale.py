@@ -88,7 +88,7 @@ class LossScale:
 
         def update(new_scale: float | torch.Tensor | None = None) -> None:
             if self._held and new_scale is None:
-                self._tell_verdict(norm)
+                self._set_verdict(norm)
             own_update(new_scale)
 
         ours = {"step": step, "unscale_": unscale_, "update": update}
@@ -121,7 +121,7 @@ class LossScale:
         state["stage"] = OptState.STEPPED
         return result
 
-    def _tell_verdict(self, norm: Callable[[], float | None]) -> None:
+    def _set_verdict(self, norm: Callable[[], float | None]) -> None:
         """Let the scaler know whether the step was skipped; blocks until that is known."""
         state = self._state
         if state["stage"] is not OptState.STEPPED:

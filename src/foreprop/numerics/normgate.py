@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreprop.core.barrier import TellNormPart
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    NormArrived,
+    SendNormPart,
+)
 from foreprop.core.manifest import Manifest
-from foreprop.core.server_machine import NormArrived, SliceSummed, SumSlice
+from foreprop.core.server_machine import (
+    SliceSummed,
+    SumSlice,
+)
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.link.connection import Connection
 from foreprop.numerics.norms import NORM_BYTES, decode_norm
 from foreprop.path.executor import Executor, Machine
@@ -42,7 +48,7 @@ class NormGate:
         self._settings_at = settings_at
         self._updates = updates
         executor.doers[SumSlice] = self._sum
-        executor.doers[TellNormPart] = self._send_part
+        executor.doers[SendNormPart] = self._send_part
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return exactly(header, NORM_BYTES)
@@ -68,6 +74,6 @@ class NormGate:
         with self._lock:
             return self._machine.handle(SliceSummed(part))
 
-    def _send_part(self, known: TellNormPart) -> None:
+    def _send_part(self, known: SendNormPart) -> None:
         about = Header(Kind.NORM_PART, 0, 0, known.step, 0, CONTROL_PRIORITY, 0)
         self._executor.answer(0, Kind.NORM_PART, about, known.part.encode())

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from foreprop.core.barrier import OUTSIDE, NormCombiner
+from foreprop.core.barrier import (
+    OUTSIDE,
+    NormCombiner,
+)
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+)
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.numerics.norms import (

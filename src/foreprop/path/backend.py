@@ -19,7 +19,7 @@ from foreprop.numerics.loss_scale import LossScale
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters, Progress
-from foreprop.path.worker import ParameterMemory
+from foreprop.path.slicememory import ParameterMemory
 from foreprop.tables.exchange import Pull
 from foreprop.tables.kept import KeptRows
 from foreprop.tables.parts import RowPart
@@ -129,7 +129,7 @@ class Setup:
     loss_scale: LossScale | None = None
     by_workers: bool = False
     """Nobody but the workers updates, but for tables by rows."""
-    tell_sum: Callable[[int, SquareSum], None] | None = None
+    send_sum: Callable[[int, SquareSum], None] | None = None
     """For collectives, if other parameters have a part in the global norm: see `RingEngine`."""
 
     @property

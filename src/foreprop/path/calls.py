@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from foreprop.core.barrier import StepBarrier
-from foreprop.core.server_machine import WorkerLeft
+from foreprop.core.barrier import (
+    StepBarrier,
+)
+from foreprop.core.frames import (
+    PeerLeft,
+)
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.link.connection import Connection
 from foreprop.path.executor import Executor
-from foreprop.path.services import Collector, bounded, nothing
+from foreprop.path.services import Collecting, bounded, nothing
 
 
 class StateStore(Protocol):
@@ -71,7 +75,9 @@ class States:
 class Waits:
     """What slices and shards wait for. ``collectors``: the first that has a number describes it."""
 
-    def __init__(self, collectors: Sequence[Collector], barrier: StepBarrier | None = None) -> None:
+    def __init__(
+        self, collectors: Sequence[Collecting], barrier: StepBarrier | None = None
+    ) -> None:
         self.collectors = list(collectors)
         self._barrier = barrier
 
@@ -133,4 +139,4 @@ class Goodbyes:
         peer.left = True
         for on_left in self.others:
             on_left(peer.number)
-        self._executor.dispatch(WorkerLeft(peer.number))
+        self._executor.dispatch(PeerLeft(peer.number))

@@ -29,7 +29,7 @@ GOODBYE_S = 1.0
 
 
 class Ending:
-    """Learns what becomes of a worker's connections (`link.connection.Listener`), and ends them.
+    """Learns what becomes of a worker's connections, and ends them.
 
     ``begin_closing`` has the queue sent off, and ``finished`` is set when it is; ``stop_sending``
     ends the sending threads. ``names`` are the servers'.

@@ -10,10 +10,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    NO_TOKEN,
+    FailSession,
+    Finish,
+    FrameSent,
+    MessageReady,
+    SendFrame,
+)
 from foreprop.core.peers import Peers
-from foreprop.core.server_machine import AnswerReady, FailSession, FinishSession
 from foreprop.core.wire import Header
-from foreprop.core.worker_machine import CONTROL_PRIORITY, NO_TOKEN, FrameSent, SendFrame
 from foreprop.errors import InternalError, TransportError
 from foreprop.link.connection import Connection
 from foreprop.link.failure import Failure
@@ -75,7 +82,7 @@ class Executor:
         self.doers: dict[type, Doer] = {
             SendFrame: self._outbox.submit,
             FailSession: self._fail,
-            FinishSession: lambda _: host.end(),
+            Finish: lambda _: host.end(),
         }
         self.payload_of: Callable[[SendFrame], memoryview] = _unknown_payload
         """Of a frame without a token, which is about to be sent."""
@@ -130,7 +137,7 @@ class Executor:
         data: bytes | memoryview,
     ) -> None:
         with self.lock:
-            event = AnswerReady(peer, kind, step, priority, slice_, self.keep(data))
+            event = MessageReady(peer, kind, step, priority, slice_, self.keep(data))
             instructions = self._machine.handle(event)
         self.execute(instructions)
 

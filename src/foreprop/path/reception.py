@@ -10,8 +10,8 @@ from __future__ import annotations
 import hmac
 import time
 
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import Header, Kind, encode_header
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 

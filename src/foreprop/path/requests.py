@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from foreprop.config import Config
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    LAST_PRIORITY,
+)
 from foreprop.core.manifest import Manifest
-from foreprop.core.rows_machine import Shard
+from foreprop.core.rows_machine import (
+    Shard,
+)
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY, LAST_PRIORITY
 from foreprop.link.connection import Connection
 from foreprop.path.progress import Progress
 from foreprop.path.services import bounded

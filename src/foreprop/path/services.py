@@ -28,7 +28,7 @@ class Service(FrameOwner, Protocol):
     def kinds(self) -> frozenset[Kind]: ...
 
 
-class Collector(Protocol):
+class Collecting(Protocol):
     """A service that waits for pushes: of slices, or of shards of rows."""
 
     def __contains__(self, number: int) -> bool: ...

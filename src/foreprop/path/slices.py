@@ -13,17 +13,21 @@ from typing import Protocol
 
 import torch
 
-from foreprop.core.manifest import Manifest
-from foreprop.core.server_machine import InstallValue, PullArrived, PushArrived, ValueArrived
+from foreprop.core.frames import (
+    InstallValue,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+    ValueArrived,
+)
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import SendFrame
 from foreprop.link.connection import Connection
-from foreprop.observe.stages import RelayStage, Stage
-from foreprop.observe.trace import TraceRecorder
+from foreprop.observe.stages import Stage
 from foreprop.path.executor import Executor, Machine
 from foreprop.path.services import EMPTY, check_size, exactly, nothing
 from foreprop.path.slicestore import GradientBuffer
+from foreprop.path.spans import span
 
 
 class SliceMachine(Machine, Protocol):
@@ -141,33 +145,3 @@ class Slices:
 
 def _done_already(_: InstallValue) -> None:
     """With the lock held, see `Slices._on_value`."""
-
-
-def names_of(manifest: Manifest) -> list[str]:
-    """The parameters', by number of the slice or shard."""
-    slices = manifest.slices()
-    of_slices = [piece.parameter for piece in slices]
-    of_shards = [shard.parameter for shard in manifest.shards(len(slices))]
-    return [manifest.parameters[number].name for number in of_slices + of_shards]
-
-
-def span(
-    trace: TraceRecorder,
-    stage: Stage | RelayStage,
-    names: Sequence[str],
-    about: Header,
-    started_ns: int,
-    *,
-    stop_ns: int | None = None,
-) -> None:
-    """A stage of a slice, for the trace."""
-    trace.span(
-        stage.value,
-        names[about.slice],
-        started_ns,
-        stop_ns=stop_ns,
-        step=about.step,
-        size_bytes=about.payload_bytes,
-        slice_=about.slice,
-        priority=about.priority,
-    )

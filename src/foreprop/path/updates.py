@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    SendFrame,
+)
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import encode_square_sums
-from foreprop.core.server_machine import TellSquares, UpdateFinished, UpdateSlice
+from foreprop.core.server_machine import (
+    SendSquares,
+    SliceUpdated,
+    UpdateSlice,
+)
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY, SendFrame
 from foreprop.link.connection import Connection
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.executor import Executor, Machine
 from foreprop.path.hyperparameters import HyperparameterHistory, decode_groups, with_scale
 from foreprop.path.services import bounded
-from foreprop.path.slices import span
 from foreprop.path.slicestore import SliceStore
+from foreprop.path.spans import span
 
 HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
-_UPDATE_FINISHED = UpdateFinished()
+_SLICE_UPDATED = SliceUpdated()
 
 
 class Settings:
@@ -82,18 +89,18 @@ class Updates:
         self._trace = executor.host.trace
         self._updated_ns: dict[int, int] = {}  # by slice, for the trace
         executor.doers[UpdateSlice] = self._update
-        executor.doers[TellSquares] = self._send_squares
+        executor.doers[SendSquares] = self._send_squares
         if self._trace is not None:
             executor.on_sent = self._on_sent
 
     def _update(self, update: UpdateSlice) -> Sequence[object]:
         """Do the one update that is under way; returns what follows from it."""
         started_ns = self._trace.now_ns() if self._trace is not None else 0
-        finished = _UPDATE_FINISHED
+        finished = _SLICE_UPDATED
         if update.gradient:
             about = (update.slice, update.ranks)
             squares = self._store.aggregate_only(*about, measure=update.measure)
-            finished = UpdateFinished(squares)
+            finished = SliceUpdated(squares)
         else:
             with self._lock:
                 groups = self._settings_at(update.step) if update.ranks else ()
@@ -103,7 +110,7 @@ class Updates:
         with self._lock:
             return self._machine.handle(finished)
 
-    def _send_squares(self, known: TellSquares) -> None:
+    def _send_squares(self, known: SendSquares) -> None:
         about = Header(Kind.NORM_PART, 0, 0, known.step, 0, CONTROL_PRIORITY, 0)
         self._executor.answer_all(Kind.NORM_PART, about, encode_square_sums(known.squares))
 

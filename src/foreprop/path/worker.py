@@ -9,18 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.rows_machine import Shard
-from foreprop.core.sendqueue import Turns
-from foreprop.core.slicing import Slice
-from foreprop.core.window import PushWindow, may_hold_back
-from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import (
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
     Closing,
@@ -31,9 +22,18 @@ from foreprop.core.worker_machine import (
     MessageReady,
     NotifyArrived,
     PrioritiesLearned,
-    PullsDue,
     ReplyArrived,
     SendFrame,
+)
+from foreprop.core.manifest import Manifest
+from foreprop.core.rows_machine import (
+    Shard,
+)
+from foreprop.core.sendqueue import Turns
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import Flag, Header, Kind
+from foreprop.core.worker_machine import (
+    PullsDue,
     ValuesAwaited,
     ValuesOffered,
     WorkerMachine,
@@ -52,32 +52,8 @@ from foreprop.path.inquiry import Inquiry
 from foreprop.path.progress import Progress
 from foreprop.path.requests import Requests
 from foreprop.path.services import EMPTY, FailureReports, Service, bounded, owners_of
-
-
-class ParameterMemory(Protocol):
-    """Where the bytes of one parameter are; the training side owns it."""
-
-    @property
-    def values(self) -> memoryview:
-        """The parameter itself, or the staging memory that stands for it."""
-
-    def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """Part of the gradient, to be sent now. Each part is taken once; the last one ends the
-        parameter's hold on the gradient. Sending thread.
-        """
-
-    def land_average(self, gradient: torch.Tensor) -> None:
-        """Collectives have aggregated it, and the workers update: flat. Any thread."""
-
-
-class Casts(Protocol):
-    """To and from the type in which some slices travel (`numerics.wirecasts`)."""
-
-    def __contains__(self, slice_: int) -> bool: ...
-    def size_bytes(self, slice_: int) -> int: ...
-    def narrow(self, slice_: int, gradient: memoryview) -> memoryview: ...
-    def destination(self, slice_: int) -> memoryview: ...
-    def widen(self, slice_: int, values: memoryview) -> None: ...
+from foreprop.path.slicememory import ParameterMemory, SliceMemory, push_window
+from foreprop.path.spans import names_of, span
 
 
 class WorkerEngine:
@@ -107,7 +83,6 @@ class WorkerEngine:
         self.lock = threading.Lock()
         self.measures = False
         """Whether gradients are sent to be measured."""
-        self.casts: Casts | None = None
         self.norm_of: Callable[[int], float] = _no_norm
         """Of a step; blocks until it is known."""
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
@@ -116,12 +91,19 @@ class WorkerEngine:
         names = [info.name for info in manifest.parameters]
         self.progress = Progress(names, rank=rank, config=config, trace=trace)
         self.counters = self.progress.counters
-        self._memory = memory
+        self.memory = SliceMemory(manifest, self.slices, memory)
         self._streams = streams
         self._trace = trace
         self._queued_ns = [0] * len(names)  # for the trace
-        self._itemsize = [ITEMSIZE_BYTES[info.dtype] for info in manifest.parameters]
-        self._machine = self._new_machine()
+        self._names = names_of(manifest)  # by slice, for the trace
+        self._machine = WorkerMachine(
+            self.slices,
+            parameters=len(names),
+            order=manifest.knobs.order,
+            reply=manifest.knobs.reply,
+            window=push_window(manifest, self.slices, config, servers=len(streams)),
+            turns=Turns.after(rank, manifest.knobs.servers),
+        )
         self.priority_of = self._machine.priority_of
         self._messages: dict[int, memoryview] = {}
         self._next_token = 0
@@ -129,26 +111,6 @@ class WorkerEngine:
         self._offering = False
         self._outbox = Outbox("foreprop-send", self._transmit, self._next_after_sent, self._broke)
         self._connect(streams)
-
-    def _new_machine(self) -> WorkerMachine:
-        knobs = self.manifest.knobs
-        return WorkerMachine(
-            self.slices,
-            parameters=len(self.parameters),
-            order=knobs.order,
-            reply=knobs.reply,
-            window=self._push_window(),
-            turns=Turns.after(self.rank, knobs.servers),
-        )
-
-    def _push_window(self) -> PushWindow | None:
-        knobs, needs_norm = self.manifest.knobs, self._aggregation.needs_norm
-        if not may_hold_back(knobs.order, knobs.reply, needs_norm=needs_norm):
-            return None
-        itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in self.manifest.wire_dtypes()]
-        sizes_bytes = [piece.elems * itemsizes[piece.parameter] for piece in self.slices]
-        window_bytes = self.config.push_window_bytes
-        return PushWindow(sizes_bytes, window_bytes, servers=len(self._streams))
 
     def _connect(self, streams: Sequence[Stream]) -> None:
         self._owners: dict[int, FrameOwner] = {}
@@ -381,14 +343,10 @@ class WorkerEngine:
         payload = EMPTY
         if token != NO_TOKEN:
             payload = self._messages.pop(token)
-        elif kind == Kind.PUSH:
-            if not flags & Flag.NO_GRADIENT:
-                memory, start, stop = self._extent(slice_)
-                payload = memory.take_gradient(start, stop)
-                if self.casts is not None and slice_ in self.casts:
-                    payload = self.casts.narrow(slice_, payload)
+        elif kind == Kind.PUSH and not flags & Flag.NO_GRADIENT:
+            payload = self.memory.take_gradient(slice_)
         elif kind == Kind.VALUE:
-            payload = self._values(slice_)
+            payload = self.memory.values(slice_)
         started_ns, queued_ns = 0, 0
         if self._trace is not None and kind == Kind.PUSH:  # read now: a reply may come at once
             queued_ns = self._queued_ns[self.slices[slice_].parameter]
@@ -399,44 +357,10 @@ class WorkerEngine:
                 self.counters.pushes += 1
                 self.counters.pushed_bytes += len(payload)
             if self._trace is not None:
-                size = len(payload)
-                self._span(
-                    Stage.PUSH_QUEUED, queued_ns, step, slice_, priority, size, stop_ns=started_ns
-                )
-                self._span(Stage.PUSH_SENT, started_ns, step, slice_, priority, size)
-
-    def _extent(self, slice_: int) -> tuple[ParameterMemory, int, int]:
-        """A slice's parameter and where it begins and ends in that, in bytes."""
-        _, parameter, start, stop, _ = self.slices[slice_]
-        itemsize = self._itemsize[parameter]
-        return self._memory[parameter], start * itemsize, stop * itemsize
-
-    def _values(self, slice_: int) -> memoryview:
-        memory, start, stop = self._extent(slice_)
-        return memory.values[start:stop]
-
-    def _span(
-        self,
-        stage: Stage,
-        started_ns: int,
-        step: int,
-        slice_: int,
-        priority: int,
-        size: int,
-        stop_ns: int | None = None,
-    ) -> None:
-        if self._trace is not None:
-            name = self.manifest.parameters[self.slices[slice_].parameter].name
-            self._trace.span(
-                stage.value,
-                name,
-                started_ns,
-                stop_ns=stop_ns,
-                step=step,
-                slice_=slice_,
-                priority=priority,
-                size_bytes=size,
-            )
+                trace, names = self._trace, self._names
+                sent = Header(kind, flags, self.rank, step, slice_, priority, len(payload))
+                span(trace, Stage.PUSH_QUEUED, names, sent, queued_ns, stop_ns=started_ns)
+                span(trace, Stage.PUSH_SENT, names, sent, started_ns)
 
     # Receiving.
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -450,23 +374,19 @@ class WorkerEngine:
                 f"server {peer.number} sent a reply for slice {slice_}, step {header.step},"
                 " which is not awaited"
             )
-        values = self._values(slice_)
-        if self.casts is not None and slice_ in self.casts and header.payload_bytes != len(values):
-            return self.casts.destination(slice_)
-        return values  # also of a slice that is cast, before its first update
+        return self.memory.room(slice_, header.payload_bytes)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        kind, flags, _, step, slice_, priority, size_bytes = header
+        kind, flags, _, step, slice_, _, size_bytes = header
         if kind == Kind.REPLY:
             with self.lock:
                 self.counters.replies += 1
                 self.counters.reply_bytes += size_bytes
             if self._trace is not None:
-                about = (peer.receive_started_ns, step, slice_, priority, size_bytes)
-                self._span(Stage.REPLY_RECEIVED, *about)
-            casts = self.casts
-            if casts is not None and slice_ in casts and size_bytes == casts.size_bytes(slice_):
-                casts.widen(slice_, self._values(slice_))
+                began_ns = peer.receive_started_ns
+                span(self._trace, Stage.REPLY_RECEIVED, self._names, header, began_ns)
+            if self.memory.casts is not None:
+                self.memory.land(slice_, size_bytes)
             self._dispatch(ReplyArrived(slice_, step, peer.number))
         elif kind == Kind.NOTIFY:
             self._dispatch(NotifyArrived(slice_, step, peer.number, flags))

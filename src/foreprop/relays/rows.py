@@ -15,13 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
+from foreprop.core.frames import FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.peers import Peers
 from foreprop.core.rows_machine import (
-    FailRows,
-    RankLeft,
     RowsMachine,
-    RowsPushed,
     RowsUpdated,
     Shard,
     UpdateRows,
@@ -72,13 +70,13 @@ class RowRelayHost(Protocol):
     ) -> None:
         """Queue a frame for a worker."""
 
-    def fail_rows(self, failure: FailRows) -> None: ...
+    def fail_rows(self, failure: FailSession) -> None: ...
     def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
         """The optimizer's, as all workers of the node agree. Called with the lock held."""
 
 
 @dataclass(slots=True)
-class _Request:
+class _RowFetch:
     """Rows that the server has been asked for."""
 
     number: int
@@ -90,12 +88,12 @@ class _Request:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _OpenPull:
     """One worker's pull."""
 
     worker: int
     header: Header
-    requests: list[_Request]
+    requests: list[_RowFetch]
     """Which its rows come with."""
     sources: torch.Tensor
     """By row: which of these."""
@@ -113,18 +111,18 @@ class _Fetched:
 
     index: RowIndex = field(default_factory=RowIndex)
     """Which rows those are, and their places: one request's after the other's."""
-    requests: list[_Request] = field(default_factory=list)
+    requests: list[_RowFetch] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """Of each request, the first place."""
-    waiting: list[_Waiting] = field(default_factory=list)
+    waiting: list[_OpenPull] = field(default_factory=list)
 
-    def add(self, request: _Request, numbers: torch.Tensor) -> None:
+    def add(self, request: _RowFetch, numbers: torch.Tensor) -> None:
         """Rows that have no place yet."""
         self.starts.append(self.index.count)
         self.index.add(numbers)
         self.requests.append(request)
 
-    def find(self, numbers: torch.Tensor) -> tuple[list[_Request], torch.Tensor, torch.Tensor]:
+    def find(self, numbers: torch.Tensor) -> tuple[list[_RowFetch], torch.Tensor, torch.Tensor]:
         """Which requests these rows come with, by row which of those, and by row where in it."""
         places, starts = self.index.find(numbers), torch.tensor(self.starts, dtype=torch.int64)
         which = torch.searchsorted(starts, places, right=True) - 1
@@ -163,7 +161,7 @@ class RelayRows:
         self._pushed: dict[int, int] = {}
         """By shard, the last step whose push has been passed on."""
         self._fetched: dict[int, dict[int, _Fetched]] = {}  # by shard and step
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _RowFetch] = {}
         self._next_request = 0
 
     def __contains__(self, number: int) -> bool:
@@ -219,7 +217,7 @@ class RelayRows:
                 self._about[key] = (header.priority, header.flags & Flag.VALUE_CHANGED)
             work: list[UpdateRows] = []
             if not header.flags & Flag.MORE:
-                event = RowsPushed(worker, number, step, header.flags)
+                event = PushArrived(worker, number, step, header.priority, header.flags)
                 work = self._decide(self._machine.handle(event))
         self._work(work)
 
@@ -228,7 +226,7 @@ class RelayRows:
         for instruction in instructions:
             if isinstance(instruction, UpdateRows):
                 work.append(instruction)
-            elif isinstance(instruction, FailRows):
+            elif isinstance(instruction, FailSession):
                 self._host.fail_rows(instruction)
         return work
 
@@ -284,7 +282,7 @@ class RelayRows:
             fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
             new = numbers[fetched.index.find(numbers) < 0]
             request = self._register(shard, header.step, fetched, new) if len(new) else None
-            waiting = _Waiting(worker, header, *fetched.find(numbers))
+            waiting = _OpenPull(worker, header, *fetched.find(numbers))
             complete = waiting.complete  # by now; if not, who receives the last rows hands them out
             if not complete:
                 fetched.waiting.append(waiting)
@@ -302,13 +300,13 @@ class RelayRows:
                 del steps[old]
         return steps[step]
 
-    def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> _Request:
+    def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> _RowFetch:
         number = self._next_request
         self._next_request = (number + 1) % _REQUESTS
         # the values at the start come in full
         dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
         rows = torch.empty(len(new), shard.row_elems * dtype.itemsize, dtype=torch.uint8)
-        self._requests[number] = request = _Request(number, fetched, step, rows)
+        self._requests[number] = request = _RowFetch(number, fetched, step, rows)
         fetched.add(request, new)
         return request
 
@@ -332,7 +330,7 @@ class RelayRows:
         for waiting in complete:
             self._hand_out(waiting)
 
-    def _hand_out(self, waiting: _Waiting) -> None:
+    def _hand_out(self, waiting: _OpenPull) -> None:
         _, _, _, step, slice_, priority, _ = waiting.header
         width = waiting.requests[0].rows.shape[1] if waiting.requests else 0
         rows = torch.empty(len(waiting.places), width, dtype=torch.uint8)
@@ -345,7 +343,7 @@ class RelayRows:
     # Reports and the end.
     def rank_left(self, worker: int) -> None:
         with self._lock:
-            self._decide(self._machine.handle(RankLeft(worker)))
+            self._decide(self._machine.handle(PeerLeft(worker)))
 
     def has_pushed(self, number: int, step: int) -> bool:
         """Whether the node's push of a shard of this server is with the server."""

@@ -9,18 +9,30 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    Finish,
+    NotifyArrived,
+    ReplyArrived,
+    SendFrame,
+)
 from foreprop.core.peers import SERVER
-from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.server_machine import UpdateFinished, UpdateSlice
+from foreprop.core.relay_machine import (
+    RelayMachine,
+)
+from foreprop.core.server_machine import (
+    SliceUpdated,
+    UpdateSlice,
+)
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY, Finish, SendFrame
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.connection import Connection
 from foreprop.observe.stages import RelayStage, Stage
 from foreprop.path.executor import Executor
 from foreprop.path.services import EMPTY, bounded, exactly
-from foreprop.path.slices import Slices, span
+from foreprop.path.slices import Slices
 from foreprop.path.slicestore import GradientBuffer
+from foreprop.path.spans import span
 from foreprop.path.updates import SettingsAt
 from foreprop.relays.relaystore import RelayStore
 
@@ -72,12 +84,12 @@ class Sums:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         slice_, step = header.slice, header.step
         if header.kind == Kind.NOTIFY:
-            self._executor.dispatch(NoticeArrived(slice_, step, header.flags))
+            self._executor.dispatch(NotifyArrived(slice_, step, SERVER, header.flags))
             return
         with self._lock:
             self._store.land(slice_, payload)
         self._span(Stage.REPLY_RECEIVED, header, peer.receive_started_ns)
-        self._executor.dispatch(AnswerArrived(slice_, step, header.priority, header.flags))
+        self._executor.dispatch(ReplyArrived(slice_, step, SERVER, header.priority, header.flags))
 
     # Sums.
     def _sum(self, asked: UpdateSlice) -> Sequence[object]:
@@ -91,7 +103,7 @@ class Sums:
         self._span(RelayStage.NODE_SUMMED, about, started_ns)
         with self._lock:
             self._store.keep_sum_only(asked.slice)
-            return self._machine.handle(UpdateFinished())
+            return self._machine.handle(SliceUpdated())
 
     def _leave(self, _: Finish) -> None:
         """Every worker of the node has said goodbye, and all that they said has been passed on."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from foreprop.core.frames import (
+    FailSession,
+    MessageReady,
+)
 from foreprop.core.manifest import Hyperparameters
 from foreprop.core.peers import SERVER
-from foreprop.core.relay_machine import RelayMachine
-from foreprop.core.rows_machine import FailRows
-from foreprop.core.server_machine import FailSession
+from foreprop.core.relay_machine import (
+    RelayMachine,
+)
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import MessageReady
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.path.executor import Executor
@@ -55,8 +58,8 @@ class Upward:
         place = (header.step, header.priority, header.slice)
         self.send_on(header.kind, *place, payload, header.flags)
 
-    def fail_rows(self, failure: FailRows) -> None:
-        self._executor.execute([FailSession(*failure)])
+    def fail_rows(self, failure: FailSession) -> None:
+        self._executor.execute([failure])
 
     def ask(self, answer: Kind, peer: Connection, header: Header) -> None:
         """This worker is to get the server's answer about this slice and step."""

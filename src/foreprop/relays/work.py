@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+)
 from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER, Peers
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import (
+    RelayMachine,
+)
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.link.connection import Connection, FrameOwner
 from foreprop.link.failure import Failure
 from foreprop.numerics.finite import finite_check
@@ -17,7 +21,8 @@ from foreprop.observe.stages import Stage
 from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.services import Service, bounded, owners_of
-from foreprop.path.slices import Slices, names_of
+from foreprop.path.slices import Slices
+from foreprop.path.spans import names_of
 from foreprop.path.updates import Settings
 from foreprop.relays.passing import (
     PassedBlobs,

@@ -1,39 +1,38 @@
-"""Where servers and workers are put together: slices and calls, and the features of the session.
+"""Where a server is put together: slices and calls, and the features of the session.
 
 The manifest says which those are; others are imported only if somebody sends their frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foreprop.config import Config
-from foreprop.core.barrier import StepBarrier
-from foreprop.core.manifest import Manifest, ParameterInfo
+from foreprop.core.barrier import (
+    StepBarrier,
+)
+from foreprop.core.manifest import Manifest
 from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
-from foreprop.core.server_machine import ServerMachine
+from foreprop.core.server_machine import (
+    ServerMachine,
+)
 from foreprop.core.wire import Header, Kind
 from foreprop.link.connection import Connection
 from foreprop.link.failure import Failure
-from foreprop.link.stream import Stream
-from foreprop.observe.trace import TraceRecorder
 from foreprop.path.blobs import Blobs
 from foreprop.path.calls import Goodbyes, States, StateStore, Statuses, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.partoptimizer import unknown_optimizer
 from foreprop.path.services import Later, Service, owners_of
-from foreprop.path.slices import CheckGradient, Slices, names_of
+from foreprop.path.slices import CheckGradient, Slices
 from foreprop.path.slicestore import SliceStore
+from foreprop.path.spans import names_of
 from foreprop.path.updates import Settings, Updates
-from foreprop.path.worker import ParameterMemory, WorkerEngine
 
 if TYPE_CHECKING:
     from foreprop.numerics.normgate import NormGate
-    from foreprop.numerics.workernorm import WorkerNorm
-    from foreprop.tables.exchange import RowExchange
     from foreprop.tables.service import RowServer
 
 _ROW_FRAMES = frozenset(
@@ -181,56 +180,3 @@ class _Composition:
     def _export_gradient(self, number: int) -> bytes:
         self._machine.owned(number)
         return self._store.export_gradient(number)
-
-
-class Worker:
-    """A worker's engine, and the features that its session has; the arguments are the engine's."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        memory: Sequence[ParameterMemory],
-        streams: Sequence[Stream],
-        *,
-        rank: int,
-        config: Config,
-        trace: TraceRecorder | None = None,
-        servers: Sequence[str] | None = None,
-    ) -> None:
-        self.engine = WorkerEngine(
-            manifest, memory, streams, rank=rank, config=config, trace=trace, servers=servers
-        )
-        self._rows = Later({Kind.ROWS_REPLY, Kind.TABLE_REPLY}, self._make_rows)
-        self._norm = Later({Kind.NORM, Kind.NORM_PART}, self._make_norm)
-        needs_norm = manifest.knobs.aggregation.needs_norm
-        self.engine.use(
-            self._rows.service if self.engine.shards else self._rows,
-            self._norm.service if needs_norm else self._norm,
-        )
-        if any(info.dtype != on_wire for info, on_wire in _on_wire(manifest)):
-            from foreprop.numerics.wirecasts import WireCasts
-
-            self.engine.casts = WireCasts(manifest, self.engine.slices)
-
-    @property
-    def rows(self) -> RowExchange:
-        """Of the row-wise parameters."""
-        return self._rows.service
-
-    @property
-    def norm(self) -> WorkerNorm:
-        return self._norm.service
-
-    def _make_rows(self) -> RowExchange:
-        from foreprop.tables.exchange import RowExchange
-
-        return RowExchange(self.engine)
-
-    def _make_norm(self) -> WorkerNorm:
-        from foreprop.numerics.workernorm import WorkerNorm
-
-        return WorkerNorm(self.engine)
-
-
-def _on_wire(manifest: Manifest) -> Iterator[tuple[ParameterInfo, str]]:
-    return zip(manifest.parameters, manifest.wire_dtypes(), strict=True)

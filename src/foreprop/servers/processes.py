@@ -12,15 +12,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from foreprop.config import Config, child_environment
 from foreprop.link.stream import SocketStream, Stream
-from foreprop.path.joining import StreamWrapper
-from foreprop.path.server import Server
-from foreprop.relays.relay import Relay
-from foreprop.servers.composed import ServerComposer
 from foreprop.servers.nodelinks import node_links
+
+if TYPE_CHECKING:
+    from foreprop.path.server import Server
+    from foreprop.relays.relay import Relay
 
 _REPORT_S = 10.0
 
@@ -161,10 +161,13 @@ def start_server(
 
 
 def build_server(task: ServerTask, config: Config) -> Server:
+    from foreprop.path.server import Server
+    from foreprop.servers.composed import ServerComposer
+
     links = node_links(config, task.session_id, task.node, task.workers_per_node)
     if links is not None and not task.shares_node:
         links.unlink()
-    wrap: StreamWrapper | None = links.wrap if links is not None else None
+    wrap = links.wrap if links is not None else None
     server = Server(
         index=task.index,
         session_id=task.session_id,
@@ -182,6 +185,8 @@ def build_relays(
     task: RelayTask, config: Config, upstreams: Sequence[socket.socket]
 ) -> list[Relay]:
     """A node's relays, one to each server. ``upstreams``: the connections, by server."""
+    from foreprop.relays.relay import Relay
+
     links = node_links(config, task.session_id, task.node, task.workers_per_node)
     relays = []
     for server, sock in enumerate(upstreams):

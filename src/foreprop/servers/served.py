@@ -11,7 +11,6 @@ import torch
 
 from foreprop.core.manifest import (
     BUFFERS_BLOB,
-    ITEMSIZE_BYTES,
     NO_GROUP,
     Hyperparameters,
     Manifest,
@@ -20,8 +19,7 @@ from foreprop.core.manifest import (
 from foreprop.core.norm import SquareSum
 from foreprop.core.rows_machine import Shard
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
-from foreprop.errors import ConfigError
+from foreprop.core.wire import Flag
 from foreprop.hooks import buffers
 from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
@@ -39,19 +37,17 @@ from foreprop.path.tensors import (
     MASTER,
     decode_state,
     encode_state,
-    state_limit_bytes,
 )
 from foreprop.path.worker import WorkerEngine
-from foreprop.servers.composed import Worker
+from foreprop.servers.framelimits import check_frames
 from foreprop.servers.launch import Connections
+from foreprop.servers.workers import Worker
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
     from foreprop.numerics.workernorm import WorkerNorm
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
-_MOST_ROWS = 2**31 - 1
-"""Of a shard: their numbers travel as int32."""
 _NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
 
@@ -78,7 +74,7 @@ class ServedBackend:
         self._averages_loaded_after = -1
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
-        _check_frames(manifest)
+        check_frames(manifest)
         self._wire_dtypes = [
             DTYPES[on_wire] if on_wire != info.dtype else None
             for on_wire, info in zip(manifest.wire_dtypes(), manifest.parameters, strict=True)
@@ -270,11 +266,10 @@ class ServedBackend:
         pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
         numbers = [piece.number for piece in pieces]
         answers = self._engine.requests.fetch_states(numbers, step, flags=Flag.GRADIENT)
-        parts = [
-            decode_state(memoryview(answers[piece.number]), elems=piece.elems)[GRADIENT]
-            for piece in pieces
+        states = [
+            decode_state(memoryview(answers[piece.number]), elems=piece.elems) for piece in pieces
         ]
-        return torch.cat(parts)
+        return torch.cat([state[GRADIENT] for state in states])
 
     can_measure = True
 
@@ -375,39 +370,6 @@ class ServedBackend:
 
 def _numbers(slices: Sequence[Slice], shards: Sequence[Shard]) -> list[int]:
     return [piece.number for piece in slices] + [shard.number for shard in shards]
-
-
-def _check_frames(manifest: Manifest) -> None:
-    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
-        raise ConfigError(
-            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
-            f" than a frame of {MAX_PAYLOAD_BYTES}"
-        )
-    slices = manifest.slices()
-    for shard in manifest.shards(len(slices)):
-        if shard.rows > _MOST_ROWS:
-            raise ConfigError(
-                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
-                f" each server; at most {_MOST_ROWS}: use more servers (servers_per_node,"
-                " dedicated_servers)"
-            )
-        if shard.remote:
-            continue
-        limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
-        if limit_bytes > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
-                f" each server, whose optimizer state may take {limit_bytes} bytes; a frame holds"
-                f" {MAX_PAYLOAD_BYTES}: use more servers (servers_per_node, dedicated_servers)"
-            )
-    for piece in slices:
-        info = manifest.parameters[piece.parameter]
-        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
-        if size_bytes > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
-                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
-            )
 
 
 def _join_states(states: Sequence[dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:

@@ -644,7 +644,7 @@ class ConnectedSession(Session):
         self._look_at_first_step()
         self._state.take()
         self._choice = choice = agree(self._board("update"), self._needs, self._choice)
-        self._tell(choice.text)
+        self._report(choice.text)
         if choice.by_workers:
             self._averaging.measures = choice.norm and self._backend.can_measure
             with self._state.quietly():
@@ -753,7 +753,7 @@ class ConnectedSession(Session):
     def _plan(self) -> None:
         """After a step: measure the next one, or make and adopt the plan, or see how it did."""
         if self._outlook is not None:
-            self._tell(self._outlook.end_step())
+            self._report(self._outlook.end_step())
             if self._outlook.is_over:
                 self._outlook = None
         if self._planning is None:
@@ -770,7 +770,7 @@ class ConnectedSession(Session):
         """All ranks alike, after the same step: connect anew if something is to change."""
         self._planning = None
         plan = planning.decide(self._backend.session_id, self.engine.raise_if_failed)
-        self._tell(plan.text)
+        self._report(plan.text)
         before, self.config = self.config, plan.applied_to(self.config)
         row_wise = {info.name for info in self.engine.parameters if info.rows}
         if needs_another_backend(before, self.config, planning.nodes) or plan.row_wise != row_wise:
@@ -778,7 +778,7 @@ class ConnectedSession(Session):
                 self._reconnect(plan.row_wise)
         self._outlook = plan.outlook()
 
-    def _tell(self, text: str | None) -> None:
+    def _report(self, text: str | None) -> None:
         if text and self.rank == 0:
             print(f"foreprop: {text}", file=sys.stderr, flush=True)
 
@@ -898,7 +898,7 @@ class ConnectedSession(Session):
         self._closed = True
         _open_sessions.discard(self)
         if failure is None:
-            self._tell(self._missing_steps())
+            self._report(self._missing_steps())
         try:
             if self._connected:
                 with self._state.quietly():

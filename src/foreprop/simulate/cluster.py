@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from foreprop.lab.network import Network
-from foreprop.lab.profile import Layer
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.connection import Connection, Deliver, Kernel, Loopback, Path, Sent
+from foreprop.simulate.connection import Connection, Deliver, Loopback, Path, Sent
 from foreprop.simulate.crowd import Crowd, CrowdDevice
 from foreprop.simulate.device import Device, Synchronisation
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import LinkDirection, LinkSetting, OpenPort
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts, Kernel
+from foreprop.workload.link import LinkDirection, LinkSetting, OpenPort
+from foreprop.workload.network import Network
+from foreprop.workload.profile import Layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from foreprop.lab.limit import BYTES_PER_ELEM, HEADERS_BYTES, PACKET_BYTES
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Kernel
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import wire_bytes
+from foreprop.workload.hosts import Hosts, Kernel
+from foreprop.workload.limit import BYTES_PER_ELEM, HEADERS_BYTES, PACKET_BYTES
+from foreprop.workload.link import wire_bytes
 
 _HALVES = (0, 1)
 _MESSAGE_BYTES = 32  # gloo's own header

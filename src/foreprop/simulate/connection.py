@@ -15,35 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from foreprop.lab.limit import HEADERS_BYTES
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.link import Queue, wire_bytes
+from foreprop.workload.hosts import Kernel
+from foreprop.workload.limit import HEADERS_BYTES
+from foreprop.workload.link import Queue, wire_bytes
 
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]
 
 _WRITABLE_SHARE = 2 / 3
 """Of its buffer: Linux wakes who waits for room when no more than this is held."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """What the kernel does with a connection's bytes."""
-
-    unsent_bytes: int
-    """It begins a new segment while it holds fewer unsent (`TCP_NOTSENT_LOWAT`)."""
-    buffer_bytes: int
-    """It begins a new segment while it holds fewer, unsent or unacknowledged (`SO_SNDBUF`)."""
-    settles: bool
-    """A message has been sent when another third of the buffer is free (`Stream.bound`)."""
-    segment_bytes: int
-    """To a segment that it has begun and not sent it adds, whatever the bounds, up to this."""
-    window_bytes: int
-    """Sent and not acknowledged."""
-    burst_bytes: int
-    """What the simulation moves as one: more costs accuracy, less costs time."""
-    latency_s: float
-    """Of each of the two links on the way, queues left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

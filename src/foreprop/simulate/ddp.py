@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreprop.analytic.collective import fill_buckets
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.buckets import fill_buckets
+from foreprop.workload.hosts import Hosts
 
 _IN_FLIGHT = 2
 

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from foreprop.lab.profile import Layer
 from foreprop.simulate.clock import Clock
+from foreprop.workload.profile import Layer
 
 
 class Synchronisation(Protocol):

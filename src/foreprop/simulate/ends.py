@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Deliver, Kernel, Loopback, Sent
+from foreprop.simulate.connection import Connection, Deliver, Loopback, Sent
 from foreprop.simulate.served import Outlet
+from foreprop.workload.hosts import Kernel
 
 Kernels = tuple[Kernel, Kernel]
 """Of pushes and of replies."""

@@ -17,15 +17,14 @@ from foreprop.core.sendqueue import AT_ONCE, takes_turns
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.window import window_share_bytes
 from foreprop.errors import ConfigError
-from foreprop.lab.systems import foreprop_config
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
-from foreprop.simulate.connection import Kernel
 from foreprop.simulate.ends import End, Kernels, connect_nodes, join
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.relayed import Relay
 from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.symmetric import Links, connect_crowd
+from foreprop.workload.hosts import Hosts, Kernel
+from foreprop.workload.setting import foreprop_config
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""

@@ -1,6 +1,6 @@
 """Local aggregation: between a node's workers and each server a relay, the core's machine.
 
-What `relays.session` does with threads and tensors is here a time, as in `simulate.served`.
+What `relays.relaysession` does with threads and tensors is here a time, as in `simulate.served`.
 """
 
 from __future__ import annotations
@@ -8,27 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foreprop.core.peers import SERVER, Peers
-from foreprop.core.relay_machine import AnswerArrived, NoticeArrived, RelayMachine
-from foreprop.core.server_machine import (
-    AnswerReady,
-    PullArrived,
-    PushArrived,
-    UpdateFinished,
-    UpdateSlice,
-)
-from foreprop.core.wire import Kind
-from foreprop.core.worker_machine import (
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
     FrameSent,
     MessageReady,
+    NotifyArrived,
+    PullArrived,
+    PushArrived,
+    ReplyArrived,
     SendFrame,
 )
+from foreprop.core.peers import SERVER, Peers
+from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.server_machine import SliceUpdated, UpdateSlice
+from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
+from foreprop.workload.hosts import Hosts
 
 
 class Relay:
@@ -86,18 +84,18 @@ class Relay:
 
     def _on_answer(self, message: Message) -> None:
         _, (_, kind, step, slice_, priority, flags, _) = message
-        event: Any = AnswerArrived(slice_, step, priority, flags)
+        event: Any = ReplyArrived(slice_, step, SERVER, priority, flags)
         if kind == Kind.NOTIFY:
-            event = NoticeArrived(slice_, step, flags)
+            event = NotifyArrived(slice_, step, SERVER, flags)
         elif kind == Kind.NORM_PART:
-            event = AnswerReady(0, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, NO_TOKEN)
+            event = MessageReady(0, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, NO_TOKEN)
         self._do(self._machine.handle(event))
 
     def _after_sent(self, peer: int) -> None:
         self._do(self._machine.handle(FrameSent(peer)))
 
     def _summed(self, _: None) -> None:
-        self._do(self._machine.handle(UpdateFinished()))
+        self._do(self._machine.handle(SliceUpdated()))
 
     def _do(self, instructions: Sequence[Any]) -> None:
         for instruction in instructions:

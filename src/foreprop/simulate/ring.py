@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from foreprop.config import Config
+from foreprop.core.frames import CompleteParameter, GradientReady
 from foreprop.core.norm import ZERO
 from foreprop.core.order import Observer, better_order, cut_chunks, plans_after
 from foreprop.core.ring_machine import (
     ChunkReduced,
     MeasureParameter,
     OrderLearned,
-    ParameterComplete,
     ParameterMeasured,
-    ParameterReady,
     ParameterUpdated,
     ReduceChunk,
     RingMachine,
@@ -22,13 +21,13 @@ from foreprop.core.ring_machine import (
     UseNorm,
 )
 from foreprop.errors import InternalError
-from foreprop.lab.setting import RING
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.setting import RING
 
 _GRADIENTS = "float32"
 """The kind of them all."""
@@ -121,7 +120,7 @@ class RingWorker:
     def gradient_ready(self, parameter: int, step: int) -> None:
         if step >= _FIRST_OBSERVED:
             self.observer.gradient_ready(parameter, step, self._clock.now_s)
-        self._do(self._machine.handle(ParameterReady(parameter, step)))
+        self._do(self._machine.handle(GradientReady(parameter, step)))
 
     def end_step(self, step: int) -> bool:
         """After some steps all ranks wait for the order of those to come."""
@@ -166,7 +165,7 @@ class RingWorker:
                 elems = self._sizes_elems[instruction.parameter]
                 at_s = self._clock.now_s + self._hosts.measuring_s(elems, 0)
                 self._clock.at(at_s, self._measured, instruction.parameter)
-            elif type(instruction) is ParameterComplete:
+            elif type(instruction) is CompleteParameter:
                 completed = True
             elif type(instruction) is UseNorm:
                 pass  # clipping is part of an update

@@ -7,24 +7,25 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from foreprop.lab import limit
-from foreprop.lab.network import Network
-from foreprop.lab.records import Record, Spread
-from foreprop.lab.setting import (
-    BUCKET_BYTES,
-    CANDIDATE_BUCKETS_BYTES,
-    DDP,
-    DDP_TUNED,
-    RING,
-)
-from foreprop.lab.systems import DISCARDED_STEPS, RING_STEPS, local_aggregation
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
 from foreprop.simulate.ddp import simulate_ddp
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
+from foreprop.workload import limit
+from foreprop.workload.buckets import BUCKET_BYTES, CANDIDATE_BUCKETS_BYTES
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.network import Network
+from foreprop.workload.records import Record, Spread
+from foreprop.workload.setting import (
+    DDP,
+    DDP_TUNED,
+    DISCARDED_STEPS,
+    RING,
+    RING_STEPS,
+    local_aggregation,
+)
 
 SIMULATED = "simulated"
 """`Record.network` of what was not measured."""

@@ -10,42 +10,41 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreprop.core.barrier import NormCombiner, StepBarrier, TellNormPart
-from foreprop.core.manifest import Reply
-from foreprop.core.norm import ZERO
-from foreprop.core.sendqueue import Order, Turns
-from foreprop.core.server_machine import (
-    AnswerReady,
-    NormArrived,
-    PullArrived,
-    PushArrived,
-    ServerMachine,
-    SliceSummed,
-    SumSlice,
-    UpdateFinished,
-    UpdateSlice,
-)
-from foreprop.core.slicing import Slice
-from foreprop.core.window import PushWindow, may_hold_back
-from foreprop.core.wire import HEADER_BYTES, Flag, Kind
-from foreprop.core.worker_machine import (
+from foreprop.core.barrier import NormCombiner, StepBarrier
+from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
     CompleteParameter,
     FrameSent,
     GradientReady,
     MessageReady,
+    NormArrived,
     NotifyArrived,
-    PullsDue,
+    PullArrived,
+    PushArrived,
     ReplyArrived,
     SendFrame,
-    WorkerMachine,
+    SendNormPart,
 )
+from foreprop.core.manifest import Reply
+from foreprop.core.norm import ZERO
+from foreprop.core.sendqueue import Order, Turns
+from foreprop.core.server_machine import (
+    ServerMachine,
+    SliceSummed,
+    SliceUpdated,
+    SumSlice,
+    UpdateSlice,
+)
+from foreprop.core.slicing import Slice
+from foreprop.core.window import PushWindow, may_hold_back
+from foreprop.core.wire import HEADER_BYTES, Flag, Kind
+from foreprop.core.worker_machine import PullsDue, WorkerMachine
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback
-from foreprop.simulate.hosts import Hosts
-from foreprop.simulate.link import wire_bytes
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.link import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
@@ -339,7 +338,7 @@ class Server:
         self._do(self._machine.handle(SliceSummed(ZERO)))
 
     def _updated(self, _: None) -> None:
-        self._do(self._machine.handle(UpdateFinished()))
+        self._do(self._machine.handle(SliceUpdated()))
 
     def _do(self, instructions: Sequence[Any]) -> None:
         for instruction in instructions:
@@ -353,9 +352,9 @@ class Server:
                 elems = self._elems(instruction.slice)
                 takes_s = self._hosts.measuring_s(elems, self._workers)
                 self._clock.at(self._clock.now_s + takes_s, self._summed)
-            elif type(instruction) is TellNormPart:
+            elif type(instruction) is SendNormPart:
                 told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)
-                self._do(self._machine.handle(AnswerReady(0, *told)))
+                self._do(self._machine.handle(MessageReady(0, *told)))
             else:
                 raise InternalError(f"a simulated server cannot do {instruction!r}")
 

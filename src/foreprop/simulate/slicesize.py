@@ -15,10 +15,10 @@ from typing import Any
 
 from foreprop.config import Config
 from foreprop.core.slicing import SLICE_ELEMS
-from foreprop.lab.profile import Layer, Profile
-from foreprop.simulate.hosts import Hosts
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import Layer, Profile
 
 CANDIDATES = tuple(SLICE_ELEMS * 2**power // 16 for power in range(9))
 """Elements: 3,125 to 800,000."""

@@ -25,7 +25,7 @@ from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.connection import Connection, Path
 from foreprop.simulate.crowd import Crowd
 from foreprop.simulate.ends import End, Kernels, Way, Ways, ways_between
-from foreprop.simulate.link import LinkSetting, OpenPort, Queue, wire_bytes
+from foreprop.workload.link import LinkSetting, OpenPort, Queue, wire_bytes
 
 
 class Links:

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foreprop.core.rows_machine import Shard
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+)
+from foreprop.core.rows_machine import (
+    Shard,
+)
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import CONTROL_PRIORITY
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.path.services import bounded

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foreprop.core.rows_machine import Shard
+from foreprop.core.rows_machine import (
+    Shard,
+)
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.tensors import (
     decode_state,

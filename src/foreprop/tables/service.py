@@ -7,25 +7,27 @@ from typing import Any
 
 import torch
 
-from foreprop.core.barrier import StepBarrier
+from foreprop.core.barrier import (
+    StepBarrier,
+)
+from foreprop.core.frames import (
+    InstallValue,
+    NormArrived,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    ValueArrived,
+)
 from foreprop.core.manifest import Manifest
 from foreprop.core.rows_machine import (
     AnswerRows,
-    FailRows,
-    InstallRows,
-    NormKnown,
-    RankLeft,
     RowsMachine,
-    RowsPulled,
-    RowsPushed,
     RowsSummed,
     RowsUpdated,
-    RowsValued,
     Shard,
     SumRows,
     UpdateRows,
 )
-from foreprop.core.server_machine import FailSession
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
@@ -125,12 +127,13 @@ class RowServer:
                     rows = self.store.put_gradient(number, rank, step, payload)
                     self._check_finite(rank, number, step, rows)
                 if not header.flags & Flag.MORE:
-                    event = RowsPushed(rank, number, step, header.flags)
+                    event = PushArrived(rank, number, step, header.priority, header.flags)
                     instructions = self._machine.handle(event)
             else:
                 self.store.put_value(number, payload)
                 if not header.flags & Flag.MORE:
-                    instructions = self._machine.handle(RowsValued(rank, number, step))
+                    valued = ValueArrived(rank, number, step, header.priority)
+                    instructions = self._machine.handle(valued)
             work = self._decide(instructions)
         self._work(work)
 
@@ -144,18 +147,18 @@ class RowServer:
         self._check_owned(number)
         numbers = decode_pull(payload, self.store.shard(number))
         self._wanted[rank, header.slice] = (number, numbers)
-        pull = RowsPulled(rank, number, header.step, header.slice, header.priority)
+        pull = PullArrived(rank, number, header.step, header.priority, header.slice)
         return self._machine.handle(pull)
 
     def rank_left(self, rank: int) -> None:
         with self._lock:
-            self._decide(self._machine.handle(RankLeft(rank)))
+            self._decide(self._machine.handle(PeerLeft(rank)))
 
     def use_norm(self, step: int, coefficient: float, skip: bool) -> None:
         """The norm of this step is known: make its updates."""
         with self._lock:
             self._coefficient = coefficient
-            work = self._decide(self._machine.handle(NormKnown(step, skip)))
+            work = self._decide(self._machine.handle(NormArrived(0, step, skip)))
         self._work(work)
 
     def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows | SumRows]:
@@ -166,11 +169,9 @@ class RowServer:
                 work.append(instruction)
             elif isinstance(instruction, AnswerRows):
                 self._answer(instruction)
-            elif isinstance(instruction, InstallRows):
-                self.store.install_values(instruction.shard)
-            elif isinstance(instruction, FailRows):
-                self._executor.execute([FailSession(*instruction)])
-            else:  # the barrier's
+            elif isinstance(instruction, InstallValue):
+                self.store.install_values(instruction.slice)
+            else:  # the barrier's, or the end of the session
                 self._executor.execute([instruction])
         return work
 

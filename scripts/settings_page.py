@@ -1,0 +1,105 @@
+"""docs/settings.md, made from `foreprop.config`: run this after changing a setting.
+
+python scripts/settings_page.py
+
+A test compares the page with `page()`.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from foreprop.cli.config import value_text
+from foreprop.config import PRESETS, Config
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+
+REPRODUCES = {
+    "p3": "P3, the default",
+    "slicing": 'P3\'s "slicing only" curve',
+    "kvstore": "MXNet KVStore, P3's baseline",
+    "wfbp": "Poseidon's wait-free backpropagation",
+    "tensorflow": "TensorFlow's parameter server",
+}
+
+KNOBS = ("granularity", "order", "reply", "placement")
+
+HEAD = """\
+# Settings
+
+<!-- Made by scripts/settings_page.py from foreprop.config: edit that, not this page. -->
+
+A setting is an argument of `parallelize`, or a variable of the environment:
+
+    session = foreprop.parallelize(model, optimizer, preset="p3", slice_elems=20_000)
+
+    FOREPROP_PRESET=p3 FOREPROP_SLICE_ELEMS=20000 torchrun --nproc-per-node 4 train.py
+
+The variable is `FOREPROP_` and the setting's name in capitals; `none` stands for "not set". An
+argument beats the environment, which beats the preset, which beats the default. `foreprop config`
+prints every value and where it came from.
+
+## Presets
+
+A preset sets four settings at once. Each is named after the system whose protocol it reproduces.
+All presets give the same bits; they differ in what is sent when.
+"""
+
+SETTINGS = """\
+## All settings
+
+Units are in the names: `_elems`, `_bytes`, `_bits_per_s`, `_s`.
+"""
+
+
+def page() -> str:
+    """The page's whole text."""
+    presets = [
+        [f"`{name}`", *(knobs[knob] for knob in KNOBS), REPRODUCES[name]]
+        for name, knobs in PRESETS.items()
+    ]
+    hints = typing.get_type_hints(Config)
+    settings = [
+        [
+            f"`{spec.name}`",
+            value_text(spec.name, spec.default),
+            allowed(spec, hints[spec.name]),
+            spec.metadata["help"],
+        ]
+        for spec in fields(Config)
+    ]
+    return "\n".join(
+        [
+            HEAD,
+            table(["preset", *KNOBS, "reproduces"], presets),
+            SETTINGS,
+            table(["setting", "default", "values", "meaning"], settings),
+        ]
+    )
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [
+        heads,
+        ["---"] * len(heads),
+        *([cell.replace("|", "/") for cell in row] for row in rows),
+    ]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def allowed(spec: Field[Any], hint: Any) -> str:
+    """What a setting may be, but for "not set"."""
+    least = spec.metadata["minimum"]
+    bound = f" >= {least:g}" if least is not None else ""
+    texts = {int: f"whole number{bound}", float: f"number{bound}", str: "text", bool: "True, False"}
+    found: list[str] = []
+    for part in get_args(hint) if typing.get_origin(hint) is not Literal else (hint,):
+        found += get_args(part) if typing.get_origin(part) is Literal else [texts.get(part, "")]
+    return ", ".join(filter(None, found)) or texts[hint]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,204 @@
+"""Which pushes are in, of a server's slices or of its shards of rows, and which never will be.
+
+Theory of operation. Every peer pushes each slice once in each round, and steps increase: a push
+that is a second one, too late, or from somebody who has said goodbye is the peer's protocol error.
+A round is full when every peer's push is in. It never will be if somebody has left, or is already
+at a later step; then the session fails with that peer's name. A step usually has one round; where
+workers update, it may have several (`core.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from foreprop.core.frames import FailSession, PushArrived
+from foreprop.core.peers import Peers
+from foreprop.core.wire import Flag
+from foreprop.errors import RemoteProtocolError
+
+Round = tuple[int, int]
+"""A step, and which of its rounds."""
+NEVER: Round = (-1, 0)
+
+
+class Pushes:
+    """The pushes of one slice or shard that are in.
+
+    ``what`` it is in messages; ``use`` is what nobody may do with it after a goodbye.
+    """
+
+    __slots__ = ("done", "name", "rounds", "updating", "use", "what")
+
+    def __init__(self, name: str, *, what: str, use: str, done: Round = NEVER) -> None:
+        self.name = name
+        self.what = what
+        self.use = use
+        self.done = done
+        self.rounds: dict[Round, dict[int, int]] = {}  # by round and peer: the push's flags
+        self.updating = 0  # the step that was taken out to be updated, or 0
+
+    @property
+    def done_step(self) -> int:
+        return self.done[0]
+
+    @property
+    def oldest(self) -> Round:
+        """The first round that is being collected, or `NEVER`."""
+        return min(self.rounds, default=NEVER)
+
+    @property
+    def collecting(self) -> Mapping[int, int]:
+        """The flags of the `oldest` round's pushes, by peer."""
+        return self.rounds.get(self.oldest, {})
+
+    def end_round(self) -> None:
+        """What was being collected is done; nobody was allowed to be ahead."""
+        self.done = self.oldest
+        self.rounds.clear()
+
+    def at(self, step: int) -> Mapping[int, int]:
+        """The flags of the step's pushes, by peer."""
+        return next((pushed for (s, _), pushed in self.rounds.items() if s == step), {})
+
+
+def with_gradient(pushed: Mapping[int, int]) -> tuple[int, ...]:
+    """The peers that had a gradient, ascending."""
+    return tuple(sorted(peer for peer, flags in pushed.items() if not flags & Flag.NO_GRADIENT))
+
+
+class Collector:
+    """Takes the pushes of all slices, or of all shards. Not thread-safe.
+
+    ``ahead``: a peer may push a step before all have pushed the one before.
+    """
+
+    def __init__(
+        self, all_pushes: Mapping[int, Pushes], peers: Peers, *, ahead: bool = False
+    ) -> None:
+        self._all = all_pushes
+        self._peers = peers
+        self._count = peers.count
+        self._ahead = ahead
+        self._left: set[int] = set()
+
+    @property
+    def all_left(self) -> bool:
+        return len(self._left) == self._count
+
+    def check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._count:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self._count}")
+
+    def check_present(self, rank: int, pushes: Pushes) -> None:
+        """Raises `RemoteProtocolError` for somebody unknown, or after the goodbye."""
+        if rank in self._left or not 0 <= rank < self._count:
+            self.check_rank(rank)
+            raise self._refused(rank, f"{pushes.use} after its goodbye")
+
+    def check_first(self, rank: int) -> None:
+        """Raises `RemoteProtocolError` for values that are not rank 0's."""
+        if self._peers.first_rank(rank) != 0:
+            raise self._refused(rank, "sent parameter values; only rank 0 may")
+
+    def add(self, push: PushArrived, again: int = 0) -> dict[int, int]:
+        """Note a push of the step's round ``again``; returns the flags of all that are in.
+
+        `RemoteProtocolError` leaves everything as it was.
+        """
+        rank, number, step, _, flags = push
+        pushes, at = self._all[number], (step, again)
+        self.check_present(rank, pushes)
+        pushed = pushes.rounds.get(at)
+        if pushed is None or rank in pushed:  # otherwise nothing can be wrong with it
+            self._check(pushes, rank, at)
+            pushed = pushes.rounds.setdefault(at, {})
+        pushed[rank] = flags
+        return pushed
+
+    def _check(self, pushes: Pushes, rank: int, at: Round) -> None:
+        here = at if self._ahead or not pushes.rounds else pushes.oldest
+        pushed = pushes.rounds.get(here, {})
+        if rank in pushed:
+            raise self._refused(rank, f"pushed {pushes.what} twice in step {here[0]}")
+        step = at[0]
+        if step in (0, pushes.updating) or at <= pushes.done:
+            past = f"which is past: step {pushes.done_step} is done"
+            raise self._refused(rank, f"pushed {pushes.what} for step {step}, {past}")
+        if here != at:
+            raise self._unlike(pushes, rank, at, here)
+
+    def _unlike(self, pushes: Pushes, rank: int, at: Round, here: Round) -> RemoteProtocolError:
+        """Of a push that is not for the round that the others are in."""
+        (step, again), others = at, self._peers.listed(sorted(pushes.rounds[here]))
+        if step != here[0]:
+            what = f"{pushes.what} for step {step}"
+            return self._refused(rank, f"pushed {what} while {others} are at step {here[0]}")
+        return self._refused(
+            rank,
+            f"has averaged the gradient of {pushes.name} {again} times before in step {step},"
+            f" {others} {here[1]} times: run as many backward passes on every rank, and read"
+            " gradients between them on every rank alike",
+        )
+
+    def _refused(self, rank: int, why: str) -> RemoteProtocolError:
+        return RemoteProtocolError(f"{self._peers.name(rank)} {why}")
+
+    def is_full(self, pushed: Mapping[int, int]) -> bool:
+        return len(pushed) == self._count
+
+    def incomplete(self) -> list[tuple[int, int]]:
+        """What some but not all peers have pushed: (number, step)."""
+        return [
+            (number, pushes.oldest[0])
+            for number, pushes in self._all.items()
+            if pushes.rounds and not self.is_full(pushes.rounds[pushes.oldest])
+        ]
+
+    def missing(self, pushes: Pushes, step: int) -> list[int]:
+        """Whose pushes of this step are not in."""
+        pushed = pushes.at(step)
+        return [peer for peer in range(self._count) if peer not in pushed]
+
+    def split(self, pushed: Mapping[int, int], flag: Flag) -> tuple[str, str] | None:
+        """Who has set the flag and who has not, in words; None if all agree."""
+        having = sorted(peer for peer, flags in pushed.items() if flags & flag)
+        if len(having) in (0, len(pushed)):
+            return None
+        rest = sorted(pushed.keys() - set(having))
+        return self._peers.listed(having), self._peers.listed(rest)
+
+    def unlike_values(self, pushes: Pushes, step: int) -> list[FailSession]:
+        """Fail if a full round's parameter was changed by hand on some ranks only."""
+        unlike = self.split(pushes.at(step), Flag.VALUE_CHANGED)
+        if unlike is None:
+            return []
+        changed, rest = unlike
+        reason = (
+            f"parameter {pushes.name} was changed by hand before step {step} on {changed} but"
+            f" not on {rest}: change it on every rank alike"
+        )
+        return [FailSession(reason, -1, step)]
+
+    def leave(self, rank: int) -> list[FailSession]:
+        """A peer has said goodbye: fail if somebody needs what it has not pushed."""
+        self._left.add(rank)
+        failures = (self.missing_for_ever(each) for each in self._all.values())
+        return next((failure for failure in failures if failure), [])
+
+    def missing_for_ever(self, pushes: Pushes) -> list[FailSession]:
+        """Fail if somebody will never push what the others have pushed."""
+        if not self._left and len(pushes.rounds) < 2:
+            return []
+        step = pushes.oldest[0]
+        for peer in self.missing(pushes, step) if pushes.rounds else ():
+            ahead = [at for (at, _), pushed in pushes.rounds.items() if peer in pushed]
+            if peer not in self._left and not ahead:
+                continue
+            where = "has left the session" if peer in self._left else f"is at step {min(ahead)}"
+            others = self._peers.listed(sorted(pushes.at(step)))
+            reason = (
+                f"{self._peers.name(peer)} {where}, but {others} are at step {step} and need its"
+                f" gradient of {pushes.name}: all ranks must make the same number of steps"
+            )
+            return [FailSession(reason, peer, step - 1)]
+        return []

@@ -1,0 +1,167 @@
+"""The words that several machines share: frames to send, events, and instructions.
+
+Theory of operation. A machine is told events, in the past tense, and answers with instructions, in
+the imperative. What means the same to several machines has one name, here; what only one of them
+knows stands beside that machine. A ``rank`` is the number of a worker, or of a relay, that a server
+knows it by (`core.peers`): without local aggregation, a worker's rank. A ``slice`` is the number of
+a slice, or of a shard of rows: they do not collide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from foreprop.core.norm import SquareSum
+
+CONTROL_PRIORITY = -1
+LAST_PRIORITY = 2**31 - 1
+NO_TOKEN = -1
+
+
+# Events: what has happened.
+class MessageReady(NamedTuple):
+    """A control frame; the payload stays with the shell under ``token``."""
+
+    peer: int
+    kind: int
+    step: int
+    priority: int
+    slice: int
+    token: int
+    flags: int = 0
+
+
+class FrameSent(NamedTuple):
+    peer: int
+
+
+class GradientReady(NamedTuple):
+    """Its gradient is there, or it is certain that this step has none."""
+
+    parameter: int
+    step: int
+    flags: int = 0
+    with_value: bool = False
+    """Send the parameter's values before the gradient (rank 0, after a change by hand)."""
+
+
+class PushArrived(NamedTuple):
+    """The gradient of a slice, or the last part of one of a shard."""
+
+    rank: int
+    slice: int
+    step: int
+    priority: int
+    flags: int
+
+
+class ValueArrived(NamedTuple):
+    """The values of a slice, or the last part of those of a shard."""
+
+    rank: int
+    """`SERVER` for a relay that has them from there."""
+    slice: int
+    step: int
+    priority: int
+
+
+class PullArrived(NamedTuple):
+    """Somebody wants the values as they are after this step."""
+
+    rank: int
+    slice: int
+    step: int
+    priority: int
+    request: int = 0
+    """With rows: the number that the worker knows the pull by."""
+
+
+class ReplyArrived(NamedTuple):
+    """A slice's values, or word that they are unchanged."""
+
+    slice: int
+    step: int
+    server: int
+    """`SERVER` for a relay, which has only one."""
+    priority: int = 0
+    flags: int = 0
+
+
+class NotifyArrived(NamedTuple):
+    """The server announces that the slice is updated (``reply="notify"``)."""
+
+    slice: int
+    step: int
+    server: int
+    flags: int
+
+
+class NormArrived(NamedTuple):
+    """The global norm of all gradients of a step is known."""
+
+    rank: int
+    """Who has sent it; only rank 0 may."""
+    step: int
+    skip: bool = False
+    """Nothing is to be updated in this step."""
+    norm: float = 0.0
+    """For a ring, which hands it to its updates; a server's shell keeps it."""
+
+
+class PrioritiesLearned(NamedTuple):
+    order: tuple[int, ...]
+    """The parameters in the order of their first use in the forward pass."""
+
+
+class PeerLeft(NamedTuple):
+    """This worker or relay has said goodbye."""
+
+    rank: int
+
+
+class Closing(NamedTuple):
+    """No further step begins."""
+
+
+# Instructions: what the shell is to do.
+class SendFrame(NamedTuple):
+    peer: int
+    kind: int
+    step: int
+    slice: int
+    priority: int
+    flags: int
+    token: int
+
+
+class SendNormPart(NamedTuple):
+    """Send rank 0 this part of the sum of the squares of a step's gradients."""
+
+    step: int
+    part: SquareSum
+
+
+class InstallValue(NamedTuple):
+    """Take the received values as the parameters (start of the session)."""
+
+    slice: int
+
+
+class CompleteParameter(NamedTuple):
+    """Whoever waits for the parameter may go on."""
+
+    parameter: int
+    step: int
+
+
+class FailSession(NamedTuple):
+    """End the session for this reason."""
+
+    reason: str
+    rank: int
+    """Who is to blame, or -1."""
+    step: int
+
+
+class Finish(NamedTuple):
+    """All is done, and everybody has said goodbye who should: end."""

@@ -1,0 +1,198 @@
+"""What the refined model is asked about: a model of arrays, an architecture, links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, get_args
+
+from foreprop.config import PRESETS, Config
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, Partition, usual_slice_elems
+from foreprop.errors import ConfigError
+from foreprop.workload import limit
+from foreprop.workload.buckets import BUCKET_BYTES
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import Layer
+from foreprop.workload.setting import DDP, RING, LabSetting
+
+ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
+"""Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
+Resource = Literal["compute", "wire", "server", "latency"]
+"""``wire``: the links of machines with workers; ``server``: those of others, and all updates."""
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+
+
+_USUAL_HOSTS = Hosts()
+_DEFAULT = Config()
+
+
+class Table(NamedTuple):
+    """An embedding with sparse gradients, held row by row, beside its layer's arrays."""
+
+    layer: int
+    """Its place in `Deployment.layers`."""
+    elems: int
+    row_elems: int
+    alpha: float
+    """Share of its rows that a worker touches in a step (Parallax, section 3.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A model on a cluster. Raises `ConfigError` for what cannot be.
+
+    ``layers`` in forward order, with the time of each on one worker. ``preset`` is for ``p2p`` and
+    ``ps``. Of ``tables`` the touched rows go to servers with ``p2p``, ``ps`` and ``hybrid`` (there
+    beside the workers), and with ``ddp`` to all ranks; ``ring`` reduces them whole.
+    """
+
+    layers: Sequence[Layer]
+    architecture: ModelledArchitecture = "p2p"
+    preset: str = "p3"
+    nodes: int
+    """Machines with workers."""
+    workers_per_node: int = 1
+    local_aggregation: bool = True
+    """A node's workers send one push; for servers only."""
+    dedicated_servers: int = 0
+    rate_bits_per_s: float
+    """Of every node's link, each way."""
+    server_rate_bits_per_s: float | None = None
+    """Of a dedicated server's link, if it is another one."""
+    latency_s: float = 100e-6
+    """From one host to another, without queues."""
+    bytes_per_elem: int = limit.BYTES_PER_ELEM
+    """On the wire: 2 with ``wire_dtype``."""
+    tables: Sequence[Table] = ()
+    dense_gradients: bool = False
+    """``ddp``: the tables' too (``sparse=False``), so that they are reduced whole."""
+    slice_elems: int | None = None
+    """By default as many as a session with so many servers cuts."""
+    big_array_elems: int = BIG_ARRAY_ELEMS
+    chunk_elems: int = _DEFAULT.chunk_elems
+    chunks_in_flight: int = _DEFAULT.chunks_in_flight
+    bucket_bytes: int = BUCKET_BYTES
+    hosts: Hosts = _USUAL_HOSTS
+
+    def __post_init__(self) -> None:
+        if self.architecture not in get_args(ModelledArchitecture):
+            known = ", ".join(get_args(ModelledArchitecture))
+            raise ConfigError(f"architecture is {self.architecture!r}; there are {known}")
+        if self.preset not in PRESETS:
+            raise ConfigError(f"preset is {self.preset!r}; there are {', '.join(PRESETS)}")
+        if not self.layers:
+            raise ConfigError("layers is empty; a model has at least one")
+        least_of = {"nodes": 1, "workers_per_node": 1, "dedicated_servers": 0, "bytes_per_elem": 1}
+        sizes = ("slice_elems", "big_array_elems", "chunk_elems", "chunks_in_flight")
+        least_of |= dict.fromkeys((*sizes, "bucket_bytes"), 1)
+        for name, least in least_of.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; at least {least}")
+        if (self.architecture == "ps") != (self.dedicated_servers > 0):
+            raise ConfigError(
+                f"architecture is {self.architecture!r} and dedicated_servers is"
+                f" {self.dedicated_servers}; 'ps' has some, the others have none"
+            )
+        for name in ("rate_bits_per_s", "server_rate_bits_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be positive")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
+        for table in self.tables:
+            self._check_table(table)
+
+    def _check_table(self, table: Table) -> None:
+        if not 0 <= table.layer < len(self.layers):
+            raise ConfigError(f"a table's layer is {table.layer}; there are {len(self.layers)}")
+        if table.elems < 1 or table.row_elems < 1:
+            raise ConfigError(f"a table has {table.elems} elements, {table.row_elems} per row")
+        if not 0 <= table.alpha <= 1:
+            raise ConfigError(f"a table's alpha is {table.alpha}; it must be from 0 to 1")
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.workers_per_node
+
+    @property
+    def servers(self) -> int:
+        return self.dedicated_servers or self.nodes
+
+    @property
+    def pushes_per_node(self) -> int:
+        """Of each slice, in a step."""
+        return 1 if self.local_aggregation else self.workers_per_node
+
+    def pushed_share(self, table: Table) -> float:
+        """Of its rows, how many each push to the servers has.
+
+        Local aggregation pushes a row once that several of a node's workers touch: of rows drawn
+        at random, with equal chances, 1 - (1 - alpha)^L. Frequent words are shared more often.
+        """
+        workers = self.workers_per_node if self.local_aggregation else 1
+        return 1 - (1 - table.alpha) ** workers
+
+    @property
+    def message_s(self) -> float:
+        """From the last byte sent to the receiver's having it in hand."""
+        return self.latency_s + self.hosts.receive_s
+
+    def link_bytes_per_s(self, *, server: bool = False) -> float:
+        """What a link carries without headers, with acknowledgements of as much the other way."""
+        dedicated = self.server_rate_bits_per_s if server else None
+        return (dedicated or self.rate_bits_per_s) / 8 / (limit.HEADER_FACTOR + ACKNOWLEDGED)
+
+    def partition(self) -> Partition:
+        """As a session with this preset would cut and place the arrays."""
+        preset = PRESETS[self.preset]
+        return Partition(
+            granularity=preset["granularity"],  # type: ignore[arg-type]
+            placement=preset["placement"],  # type: ignore[arg-type]
+            servers=self.servers,
+            slice_elems=self.slice_elems or usual_slice_elems(self.servers),
+            big_array_elems=self.big_array_elems,
+        )
+
+
+def deployment_of(setting: LabSetting, system: str) -> Deployment:
+    """What the lab measures and simulates: a preset, ``ring`` or ``ddp``, sizes scaled alike."""
+    known = (*PRESETS, RING, DDP)
+    if system not in known:
+        raise ConfigError(f"system is {system!r}; the model knows {', '.join(known)}")
+    served = system in PRESETS
+    return Deployment(
+        layers=setting.layers,
+        architecture="p2p" if served else "ring" if system == RING else "ddp",
+        preset=system if served else "p3",
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        rate_bits_per_s=setting.rate,
+        slice_elems=setting.slice_elems_of(system),
+        big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
+        chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
+        bucket_bytes=setting.scaled(BUCKET_BYTES),
+    )
+
+
+def without(deployment: Deployment, resource: Resource) -> Deployment:
+    """As if that cost nothing: devices, the workers' links, servers, or latency."""
+    hosts = deployment.hosts
+    if resource == "compute":
+        layers = [replace(layer, forward_s=0.0, backward_s=0.0) for layer in deployment.layers]
+        return replace(deployment, layers=layers)
+    if resource == "wire":
+        server_rate = deployment.server_rate_bits_per_s or deployment.rate_bits_per_s
+        return replace(deployment, rate_bits_per_s=_ENDLESS, server_rate_bits_per_s=server_rate)
+    if resource == "server":
+        free = replace(hosts, update_s=0.0, sum_elem_s=0.0, update_elem_s=0.0)
+        return replace(deployment, server_rate_bits_per_s=_ENDLESS, hosts=free)
+    quick = replace(hosts, send_s=0.0, receive_s=0.0)
+    return replace(deployment, latency_s=0.0, hosts=quick)
+
+
+_ENDLESS = 1e18
+"""Bits per second: as good as no link at all."""
+ACKNOWLEDGED = limit.HEADERS_BYTES / (2 * limit.PACKET_BYTES)
+"""Acknowledgements come in a packet of their own for every second one, on links both ways."""

@@ -1,0 +1,308 @@
+"""What could run on a cluster, and how long a step would take each: the refined model, asked often.
+
+Which of them to use is decided in `foreprop.model.recommendation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from foreprop.config import PRESETS
+from foreprop.core.parallax import prefers_servers
+from foreprop.errors import ConfigError
+from foreprop.model.deployment import Deployment, ModelledArchitecture, Resource, Table
+from foreprop.model.refined import predict, step_s
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer, Profile, ProfiledArray
+
+P3 = "p3"
+
+MOST_NODES = 256
+"""Their predictions take minutes."""
+
+_MOST_NAMES = 4
+
+_SAME = 0.001
+"""Share of a step that is none."""
+
+TOLERANCE = 0.05
+"""A step that is longer by no more than this share is as good: the model's errors are not much
+smaller (docs/model.md), and of what is as good the simplest is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSetting:
+    """A model, its time on one worker, and a cluster. Raises `ConfigError` for what cannot be."""
+
+    profile: Profile
+    compute_s: float
+    """Forward and backward pass of one batch on one worker."""
+    nodes: int
+    """Machines with workers."""
+    rate_bits_per_s: float
+    """Of every node's link, each way."""
+    latency_s: float = 100e-6
+    workers_per_node: int = 1
+    servers: tuple[int, ...] = (0,)
+    """Numbers of dedicated servers to consider; 0: servers beside the workers."""
+    server_rate_bits_per_s: float | None = None
+    """Of the dedicated servers' links, if it is another one."""
+    batch: int | None = None
+    """Samples that each worker computes per step."""
+    bytes_per_elem: int = limit.BYTES_PER_ELEM
+    dense_gradients: bool = False
+    """The tables', too: whatever share of its rows a step touches, all of an array is sent."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ConfigError(
+                f"nodes is {self.nodes}; at least 2: inside one machine use DDP with NCCL"
+            )
+        if self.nodes > MOST_NODES:
+            raise ConfigError(f"nodes is {self.nodes}; at most {MOST_NODES} are planned for")
+        for name in ("workers_per_node", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; at least 1")
+        for name in ("compute_s", "rate_bits_per_s", "server_rate_bits_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be positive and finite")
+        if not self.servers or min(self.servers) < 0:
+            raise ConfigError(
+                f"servers is {list(self.servers)}; it must be numbers from 0, the servers beside"
+                " the workers"
+            )
+        if max(self.servers) > MOST_NODES:
+            raise ConfigError(
+                f"servers has {max(self.servers)}; at most {MOST_NODES} are planned for, and more"
+                f" than one for each of the {self.nodes} nodes seldom help"
+            )
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.workers_per_node
+
+    def is_table(self, array: ProfiledArray) -> bool:
+        """Whether its gradient is to be sparse: as ``architecture="auto"`` decides it."""
+        if self.dense_gradients or array.alpha is None:
+            return False
+        return prefers_servers(array.alpha, self.workers)
+
+    @property
+    def tables(self) -> list[Table]:
+        """By rows in all architectures that can."""
+        return [
+            Table(layer, array.rows * array.row_elems, array.row_elems, array.alpha or 0.0)
+            for layer, arrays in enumerate(self.profile.arrays_by_layer())
+            for array in filter(self.is_table, arrays)
+        ]
+
+    @property
+    def table_names(self) -> str:
+        """Of the first ones, to be shown; empty if there are none."""
+        names = [array.name for array in self.profile.arrays if self.is_table(array)]
+        more = len(names) - _MOST_NAMES
+        return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Without the tables."""
+        return self._layers(lambda array: 0.0 if self.is_table(array) else 1.0)
+
+    @property
+    def limit_s(self) -> float:
+        """What no schedule can beat without dedicated servers.
+
+        Of a table only the rows count that one worker touches, there and back as all other bytes.
+        """
+        touched = self._layers(lambda a: (a.alpha or 0.0) if self.is_table(a) else 1.0)
+        return limit.limit_s(touched, nodes=self.nodes, rate_bits_per_s=self.rate_bits_per_s)
+
+    def _layers(self, counted: Callable[[ProfiledArray], float]) -> list[Layer]:
+        return self.profile.layers(scale=1, compute_s=self.compute_s, counted=counted)
+
+    @property
+    def throughput_unit(self) -> str:
+        return "batches/s" if self.batch is None else "samples/s"
+
+    def throughput(self, step_s: float) -> float:
+        """Of all workers together, in samples/s if the batch is known, else in batches/s."""
+        return self.workers * (self.batch or 1) / step_s
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """Something that could run: an architecture, with its preset and dedicated servers if any."""
+
+    architecture: ModelledArchitecture
+    preset: str | None = None
+    servers: int = 0
+    dense: bool = False
+    """``ddp`` of a model with tables: with dense gradients of these."""
+
+    @property
+    def kind(self) -> str:
+        """Without the number of servers."""
+        detail = "dense" if self.dense else self.preset
+        return self.architecture if detail is None else f"{self.architecture} {detail}"
+
+    @property
+    def name(self) -> str:
+        many = "s" * (self.servers > 1)
+        return f"{self.kind}, {self.servers} server{many}" if self.servers else self.kind
+
+    @property
+    def simplicity(self) -> tuple[int, int]:
+        """Less is simpler: nothing of ours, our default, a setting, machines of their own.
+
+        Of the settings one way for all parameters before one for each kind.
+        """
+        if self.architecture == "ps":
+            return (5 if self.preset == P3 else 6), self.servers
+        if self.architecture == "p2p":
+            return (1 if self.preset == P3 else 4), 0
+        return {"ddp": 0, "ring": 2, "hybrid": 3}[self.architecture], 0
+
+    @property
+    def by_ring(self) -> bool:
+        """Whether foreprop reduces dense gradients without servers."""
+        return self.architecture in ("ring", "hybrid")
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether servers hold tables row by row, if the model has some."""
+        return self.architecture in ("p2p", "ps", "hybrid")
+
+    @property
+    def code(self) -> str:
+        """What to write for it."""
+        if self.architecture == "ddp":
+            return "DistributedDataParallel(model)"
+        settings = {
+            "preset": None if self.preset == P3 else self.preset,
+            "architecture": self.architecture if self.by_ring else None,
+            "dedicated_servers": self.servers or None,
+        }
+        given = "".join(f", {name}={value!r}" for name, value in settings.items() if value)
+        return f"foreprop.parallelize(model, optimizer{given})".replace("'", '"')
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate's step, seconds; see `foreprop.model.refined.Prediction`."""
+
+    candidate: Candidate
+    step_s: float
+    throughput: float
+    """`PlanSetting.throughput`."""
+    efficiency: float
+    """Compute / step: the share of the time in which the devices compute."""
+    compute_s: float
+    wire_s: float
+    server_s: float
+    saved_s: Mapping[Resource, float]
+    limited_by: Resource
+
+
+def deployment_for(setting: PlanSetting, candidate: Candidate) -> Deployment:
+    return Deployment(
+        layers=setting.layers,
+        architecture=candidate.architecture,
+        preset=candidate.preset or P3,
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        dedicated_servers=candidate.servers,
+        rate_bits_per_s=setting.rate_bits_per_s,
+        server_rate_bits_per_s=setting.server_rate_bits_per_s,
+        latency_s=setting.latency_s,
+        bytes_per_elem=setting.bytes_per_elem,
+        tables=setting.tables,
+        dense_gradients=candidate.dense,
+    )
+
+
+def candidate_step_s(setting: PlanSetting, candidate: Candidate) -> float:
+    """The step alone, at a fifth of the work of a forecast."""
+    return step_s(deployment_for(setting, candidate))
+
+
+def forecast(setting: PlanSetting, candidate: Candidate) -> Forecast:
+    predicted = predict(deployment_for(setting, candidate))
+    return Forecast(
+        candidate=candidate,
+        step_s=predicted.step_s,
+        throughput=setting.throughput(predicted.step_s),
+        efficiency=predicted.compute_s / predicted.step_s,
+        compute_s=predicted.compute_s,
+        wire_s=predicted.wire_s,
+        server_s=predicted.server_s,
+        saved_s=predicted.saved_s,
+        limited_by=predicted.limited_by,
+    )
+
+
+def forecasts(
+    setting: PlanSetting, *, progress: Callable[[str], None] = lambda _: None
+) -> list[Forecast]:
+    """Of every architecture and preset, the fastest first.
+
+    Dedicated servers are tried in all the numbers asked for with p3, and with the other presets in
+    the one number that suits p3.
+    """
+    made = []
+    for candidate in _without_servers(setting):
+        progress(candidate.name)
+        made.append(forecast(setting, candidate))
+    served = []
+    for count in filter(None, setting.servers):
+        candidate = Candidate("ps", P3, count)
+        progress(candidate.name)
+        served.append(forecast(setting, candidate))
+    if served:
+        count = choose({f.candidate: f.step_s for f in served}).servers
+        for preset in PRESETS:
+            if preset != P3:
+                progress(Candidate("ps", preset, count).name)
+                served.append(forecast(setting, Candidate("ps", preset, count)))
+    return sorted(made + served, key=lambda f: f.step_s)
+
+
+def _without_servers(setting: PlanSetting) -> Iterator[Candidate]:
+    yield from collective_candidates(setting, bool(setting.tables))
+    if 0 in setting.servers:
+        for preset in PRESETS:
+            yield Candidate("p2p", preset)
+
+
+def collective_candidates(setting: PlanSetting, tables: bool) -> Iterator[Candidate]:
+    """All that reduce gradients; ``tables``: also those for models with tables."""
+    yield Candidate("ddp")
+    if tables:
+        yield Candidate("ddp", dense=True)
+    yield Candidate("ring")
+    # of tables alone it is p2p
+    if tables and 0 in setting.servers and not all(map(setting.is_table, setting.profile.arrays)):
+        yield Candidate("hybrid")
+
+
+def plain_ddp(steps_s: Mapping[Candidate, float]) -> Candidate:
+    """What all is compared with: DDP with sparse gradients or dense ones, whichever is faster."""
+    plain = [candidate for candidate in steps_s if candidate.architecture == "ddp"]
+    return min(plain, key=steps_s.__getitem__)
+
+
+def enough_servers(made: Sequence[Forecast]) -> int:
+    """The fewest dedicated servers that are as fast as any number of those considered; or 0."""
+    steps_s = {f.candidate.servers: f.step_s for f in made if f.candidate.kind == f"ps {P3}"}
+    enough_s = (1 + _SAME) * min(steps_s.values(), default=0.0)
+    return min((count for count, seconds in steps_s.items() if seconds <= enough_s), default=0)
+
+
+def choose(steps_s: Mapping[Candidate, float]) -> Candidate:
+    """The simplest of those that are as good as the fastest; the faster one of equally simple."""
+    enough_s = (1 + TOLERANCE) * min(steps_s.values())
+    good = [candidate for candidate, seconds in steps_s.items() if seconds <= enough_s]
+    return min(good, key=lambda candidate: (candidate.simplicity, steps_s[candidate]))

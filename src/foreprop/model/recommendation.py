@@ -1,0 +1,308 @@
+"""Which candidate to use, why, and what more would help: decided by what the model predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from foreprop.model.deployment import Resource
+from foreprop.model.planner import (
+    P3,
+    Candidate,
+    Forecast,
+    PlanSetting,
+    candidate_step_s,
+    choose,
+    plain_ddp,
+)
+from foreprop.quantities import rate_text, short, time_text
+
+Verdict = Literal["plain_ddp", "schedule", "servers"]
+"""What is worth using: nothing of ours, an order of sending, dedicated servers."""
+Obstacle = Literal["none", "wire_too_slow", "servers_too_slow", "wire", "server", "latency"]
+"""What is left in the way of the recommended one."""
+
+_BUSY_ENOUGH = 0.9
+"""Share of computing above which nothing is worth doing about the rest."""
+_TOO_SLOW = 2.0
+"""Times as long as the compute: then the devices wait half of the time whatever the schedule."""
+_WORTHWHILE = 1.1
+"""Speed-up below which a change of the cluster is not worth a line."""
+
+
+_RELAY_BYTE_S, _RELAY_WORKER_BYTE_S = 1.2e-9, 0.6e-9
+"""CPU time of a node's relays, one process, for each byte that they push on, and for each that a
+worker pushes to them: measured with two and four workers (docs/plan.md)."""
+
+
+class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that would make steps shorter."""
+
+    kind: Literal["servers", "rate", "half_precision"]
+    servers: int | None = None
+    """Dedicated ones, in all."""
+    rate_bits_per_s: float | None = None
+    step_s: float
+    speed_up: float
+    """Over the recommended candidate on the cluster as it is."""
+
+
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """The candidate to use, and the figures that it rests on."""
+
+    candidate: Candidate
+    verdict: Verdict
+    obstacle: Obstacle
+    step_s: float
+    efficiency: float
+    over_ddp: float
+    """How many of its steps plain DDP's takes, the faster one of a model with tables."""
+    fastest: Candidate
+    fastest_step_s: float
+    too_slow: float | None
+    """How many times as long as the compute the busiest link takes, if that is the obstacle."""
+    remedies: list[Remedy]
+    """The cheapest first; none if the devices are busy enough."""
+    reasons: list[str]
+    """In sentences."""
+    code: str
+
+
+def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommendation:
+    """Of these, which must have plain DDP; other clusters are predicted where they may help."""
+    by_candidate = {f.candidate: f for f in forecasts}
+    steps_s = {f.candidate: f.step_s for f in forecasts}
+    chosen = by_candidate[choose(steps_s)]
+    fastest = min(forecasts, key=lambda f: f.step_s)
+    obstacle = obstacle_of(chosen)
+    remedies = [] if obstacle == "none" else list(_remedies(setting, chosen))
+    return Recommendation(
+        candidate=chosen.candidate,
+        verdict=_verdict(chosen.candidate),
+        obstacle=obstacle,
+        step_s=chosen.step_s,
+        efficiency=chosen.efficiency,
+        over_ddp=steps_s[plain_ddp(steps_s)] / chosen.step_s,
+        fastest=fastest.candidate,
+        fastest_step_s=fastest.step_s,
+        too_slow=_link_s(chosen) / chosen.compute_s if obstacle in _SLOW else None,
+        remedies=remedies,
+        reasons=[
+            _why(chosen, forecasts),
+            *_tables(setting, chosen.candidate),
+            *_relays(setting, chosen),
+            *_what_is_left(chosen, obstacle),
+            *(remedy_text(remedy, chosen.candidate) for remedy in remedies),
+        ],
+        code=chosen.candidate.code,
+    )
+
+
+def _verdict(candidate: Candidate) -> Verdict:
+    if candidate.architecture == "ddp":
+        return "plain_ddp"
+    return "servers" if candidate.servers else "schedule"
+
+
+_SLOW = ("wire_too_slow", "servers_too_slow")
+
+
+def obstacle_of(forecast: Forecast) -> Obstacle:
+    """By the model's own ``limited_by``, and how much of the step the devices compute."""
+    if forecast.efficiency >= _BUSY_ENOUGH:
+        return "none"
+    if forecast.limited_by == "latency":
+        return "latency"
+    server_is_slower = forecast.server_s > forecast.wire_s
+    if _link_s(forecast) >= _TOO_SLOW * forecast.compute_s:
+        return "servers_too_slow" if server_is_slower else "wire_too_slow"
+    # Devices limit many a step that links make longer, too: what can be done is about the links.
+    links: tuple[Literal["wire", "server", "latency"], ...] = ("wire", "server", "latency")
+    return max(links, key=lambda resource: forecast.saved_s[resource])
+
+
+def _link_s(forecast: Forecast) -> float:
+    return max(forecast.wire_s, forecast.server_s)
+
+
+def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
+    """What is at least `_WORTHWHILE`."""
+    yield from _more_servers(setting, chosen)
+    if not _gathers(setting, chosen.candidate):
+        yield from _half_the_bytes(setting, chosen)
+    rate = 2 * setting.rate_bits_per_s
+    server_rate = setting.server_rate_bits_per_s
+    twice = replace(
+        setting,
+        rate_bits_per_s=rate,
+        server_rate_bits_per_s=None if server_rate is None else 2 * server_rate,
+    )
+    seconds = candidate_step_s(twice, chosen.candidate)
+    if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
+        yield Remedy(kind="rate", rate_bits_per_s=rate, step_s=seconds, speed_up=gain)
+
+
+def _half_the_bytes(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
+    half = replace(setting, bytes_per_elem=setting.bytes_per_elem // 2)
+    seconds = candidate_step_s(half, chosen.candidate)
+    if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
+        yield Remedy(kind="half_precision", step_s=seconds, speed_up=gain)
+
+
+def _gathers(setting: PlanSetting, candidate: Candidate) -> bool:
+    """Sparse gradients, which DDP's hooks do not compress."""
+    return candidate.architecture == "ddp" and not candidate.dense and bool(setting.tables)
+
+
+def _more_servers(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
+    """The fewest that are worth it, and as many as nodes if these are worth as much again.
+
+    More than those considered; beyond one for each node the workers' own links are what is left.
+    """
+    before_s = chosen.step_s
+    for count in _server_counts(max(setting.servers), setting.nodes):
+        seconds = candidate_step_s(setting, Candidate("ps", P3, count))
+        if before_s / seconds >= _WORTHWHILE:
+            yield Remedy(
+                kind="servers", servers=count, step_s=seconds, speed_up=chosen.step_s / seconds
+            )
+            before_s = seconds
+            if count < setting.nodes:
+                yield from _as_many_as_nodes(setting, chosen, before_s)
+            return
+
+
+def _server_counts(considered: int, nodes: int) -> Iterator[int]:
+    """1, 2, 4, ... more than were considered, and as many as there are nodes."""
+    more = 1
+    while considered + more < nodes:
+        yield considered + more
+        more *= 2
+    if considered < nodes:
+        yield nodes
+
+
+def _as_many_as_nodes(setting: PlanSetting, chosen: Forecast, before_s: float) -> Iterator[Remedy]:
+    seconds = candidate_step_s(setting, Candidate("ps", P3, setting.nodes))
+    if before_s / seconds >= _WORTHWHILE:
+        gain = chosen.step_s / seconds
+        yield Remedy(kind="servers", servers=setting.nodes, step_s=seconds, speed_up=gain)
+
+
+def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
+    steps_s = {f.candidate: f.step_s for f in forecasts}
+    fastest = min(forecasts, key=lambda f: f.step_s)
+    ddp_s, ours_s = steps_s[plain_ddp(steps_s)], chosen.step_s
+    rest = "nothing is faster."
+    if fastest is not chosen:
+        saved = 1 - fastest.step_s / ours_s
+        rest = f"the fastest, {fastest.candidate.name}, saves only {saved:.1%} and is less simple."
+    if chosen is fastest and chosen.candidate.architecture == "ddp":
+        return f"Plain DDP is the fastest here: {time_text(ours_s)} per step."
+    if chosen.candidate.architecture == "ddp":
+        return f"Plain DDP is as good here: {time_text(ours_s)} per step; {rest}"
+    text = (
+        f"{_times(ddp_s / ours_s)} as fast as plain DDP: {time_text(ours_s)} per step instead of"
+        f" {time_text(ddp_s)}; {rest}"
+    )
+    if chosen.candidate.servers:
+        best = min((f for f in forecasts if not f.candidate.servers), key=lambda f: f.step_s)
+        text += (
+            f" {_times(best.step_s / ours_s)} as fast as the best without dedicated servers,"
+            f" {best.candidate.name}."
+        )
+    return text
+
+
+def _tables(setting: PlanSetting, candidate: Candidate) -> Iterator[str]:
+    """What the recommended one asks of the embeddings."""
+    names = setting.table_names
+    if not names:
+        return
+    if candidate.holds_rows:
+        yield (
+            f"Only touched rows of {names} are sent: their embeddings need sparse=True, and the"
+            " optimizer must be SGD without momentum, Adagrad or SparseAdam."
+        )
+    elif _gathers(setting, candidate):
+        yield (
+            f"The embeddings of {names} need sparse=True: all ranks gather their gradients'"
+            " rows (gloo; NCCL cannot)."
+        )
+    elif candidate.architecture == "ddp":
+        yield f"The embeddings of {names} need sparse=False: all of their gradients is reduced."
+
+
+def _relays(setting: PlanSetting, chosen: Forecast) -> Iterator[str]:
+    """A warning where one process may be what limits: the model has processors without end."""
+    workers = setting.workers_per_node
+    if workers == 1 or not chosen.candidate.holds_rows:
+        return
+    elems = 0 if chosen.candidate.by_ring else sum(sum(x.sizes_elems) for x in setting.layers)
+    rows = sum(table.alpha * table.elems for table in setting.tables)
+    pushed_bytes = (elems + rows) * setting.bytes_per_elem
+    cpu_s = pushed_bytes * (_RELAY_BYTE_S + workers * _RELAY_WORKER_BYTE_S)
+    if cpu_s > chosen.step_s:
+        yield (
+            f"Not counted: what sums the gradients of a node's {workers} workers is one process,"
+            f" which needs about {time_text(cpu_s)} of CPU time per step. Steps may take as long."
+        )
+
+
+def _what_is_left(chosen: Forecast, obstacle: Obstacle) -> Iterator[str]:
+    if obstacle == "none":
+        yield (
+            f"The devices compute for {chosen.efficiency:.0%} of the step, so there is little left"
+            " to gain."
+        )
+    elif obstacle in _SLOW:
+        yield _too_slow(chosen, obstacle)
+    elif obstacle == "latency":
+        yield (
+            f"Latency limits it: {time_text(chosen.saved_s['latency'])} of the step would be saved"
+            " if messages took no time. Larger batches, so fewer steps, help; faster links do not."
+        )
+    else:
+        resource: Resource = "server" if obstacle == "server" else "wire"
+        what = "servers" if obstacle == "server" else "links"
+        yield (
+            f"The devices compute for {chosen.efficiency:.0%} of the step. Endlessly fast {what}"
+            f" would save {time_text(chosen.saved_s[resource])} of it."
+        )
+
+
+def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:
+    link_s = _link_s(chosen)
+    times = link_s / chosen.compute_s
+    what = "wire is" if obstacle == "wire_too_slow" else "servers are"
+    enough = "" if chosen.candidate.architecture == "ddp" else " enough"
+    compute = time_text(chosen.compute_s)
+    return (
+        f"No schedule helps{enough}: the {what} {times:.1f}x too slow, busy for"
+        f" {time_text(link_s)} of a step in which the devices compute for {compute}. Send less:"
+        f" compress gradients about {math.ceil(times)} times, or make as many local steps between"
+        " synchronisations. Neither is exact."
+    )
+
+
+def remedy_text(remedy: Remedy, chosen: Candidate) -> str:
+    """A sentence."""
+    gain = f"would give {_times(remedy.speed_up)}."
+    if remedy.kind == "servers" and remedy.servers is not None:
+        more = remedy.servers - chosen.servers
+        many = "s" * (more > 1)
+        if chosen.servers:
+            return f"{more} more server{many}, {remedy.servers} in all, {gain}"
+        return f"{more} dedicated server{many} on machines of their own {gain}"
+    if remedy.kind == "rate" and remedy.rate_bits_per_s is not None:
+        return f"Links of {rate_text(remedy.rate_bits_per_s)} {gain}"
+    how = "bf16_compress_hook" if chosen.architecture == "ddp" else 'wire_dtype="bfloat16"'
+    return f"Half the bytes ({how}, which rounds) {gain}"
+
+
+def _times(factor: float) -> str:
+    return f"{short(round(factor, 2))}x"

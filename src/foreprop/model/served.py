@@ -1,0 +1,245 @@
+"""When parameters are back from the servers: pushes, updates and replies of one step.
+
+Lanes 0 to S-1 are the pushes to each of S servers, S to 2S-1 what each of them sends; a lane is
+as many connections as there are workers. Pieces go through them as the preset has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreprop.config import PRESETS
+from foreprop.core.slicing import plan_slices
+from foreprop.core.wire import HEADER_BYTES
+from foreprop.model.deployment import Deployment
+from foreprop.model.lanes import Lanes
+
+ROW_NUMBER_BYTES = 8
+"""With each row that is pushed, pulled or gathered."""
+
+
+class Piece(NamedTuple):
+    """What one message carries: a slice of an array, or a server's share of a table's rows."""
+
+    parameter: int
+    server: int
+    elems: float
+    size_bytes: float
+    is_rows: bool = False
+
+
+def arrays_of(deployment: Deployment) -> list[int]:
+    """Their elements, in forward order."""
+    return [size for layer in deployment.layers for size in layer.sizes_elems]
+
+
+def pieces_of(deployment: Deployment) -> list[Piece]:
+    """Of all arrays, in order, and then of the tables, whose numbers follow the arrays'."""
+    sizes = arrays_of(deployment)
+    width = deployment.bytes_per_elem
+    slices = plan_slices(sizes, [width] * len(sizes), deployment.partition())
+    pieces = [Piece(s.parameter, s.server, s.elems, s.elems * width) for s in slices]
+    return pieces + rows_of(deployment, first=len(sizes), servers=deployment.servers)
+
+
+def rows_of(deployment: Deployment, *, first: int, servers: int) -> list[Piece]:
+    """The tables' touched rows; row r is on server r mod S, so each has an equal share."""
+    pieces = []
+    for number, table in enumerate(deployment.tables, start=first):
+        rows = deployment.pushed_share(table) * table.elems / table.row_elems / servers
+        elems = rows * table.row_elems
+        size_bytes = elems * deployment.bytes_per_elem + rows * ROW_NUMBER_BYTES
+        pieces += [Piece(number, server, elems, size_bytes, True) for server in range(servers)]
+    return pieces
+
+
+def parameters_by_layer(deployment: Deployment) -> list[list[int]]:
+    """The numbers of each layer's arrays and tables."""
+    numbers: list[list[int]] = []
+    count = 0
+    for layer in deployment.layers:
+        numbers.append(list(range(count, count + len(layer.sizes_elems))))
+        count += len(layer.sizes_elems)
+    for number, table in enumerate(deployment.tables, start=count):
+        numbers[table.layer].append(number)
+    return numbers
+
+
+def connections(deployment: Deployment) -> tuple[list[float], NDArray[np.float64]]:
+    """Links' capacities, bytes/s without headers, and how many of each lane's connections pass."""
+    if deployment.dedicated_servers:
+        return _to_dedicated(deployment)
+    count, each = deployment.servers, deployment.pushes_per_node
+    others = each * (count - 1)
+    # Nodes have unequal shares, and what their workers do not get to push now they push later: so
+    # a link that all pass, as an average node's, and each server's with an average worker's rest.
+    all_ = np.full((1, count), others / count)
+    rest = (np.ones((count, count)) - np.eye(count)) * each / max(1, count - 1)
+    own = others * np.eye(count)
+    rows = [np.hstack([all_, all_]), np.hstack([own, rest]), np.hstack([rest, own])]
+    return [deployment.link_bytes_per_s()] * (2 * count + 1), np.vstack(rows)
+
+
+def _to_dedicated(deployment: Deployment) -> tuple[list[float], NDArray[np.float64]]:
+    count, each = deployment.servers, deployment.pushes_per_node
+    node = np.full((1, count), float(each))
+    server = float(deployment.nodes * each) * np.eye(count)
+    rows = [
+        np.hstack([node, 0 * node]),  # what a node sends
+        np.hstack([0 * node, node]),  # and receives
+        np.hstack([server, 0 * server]),  # what each server receives
+        np.hstack([0 * server, server]),  # and sends
+    ]
+    worker_bytes_per_s = deployment.link_bytes_per_s()
+    server_bytes_per_s = deployment.link_bytes_per_s(server=True)
+    return [worker_bytes_per_s] * 2 + [server_bytes_per_s] * (2 * count), np.vstack(rows)
+
+
+def link_s(deployment: Deployment) -> tuple[float, float]:
+    """How long a step keeps the busiest node's link busy, and the busiest dedicated server's."""
+    held_bytes = np.zeros(deployment.servers)
+    for piece in pieces_of(deployment):
+        held_bytes[piece.server] += piece.size_bytes
+    each, nodes = deployment.pushes_per_node, deployment.nodes
+    node_s, most, whole = 1 / deployment.link_bytes_per_s(), held_bytes.max(), held_bytes.sum()
+    if not deployment.dedicated_servers:  # its workers' pushes, and its server's replies
+        return float(node_s * each * (whole - most + (nodes - 1) * most)), 0.0
+    server_s = nodes * each * most / deployment.link_bytes_per_s(server=True)
+    return float(node_s * each * whole), float(server_s)
+
+
+def updates_s(deployment: Deployment) -> float:
+    """How long the busiest server sums and updates in a step."""
+    busy_s = [0.0] * deployment.servers
+    for piece in pieces_of(deployment):
+        busy_s[piece.server] += _updating_s(deployment, piece)
+    return max(busy_s)
+
+
+def row_updates_s(deployment: Deployment) -> list[float]:
+    """By table: how long each server sums and updates its touched rows."""
+    servers = deployment.servers
+    shares = rows_of(deployment, first=0, servers=servers)[::servers]
+    return [_updating_s(deployment, piece) for piece in shares]
+
+
+def _updating_s(deployment: Deployment, piece: Piece) -> float:
+    pushers = deployment.nodes * deployment.pushes_per_node
+    elems = int(piece.elems * (pushers if piece.is_rows else 1))  # at most: rows may be the same
+    return deployment.hosts.updating_s(elems, 1 if piece.is_rows else pushers)
+
+
+def complete_s(deployment: Deployment, ready_s: Sequence[float], backward_s: float) -> list[float]:
+    """When each array, and then each table, is back on the workers.
+
+    ``ready_s``: when each one's gradient is there; ``backward_s``: when the backward pass ends.
+    """
+    exchange = _Exchange(deployment, ready_s, backward_s)
+    exchange.lanes.run()
+    return exchange.complete_s
+
+
+class _Exchange:
+    """One step, by a worker that stands for all."""
+
+    def __init__(self, deployment: Deployment, ready_s: Sequence[float], backward_s: float) -> None:
+        capacities, passing = connections(deployment)
+        copies = 1 / max(deployment.hosts.copy_byte_s, 1e-12)
+        self.lanes = Lanes(capacities, passing, most_bytes_per_s=copies)
+        self.complete_s = [0.0] * len(ready_s)
+        preset = PRESETS[deployment.preset]
+        self._deployment = deployment
+        self._reply = preset["reply"]
+        self._by_priority = preset["order"] == "priority"
+        self._servers = deployment.servers
+        self._pieces = pieces_of(deployment)
+        self._parts: list[list[int]] = [[] for _ in ready_s]
+        for number, piece in enumerate(self._pieces):
+            self._parts[piece.parameter].append(number)
+        self._missing = [len(parts) for parts in self._parts]
+        self._announced = [0] * len(ready_s)
+        self._updated: set[int] = set()
+        self._asked: set[int] = set()
+        self._busy_until_s = [0.0] * self._servers
+        self._sent = 0
+        self._priorities = priorities(deployment)
+        order = sorted(range(len(ready_s)), key=lambda p: (ready_s[p], self._priorities[p]))
+        for parameter in order:
+            self.lanes.at(ready_s[parameter], partial(self._push, parameter))
+        if self._reply == "pull":
+            for parameter in order:
+                self.lanes.at(backward_s, partial(self._pull, parameter))
+
+    def _push(self, parameter: int) -> None:
+        for number in self._parts[parameter]:
+            size_bytes = self._pieces[number].size_bytes
+            self._send(number, False, size_bytes, self._pushed)
+
+    def _send(
+        self, number: int, back: bool, size_bytes: float, done: Callable[[int], None]
+    ) -> None:
+        piece = self._pieces[number]
+        self._sent += 1
+        rank = self._priorities[piece.parameter] if self._by_priority else self._sent
+        lane = piece.server + self._servers * back
+        self.lanes.send(
+            lane, (rank, number), HEADER_BYTES + size_bytes, partial(self._sent_all, number, done)
+        )
+
+    def _sent_all(self, number: int, done: Callable[[int], None]) -> None:
+        self.lanes.at(self.lanes.now_s + self._deployment.message_s, partial(done, number))
+
+    def _pushed(self, number: int) -> None:
+        """All workers' pushes are there; the server's updates take turns."""
+        piece = self._pieces[number]
+        begins_s = max(self.lanes.now_s, self._busy_until_s[piece.server])
+        ends_s = begins_s + _updating_s(self._deployment, piece)
+        self._busy_until_s[piece.server] = ends_s
+        self.lanes.at(ends_s, partial(self._after_update, number))
+
+    def _after_update(self, number: int) -> None:
+        self._updated.add(number)
+        if self._reply == "broadcast" or self._pieces[number].is_rows or number in self._asked:
+            self._answer(number)
+        elif self._reply == "notify":
+            self._send(number, True, 0.0, self._notified)
+
+    def _notified(self, number: int) -> None:
+        """An array is pulled when all its parts have been announced."""
+        parameter = self._pieces[number].parameter
+        self._announced[parameter] += 1
+        if self._announced[parameter] == len(self._parts[parameter]):
+            self._pull(parameter)
+
+    def _pull(self, parameter: int) -> None:
+        for number in self._parts[parameter]:
+            if not self._pieces[number].is_rows:
+                self._send(number, False, 0.0, self._pulled)
+
+    def _pulled(self, number: int) -> None:
+        self._asked.add(number)
+        if number in self._updated:
+            self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        self._send(number, True, self._pieces[number].size_bytes, self._arrived)
+
+    def _arrived(self, number: int) -> None:
+        parameter = self._pieces[number].parameter
+        self._missing[parameter] -= 1
+        if not self._missing[parameter]:
+            self.complete_s[parameter] = self.lanes.now_s
+
+
+def priorities(deployment: Deployment) -> list[int]:
+    """By parameter: its place in the forward pass."""
+    ranks: dict[int, int] = {}
+    for numbers in parameters_by_layer(deployment):
+        for number in numbers:
+            ranks[number] = len(ranks)
+    return [ranks[number] for number in range(len(ranks))]

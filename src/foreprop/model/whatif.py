@@ -1,0 +1,196 @@
+"""What if the links, the cluster or the devices were others: a curve for each architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+import msgspec
+
+from foreprop.errors import ConfigError
+from foreprop.model.planner import (
+    P3,
+    Candidate,
+    PlanSetting,
+    candidate_step_s,
+    choose,
+    collective_candidates,
+)
+from foreprop.quantities import (
+    Parse,
+    maybe_ends,
+    parse_count,
+    parse_rate,
+    parse_time,
+    rate_text,
+    time_text,
+)
+
+Variable = Literal["rate", "latency", "compute", "nodes", "servers"]
+_PARSE: Mapping[Variable, Parse] = {
+    "rate": parse_rate,
+    "latency": parse_time,
+    "compute": parse_time,
+    "nodes": parse_count,
+    "servers": parse_count,
+}
+_WHOLE = ("nodes", "servers")
+_ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+_FEW, _MOST = 5, 24
+"""Points: fewer round ones are replaced by evenly spaced ones, more are an error."""
+
+
+class WhatIfPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything else as it was; in the order of `WhatIf.candidates`."""
+
+    value: float
+    steps_s: list[float]
+    throughputs: list[float]
+    ideal: float
+    """Throughput if no device ever waited."""
+    recommended: str
+
+
+class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
+    variable: Variable
+    unit: str
+    """Of the points' values."""
+    throughput_unit: str
+    candidates: list[str]
+    """What has a curve."""
+    points: list[WhatIfPoint]
+    asked: float | None
+    """The value that the rest of the plan is about."""
+
+
+def parse_what_if(text: str) -> tuple[Variable, list[float]]:
+    """Of ``rate=1Gbit..100Gbit`` or ``nodes=2,4,8``; raises `ConfigError`.
+
+    A range is taken at round values.
+    """
+    name, equals, values = text.partition("=")
+    variables = get_args(Variable)
+    if not equals or name.strip() not in variables:
+        raise ConfigError(
+            f"what_if is {text!r}; it must be one of {', '.join(variables)}, '=' and a range, as"
+            " rate=1Gbit..100Gbit or nodes=2..64"
+        )
+    variable: Variable = next(v for v in variables if v == name.strip())
+    parse = _PARSE[variable]
+    field = f"what_if's {variable}"
+    ends = maybe_ends(field, values, parse)
+    if ends is None:
+        chosen = sorted({parse(field, part) for part in values.split(",")})
+    elif variable in _WHOLE:
+        chosen = _whole_values(int(ends[0]), int(ends[1]))
+    else:
+        chosen = _round_values(*ends)
+    if len(chosen) > _MOST:
+        raise ConfigError(f"what_if is {text!r}: {len(chosen)} points; at most {_MOST}")
+    return variable, chosen
+
+
+def _whole_values(first: int, last: int) -> list[float]:
+    """All of a few, else powers of two and three halves of them, and the ends."""
+    if last - first < 2 * _FEW:
+        return [float(value) for value in range(first, last + 1)]
+    powers = [2**n for n in range(last.bit_length() + 1)]
+    inside = {v for power in powers for v in (power, power * 3 // 2) if first < v < last}
+    return [float(value) for value in sorted({first, last} | inside)]
+
+
+def _round_values(first: float, last: float) -> list[float]:
+    if first <= 0:
+        return [first + (last - first) * n / 8 for n in range(9)]
+    decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+    inside = [float(f"{r}e{d}") for d in decades for r in _ROUND]
+    chosen = [first, *(v for v in inside if first * 1.05 < v < last / 1.05), last]
+    if len(chosen) < _FEW:
+        return [first + (last - first) * n / 8 for n in range(9)]
+    return chosen
+
+
+def what_if(
+    setting: PlanSetting,
+    variable: Variable,
+    values: Sequence[float],
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> WhatIf:
+    """Curves of DDP, ring, p2p with p3, and ps with p3 and the most servers considered.
+
+    Of a model with tables also of hybrid, and of DDP with dense gradients.
+
+    Of ``servers`` each value has ps with so many. Raises `ConfigError` before any work.
+    """
+    made: list[tuple[PlanSetting, dict[Candidate, float]]] = []
+    settings = [_changed(setting, variable, value) for value in values]
+    tables = any(changed.tables for changed in settings)  # which depends on the number of nodes
+    for number, changed in enumerate(settings, start=1):
+        progress(f"{variable}: {number} of {len(values)}")
+        steps_s = {c: candidate_step_s(changed, c) for c in _curves(changed, tables)}
+        made.append((changed, steps_s))
+    names = [candidate.name for candidate in made[0][1]]
+    if variable == "servers":
+        names[-1] = "ps p3"  # of each point with so many servers
+    return WhatIf(
+        variable=variable,
+        unit={"rate": "bit/s", "latency": "s", "compute": "s"}.get(variable, variable),
+        throughput_unit=setting.throughput_unit,
+        candidates=names,
+        points=[
+            WhatIfPoint(
+                value=value,
+                steps_s=list(steps_s.values()),
+                throughputs=[changed.throughput(seconds) for seconds in steps_s.values()],
+                ideal=changed.throughput(changed.compute_s),
+                recommended=choose(steps_s).name,
+            )
+            for value, (changed, steps_s) in zip(values, made, strict=True)
+        ],
+        asked=_asked(setting, variable),
+    )
+
+
+def _changed(setting: PlanSetting, variable: Variable, value: float) -> PlanSetting:
+    if variable == "servers":
+        if value < 1:
+            raise ConfigError(
+                "what_if's servers has 0; begin with 1: servers beside the workers are p2p, which"
+                " has a curve anyway"
+            )
+        return replace(setting, servers=(0, int(value)))
+    if variable == "nodes":
+        return replace(setting, nodes=int(value))
+    if variable == "rate":
+        return replace(setting, rate_bits_per_s=value)
+    if variable == "latency":
+        return replace(setting, latency_s=value)
+    return replace(setting, compute_s=value)
+
+
+def _asked(setting: PlanSetting, variable: Variable) -> float | None:
+    asked: dict[Variable, float] = {
+        "rate": setting.rate_bits_per_s,
+        "latency": setting.latency_s,
+        "compute": setting.compute_s,
+        "nodes": setting.nodes,
+    }
+    return asked.get(variable)
+
+
+def _curves(setting: PlanSetting, tables: bool) -> Iterator[Candidate]:
+    yield from collective_candidates(setting, tables)
+    if 0 in setting.servers:
+        yield Candidate("p2p", P3)
+    if max(setting.servers) > 0:
+        yield Candidate("ps", P3, max(setting.servers))
+
+
+def value_text(variable: Variable, value: float) -> str:
+    """With its unit."""
+    if variable in _WHOLE:
+        return f"{value:.0f}"
+    return rate_text(value) if variable == "rate" else time_text(value)

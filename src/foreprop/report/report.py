@@ -1,0 +1,369 @@
+"""The report of `foreprop demo`: one HTML file that needs nothing else, neither network nor files.
+
+`render_report` is pure. The page is written for someone who has not read the paper: first what
+was measured, then the timeline that shows why, then what exactly was run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreprop.errors import ConfigError
+from foreprop.report.document import render_document, write_document
+from foreprop.report.markup import ABSENT, TIMES, milliseconds, percent, rate, size, tag, text
+from foreprop.report.palette import palette_css
+from foreprop.report.timeline import Timeline
+from foreprop.report.timeline_svg import (
+    Panel,
+    layer_bytes,
+    layer_names,
+    panel_summary,
+    plan_panels,
+    render_panel,
+)
+
+_SUBJECT = "p3"
+_BASELINE = "kvstore"
+_NO_DIFFERENCE = 0.02
+"""A ratio closer to 1 than this is not called a win or a loss."""
+
+_OTHER_ORDER = "gradients are added in another order there"
+
+_HOW_TO_READ = (
+    "Time runs from left to right, on the same scale in every panel; a colour is a layer, from "
+    "dark (needed first in the forward pass) to bright (needed last). "
+    "The backward pass produces gradients in the reverse order: the last layers first, the first "
+    "layers at the very end. "
+    "With kvstore gradients leave in that order, so those of the first layers queue behind the "
+    "heavy layer, and the next forward pass, which needs exactly these layers first, stands still "
+    "(red) until almost everything has been sent and has come back. "
+    "With p3 every layer is cut into slices and the slices of the first layers overtake: they are "
+    "sent and returned ahead of the heavy layer's, in the order in which the next forward pass "
+    "reads them. "
+    "So the next forward pass starts early and the rest of the communication hides behind it; the "
+    "bytes that cross the network and the arithmetic are the same. "
+    "Red that remains is communication that there was no computation left to hide behind."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What the run of one preset, or of a peer, measured. Times are seconds per training step."""
+
+    preset: str
+    step_s_median: float
+    step_s_p10: float
+    step_s_p90: float
+    samples_per_s: float
+    waiting_share: float | None
+    """Share of a step, 0 to 1, spent waiting for parameters; None if that cannot be told."""
+    test_accuracy: float
+    """0 to 1."""
+    weights_sha256: str
+    steps: int
+    compute_s: float | None = None
+    """Time per step without communication, if that was measured."""
+    sums_alike: bool = True
+    """Whether it adds gradients in the presets' order, so that its weights must be theirs."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.step_s_median) and self.step_s_median > 0):
+            raise ConfigError(
+                f"step_s_median of {self.preset} is {self.step_s_median}; it must be above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportContext:
+    """What was run, on what."""
+
+    title: str
+    model: str
+    workers: int
+    servers: int
+    rate_bits_per_s: float | None
+    """Rate of each link in each direction; None if the links were not shaped."""
+    batch_size: int
+    """Samples per worker and step."""
+    machine: Mapping[str, str]
+    command: str
+    foreprop_version: str
+    torch_version: str
+    links: str = ""
+    """What limits the links."""
+
+
+def write_report(
+    path: Path,
+    context: ReportContext,
+    runs: Sequence[RunSummary],
+    timelines: Sequence[Timeline],
+) -> None:
+    """Write the report to `path`, which either keeps its old content or has the whole new one."""
+    write_document(path, render_report(context, runs, timelines))
+
+
+def render_report(
+    context: ReportContext, runs: Sequence[RunSummary], timelines: Sequence[Timeline]
+) -> str:
+    """The whole page. The fastest way to a different look is report.css beside this file."""
+    body = (
+        _header(context, runs)
+        + _results(runs)
+        + tag("section", tag("h2", "What one worker did") + timeline_block(timelines))
+        + tag("section", tag("h2", "How to read this") + tag("p", text(_HOW_TO_READ)))
+        + _what_was_run(context, runs)
+    )
+    return render_document(context.title, body, styles=palette_css(layer_names(timelines)))
+
+
+def headline(runs: Sequence[RunSummary]) -> str:
+    """What was measured, in one sentence; says so when p3 does not win."""
+    pair = _pair(runs)
+    if pair is None:
+        return f"{runs[0].preset} takes {_step(runs[0])} per step" if runs else "Nothing was run"
+    subject, baseline = pair
+    ratio = subject.step_s_median / baseline.step_s_median
+    if abs(ratio - 1) <= _NO_DIFFERENCE:
+        return (
+            f"{subject.preset} does not win here: a step takes about as long as with "
+            f"{baseline.preset} ({ratio:.2f}{TIMES})"
+        )
+    claim = f"takes {ratio:.2f}{TIMES} the time of {baseline.preset} per step"
+    if ratio > 1:
+        return f"{subject.preset} does not win here: it {claim}"
+    return f"{subject.preset} {claim}"
+
+
+def _pair(runs: Sequence[RunSummary]) -> tuple[RunSummary, RunSummary] | None:
+    """The run that the page is about and the one that it is compared with."""
+    if len(runs) < 2:
+        return None
+    others = list(runs)
+    presets = [run.preset for run in runs]
+    subject = others.pop(presets.index(_SUBJECT) if _SUBJECT in presets else -1)
+    return subject, next((run for run in others if run.preset == _BASELINE), others[0])
+
+
+def _lede(context: ReportContext, runs: Sequence[RunSummary]) -> str:
+    setting = (
+        f"Training {context.model} on {context.workers} workers and {context.servers} servers, "
+        f"{_rate(context)}"
+    )
+    pair = _pair(runs)
+    if pair is None:
+        return f"{setting}."
+    subject, baseline = pair
+    lines = [
+        f"{setting}: {_step(subject)} per step with {subject.preset}, {_step(baseline)} with "
+        f"{baseline.preset}{_others(runs, subject, baseline)}."
+    ]
+    if subject.waiting_share is not None and baseline.waiting_share is not None:
+        lines.append(
+            f"Waiting for parameters takes {percent(subject.waiting_share)} of a step, against "
+            f"{percent(baseline.waiting_share)}."
+        )
+    if subject.step_s_p90 >= baseline.step_s_p10 and baseline.step_s_p90 >= subject.step_s_p10:
+        lines.append(
+            "The two spread over overlapping ranges (p10 to p90 in the table), so read the "
+            "difference with care."
+        )
+    if baseline.waiting_share is not None and baseline.waiting_share < 0.05:
+        lines.append(
+            f"{baseline.preset} itself hardly waits in this setting: there is little to hide, and "
+            "a slower network or a larger model would show more."
+        )
+    return " ".join(lines)
+
+
+def _others(runs: Sequence[RunSummary], *told: RunSummary) -> str:
+    rest = [run for run in runs if run not in told]
+    return "".join(f", {_step(run)} with {run.preset}" for run in rest)
+
+
+def _rate(context: ReportContext) -> str:
+    if context.rate_bits_per_s is None or not math.isfinite(context.rate_bits_per_s):
+        return "links not limited"
+    return f"links of {rate(context.rate_bits_per_s)}"
+
+
+def _step(run: RunSummary) -> str:
+    return milliseconds(run.step_s_median)
+
+
+def _header(context: ReportContext, runs: Sequence[RunSummary]) -> str:
+    return tag(
+        "header",
+        tag("p", text(context.title), class_="eyebrow")
+        + tag("h1", text(headline(runs)))
+        + tag("p", text(_lede(context, runs)), class_="lede")
+        + _bars(runs),
+    )
+
+
+def _bars(runs: Sequence[RunSummary]) -> str:
+    """A bar per preset: time per step, the waiting share of it in red, a line at p10 and p90."""
+    longest_s = max((max(run.step_s_p90, run.step_s_median) for run in runs), default=0.0)
+    if not longest_s:
+        return ""
+    bars = "".join(_bar(run, longest_s) for run in runs)
+    marks = {"work": "computing and other work", "wait": "waiting for parameters"}
+    if any(run.waiting_share is None for run in runs):
+        marks["whole"] = "both, which cannot be told apart"
+    marks["spread"] = "p10 to p90"
+    if any(run.compute_s is not None for run in runs):
+        marks["floor"] = "without communication"
+    key = tag("span", "Time per step:") + _key(marks)
+    return tag("div", bars, class_="bars") + tag("p", key, class_="bars-key")
+
+
+def _key(marks: Mapping[str, str]) -> str:
+    """A swatch of each kind (a class in report.css) with its meaning."""
+    return " ".join(
+        tag("span", tag("i", "", class_=f"key {kind}") + text(meaning))
+        for kind, meaning in marks.items()
+    )
+
+
+def _bar(run: RunSummary, longest_s: float) -> str:
+    def width(seconds: float) -> str:
+        return f"{seconds / longest_s * 100:.2f}%"
+
+    if run.waiting_share is None:
+        marks = tag("i", "", class_="whole", style=f"width:{width(run.step_s_median)}")
+    else:
+        waiting_s = run.step_s_median * run.waiting_share
+        marks = tag("i", "", class_="work", style=f"width:{width(run.step_s_median - waiting_s)}")
+        marks += tag("i", "", class_="wait", style=f"width:{width(waiting_s)}")
+    spread = f"left:{width(run.step_s_p10)};width:{width(run.step_s_p90 - run.step_s_p10)}"
+    marks += tag("i", "", class_="spread", style=spread)
+    if run.compute_s is not None:
+        marks += tag("i", "", class_="floor", style=f"left:{width(run.compute_s)}")
+    return tag("b", text(run.preset)) + tag("div", marks, class_="bar") + tag("span", _step(run))
+
+
+def _results(runs: Sequence[RunSummary]) -> str:
+    names = ("system", "time per step", "p10 to p90", "samples/s", "waiting", "test accuracy")
+    head = "".join(tag("th", text(name), scope="col") for name in (*names, "weights (SHA-256)"))
+    rows = "".join(_result_row(run) for run in runs)
+    table = tag("table", tag("thead", tag("tr", head)) + tag("tbody", rows))
+    verdict, kind = same_weights(runs)
+    return tag(
+        "section",
+        tag("h2", "Results")
+        + tag("div", table, class_="scroll", tabindex=0)
+        + tag("p", text(verdict), class_=f"verdict {kind}"),
+    )
+
+
+def _result_row(run: RunSummary) -> str:
+    spread = f"{milliseconds(run.step_s_p10)} {ABSENT} {milliseconds(run.step_s_p90)}"
+    cells = (
+        _step(run),
+        spread,
+        f"{run.samples_per_s:,.0f}" if math.isfinite(run.samples_per_s) else ABSENT,
+        ABSENT if run.waiting_share is None else percent(run.waiting_share),
+        percent(run.test_accuracy, 2),
+    )
+    digest = tag("code", text(run.weights_sha256[:12]), title=run.weights_sha256)
+    return tag(
+        "tr",
+        tag("th", text(run.preset), scope="row")
+        + "".join(tag("td", text(cell)) for cell in cells)
+        + tag("td", digest),
+    )
+
+
+def same_weights(runs: Sequence[RunSummary]) -> tuple[str, str]:
+    """Whether all presets ended with the same bits, in words, and "same", "different" or ""."""
+    alike = [run for run in runs if run.sums_alike]
+    others = [run.preset for run in runs if not run.sums_alike]
+    aside = ""
+    if others:
+        aside = f" Those of {_listing(others)} differ in their last bits: {_OTHER_ORDER}."
+    if len(alike) < 2:
+        return f"Only one preset was run, so there are no weights to compare with.{aside}", ""
+    groups: dict[str, list[str]] = {}
+    for run in alike:
+        groups.setdefault(run.weights_sha256, []).append(run.preset)
+    if len(groups) == 1:
+        names = _listing([run.preset for run in alike])
+        return f"The final weights of {names} are identical, bit for bit.{aside}", "same"
+    differing = "; ".join(f"{_listing(names)}: {digest[:12]}" for digest, names in groups.items())
+    why = ""
+    if len({run.steps for run in alike}) > 1:
+        why = " The runs have different numbers of steps, so their weights cannot be the same."
+    return (
+        f"The final weights are NOT identical across the presets ({differing}).{why}",
+        "different",
+    )
+
+
+def _listing(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def timeline_block(timelines: Sequence[Timeline]) -> str:
+    """The timelines' pictures, one below the other, with their legend; needs `palette_css`."""
+    panels = plan_panels(timelines)
+    if not panels:
+        return tag("p", "No timeline was recorded.")
+    figures = "".join(_figure(panel) for panel in panels)
+    return (
+        tag(
+            "p",
+            "Consecutive steps of one worker under each preset, on one time scale. "
+            + tag("span", "Swipe the picture sideways to see all of it.", class_="hint"),
+        )
+        + _legend(timelines)
+        + tag("div", figures, class_="scroll timeline", tabindex=0)
+    )
+
+
+def _figure(panel: Panel) -> str:
+    summary = tag("span", text(panel_summary(panel)))
+    caption = tag("figcaption", tag("b", text(panel.timeline.preset)) + summary)
+    return tag("figure", caption + render_panel(panel))
+
+
+def _legend(timelines: Sequence[Timeline]) -> str:
+    """A button per layer (it picks the layer out in all panels), and the other marks."""
+    sizes = layer_bytes(timelines)
+    layers = "".join(
+        tag(
+            "button",
+            tag("i", "", class_="key", style=f"background:var(--l{index})")
+            + text(name)
+            + (tag("small", size(sizes[index])) if sizes.get(index) else ""),
+            type="button",
+            data_layer=index,
+            aria_pressed="false",
+        )
+        for index, name in layer_names(timelines).items()
+    )
+    marks = _key({"solid": "forward", "faded": "backward", "wait": "waiting"})
+    return tag("div", tag("div", layers, class_="layers") + tag("div", marks), class_="legend")
+
+
+def _what_was_run(context: ReportContext, runs: Sequence[RunSummary]) -> str:
+    facts = {
+        "model": context.model,
+        "workers": context.workers,
+        "servers": context.servers,
+        "network": ", ".join(filter(None, [_rate(context), context.links])),
+        "batch size": f"{context.batch_size} samples per worker",
+        "steps": _listing(list(dict.fromkeys(f"{run.steps:,}" for run in runs)) or [ABSENT]),
+        **context.machine,
+        "foreprop": context.foreprop_version,
+        "torch": context.torch_version,
+    }
+    rows = "".join(tag("dt", text(name)) + tag("dd", text(value)) for name, value in facts.items())
+    return tag(
+        "section",
+        tag("h2", "What was run")
+        + tag("dl", rows)
+        + tag("pre", tag("code", text(context.command)), tabindex=0),
+    )

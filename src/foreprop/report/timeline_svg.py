@@ -1,0 +1,331 @@
+"""The timeline picture: one SVG panel per preset, all on one time scale and in one palette."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from foreprop.report.markup import milliseconds, size, tag, text
+from foreprop.report.timeline import Lane, StepSpan, Timeline, step_spans, union
+from foreprop.report.timeline_shapes import Shape, merge_shapes, plan_shapes
+
+PLOT_PX = 936
+"""Width of the longest timeline; a shorter one ends as much earlier as it took less time."""
+
+_MARGIN_PX = 16
+_HEAD_PX = 30
+_AXIS_PX = 26
+_LANE_GAP_PX = 10
+_SHAPE_MIN_PX = 0.8
+_SEPARATED_FROM_PX = 3.0
+_MERGE_GAP_PX = 0.5
+_CHAR_PX = 6.4
+
+_LANES: Mapping[Lane, tuple[str, str]] = {
+    "compute": ("compute", "on this worker"),
+    "push": ("push", "worker → servers"),
+    "reply": ("reply", "servers → worker"),
+    "wait": ("wait", "for a parameter"),
+}
+_ROOMY_PX: Mapping[Lane, int] = {"compute": 36, "push": 36, "reply": 36, "wait": 24}
+_ROW_PX, _ROW_LEAST_PX, _CROWDED_PX = 9, 2, 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Seconds to pixels, the same for every panel."""
+
+    longest_s: float
+
+    @property
+    def px_per_s(self) -> float:
+        return PLOT_PX / self.longest_s if self.longest_s > 0 else 0.0
+
+    def x(self, time_s: float) -> float:
+        return _MARGIN_PX + time_s * self.px_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """What one preset's picture is made of; `scale` and `layers` are the same for all panels."""
+
+    timeline: Timeline
+    shapes: Sequence[Shape]
+    spans: Sequence[StepSpan]
+    rows: Mapping[Lane, int]
+    lane_px: Mapping[Lane, int]
+    scale: Scale
+    layers: Mapping[int, str]
+
+    def top(self, lane: Lane) -> int:
+        """Upper edge of the lane in pixels."""
+        before = list(_LANES)[: list(_LANES).index(lane)]
+        return _HEAD_PX + sum(self.lane_px[name] + _LANE_GAP_PX for name in before)
+
+    @property
+    def floor(self) -> int:
+        """Lower edge of the last lane in pixels."""
+        return self.top("wait") + self.lane_px["wait"]
+
+
+def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
+    """Lay the timelines out with one time scale and one set of layers."""
+    scale = Scale(longest_s=max((timeline.stop_s for timeline in timelines), default=0.0))
+    gap_s = _MERGE_GAP_PX / scale.px_per_s if scale.px_per_s else 0.0
+    shapes = plan_shapes(timelines, gap_s=gap_s)
+    rows = [{lane: _rows(lane, panel_shapes) for lane in _LANES} for panel_shapes in shapes]
+    layers = layer_names(timelines)
+    return [
+        Panel(
+            timeline=timeline,
+            shapes=panel_shapes,
+            spans=step_spans(timeline.events),
+            rows=panel_rows,
+            lane_px={lane: _lane_px(lane, panel_rows[lane]) for lane in _LANES},
+            scale=scale,
+            layers=layers,
+        )
+        for timeline, panel_shapes, panel_rows in zip(timelines, shapes, rows, strict=True)
+    ]
+
+
+def _rows(lane: Lane, shapes: Iterable[Shape]) -> int:
+    return max((shape.row + 1 for shape in shapes if shape.lane == lane), default=1)
+
+
+def _lane_px(lane: Lane, rows: int) -> int:
+    """Height of the lane: rows get their usual height as long as the picture stays in hand."""
+    crowded_px = max(_CROWDED_PX, _ROW_LEAST_PX * rows)
+    return max(_ROOMY_PX[lane], min(_ROW_PX * rows, crowded_px))
+
+
+def layer_names(timelines: Iterable[Timeline]) -> dict[int, str]:
+    """Layer index to name, in forward order; a parameter's name stands in for its layer's."""
+    events = [event for timeline in timelines for event in timeline.events]
+    names: dict[int, str] = {}
+    for event in sorted(events, key=lambda e: (e.layer_index, e.lane != "compute")):
+        is_layer = event.lane == "compute"
+        names.setdefault(event.layer_index, event.layer if is_layer else _owner(event.layer))
+    return names
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or parameter
+
+
+def layer_bytes(timelines: Iterable[Timeline]) -> dict[int, int]:
+    """Bytes of each layer that go one way in one step, as far as the timelines show them."""
+    totals: dict[tuple[object, ...], int] = {}
+    for number, timeline in enumerate(timelines):
+        for event in timeline.events:
+            if event.lane in ("push", "reply"):
+                key = (number, event.lane, event.step, event.layer_index)
+                totals[key] = totals.get(key, 0) + event.bytes
+    largest: dict[int, int] = {}
+    for (*_, layer_index), total in totals.items():
+        if isinstance(layer_index, int):
+            largest[layer_index] = max(total, largest.get(layer_index, 0))
+    return largest
+
+
+def render_panel(panel: Panel) -> str:
+    """The lane labels (HTML, they stay in place while the picture scrolls) and the SVG."""
+    height = panel.floor + _AXIS_PX
+    drawing = (
+        _bands(panel)
+        + _axis(panel)
+        + "".join(_shape(panel, shape) for shape in panel.shapes)
+        + _labels(panel)
+        + _steps(panel)
+        + _finish(panel)
+    )
+    width = PLOT_PX + 2 * _MARGIN_PX
+    svg = tag(
+        "svg",
+        drawing,
+        class_="plot",
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width} {height}",
+        role="img",
+        aria_label=panel_summary(panel),
+    )
+    return tag("div", _lane_labels(panel, height) + svg, class_="panel")
+
+
+def panel_summary(panel: Panel) -> str:
+    """One line: how long the steps took and how much of each was spent waiting."""
+    if not panel.spans:
+        return f"{panel.timeline.preset}: no steps recorded"
+    count = len(panel.spans)
+    waits = " and ".join(milliseconds(span.wait_s) for span in panel.spans)
+    steps = "1 step" if count == 1 else f"{count} steps"
+    return f"{steps} in {milliseconds(panel.timeline.stop_s)}, waiting {waits}"
+
+
+def _lane_labels(panel: Panel, height_px: int) -> str:
+    labels = "".join(
+        tag(
+            "div",
+            tag("b", text(name)) + tag("small", text(detail)),
+            class_=f"lane {lane}",
+            style=f"top:{panel.top(lane)}px;height:{panel.lane_px[lane]}px",
+        )
+        for lane, (name, detail) in _LANES.items()
+    )
+    return tag("div", labels, class_="lanes", style=f"height:{height_px}px")
+
+
+def _bands(panel: Panel) -> str:
+    """A pale track per lane, and a pale red band through all of them where the worker waits."""
+    end = panel.scale.x(panel.timeline.stop_s)
+    tracks = "".join(
+        _rect(_MARGIN_PX, panel.top(lane), end - _MARGIN_PX, panel.lane_px[lane], "track")
+        for lane in _LANES
+    )
+    waits = union((s.start_s, s.stop_s) for s in panel.shapes if s.lane == "wait")
+    height = panel.floor - _HEAD_PX + 4
+    x = panel.scale.x
+    return tracks + "".join(
+        _rect(x(start), _HEAD_PX - 4, x(stop) - x(start), height, "idle") for start, stop in waits
+    )
+
+
+def _axis(panel: Panel) -> str:
+    """Grid lines and time labels over the whole common scale, also beyond this panel's end."""
+    longest_s = panel.scale.longest_s
+    if longest_s <= 0:
+        return ""
+    every_s = tick_s(longest_s)
+    parts = [_line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, "axis")]
+    for number in range(int(longest_s / every_s * (1 + 1e-9)) + 1):
+        x = panel.scale.x(number * every_s)
+        parts.append(_vertical(x, _HEAD_PX, panel.floor + 9, "grid"))
+        parts.append(_text(x, panel.floor + 21, f"{_tick_text(number * every_s)}", "tick"))
+    return "".join(parts)
+
+
+def tick_s(longest_s: float) -> float:
+    """A round distance of time labels (1, 2 or 5 times a power of ten) that gives 6 to 14."""
+    rough_s = longest_s / 12
+    power = 10.0 ** math.floor(math.log10(rough_s))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough_s * 0.999)
+
+
+def _tick_text(time_s: float) -> str:
+    return f"{time_s * 1e3:,.10g}" + (" ms" if time_s == 0 else "")
+
+
+def _shape(panel: Panel, shape: Shape) -> str:
+    x = panel.scale.x(shape.start_s)
+    width = max(panel.scale.x(shape.stop_s) - x, _SHAPE_MIN_PX)
+    top, height = _row_box(panel, shape)
+    names = "wait" if shape.lane == "wait" else f"c{shape.layer_index}"
+    if shape.direction == "backward":
+        names += " back"
+    if width >= _SEPARATED_FROM_PX:
+        names += " wide"
+    return _rect(x, top, width, height, names, tag("title", text(_tip(panel, shape))))
+
+
+def _row_box(panel: Panel, shape: Shape) -> tuple[float, float]:
+    """Top and height of the shape's row: the rows that this panel uses share the lane."""
+    rows = panel.rows[shape.lane]
+    height = panel.lane_px[shape.lane] / rows
+    return panel.top(shape.lane) + shape.row * height, height - (
+        1 if rows > 1 and height >= 5 else 0
+    )
+
+
+def _tip(panel: Panel, shape: Shape) -> str:
+    """The tooltip: layer, stage, step, bytes, duration."""
+    names = ", ".join(shape.names[:3]) + (" ..." if len(shape.names) > 3 else "")
+    stage = shape.direction or {"wait": "waiting for it"}.get(shape.lane, shape.lane)
+    first = f"{names}: {stage}, step {shape.step}"
+    parts = [milliseconds(shape.busy_s)]
+    if shape.events > 1:
+        parts.append(f"{shape.events} slices")
+    if shape.bytes:
+        parts.append(size(shape.bytes))
+    span = f"from {milliseconds(shape.start_s)} to {milliseconds(shape.stop_s)}"
+    return f"{first}\n{', '.join(parts)}\n{span}"
+
+
+def _labels(panel: Panel) -> str:
+    """The layer's name on every run of blocks that has room for it."""
+    gap_s = 2.0 / panel.scale.px_per_s if panel.scale.px_per_s else 0.0
+    return "".join(_label(panel, run) for run in merge_shapes(panel.shapes, gap_s=gap_s))
+
+
+def _label(panel: Panel, run: Shape) -> str:
+    x, stop = panel.scale.x(run.start_s), panel.scale.x(run.stop_s)
+    top, height = _row_box(panel, run)
+    name = panel.layers[run.layer_index]
+    if run.lane == "wait" and _fits(f"waiting for {name}", stop - x):
+        name = f"waiting for {name}"
+    if height < 11 or not _fits(name, stop - x):
+        return ""
+    kind = f"t{run.layer_index}"
+    if run.lane == "wait" or run.direction == "backward":
+        kind = "on-wait" if run.lane == "wait" else "on-back"
+    return _text((x + stop) / 2, top + height / 2 + 4, name, f"name {kind}")
+
+
+def _fits(words: str, room_px: float) -> bool:
+    return (len(words) + 1) * _CHAR_PX < room_px
+
+
+def _steps(panel: Panel) -> str:
+    """A line where each step begins, and above it the step's number and what it waited."""
+    parts = []
+    for span in panel.spans:
+        x, stop = panel.scale.x(span.start_s), panel.scale.x(span.stop_s)
+        parts.append(_vertical(x, 4, panel.floor + 5, "step"))
+        number, waited = f"step {span.step}", f"waits {milliseconds(span.wait_s)}"
+        if _fits(f"{number} ", stop - x):
+            parts.append(_text(x + 7, 15, number, "step-name"))
+        if _fits(f"{number}    {waited}", stop - x):
+            x_waited = x + 7 + (len(number) + 2) * _CHAR_PX
+            parts.append(_text(x_waited, 15, waited, "step-wait"))
+    return "".join(parts)
+
+
+def _finish(panel: Panel) -> str:
+    """The end of this panel's window, and how much earlier than the slowest preset's it is."""
+    end_s, longest_s = panel.timeline.stop_s, panel.scale.longest_s
+    if not panel.spans:
+        return _text(_MARGIN_PX + 8, _HEAD_PX + 22, "no events were recorded", "step-name")
+    x = panel.scale.x(end_s)
+    parts = [_vertical(x, 4, panel.floor + 5, "step")]
+    earlier = f"{milliseconds(longest_s - end_s)} earlier"
+    room = panel.scale.x(longest_s) - x
+    if _fits(f"{earlier}   ", room):
+        y = panel.top("compute") + panel.lane_px["compute"] / 2
+        parts.append(_line(x + 4, x + room, y + 10, "saved"))
+        parts.append(_text(x + room / 2, y + 2, earlier, "saved-name"))
+    return "".join(parts)
+
+
+def _rect(x: float, y: float, width: float, height: float, names: str, content: str = "") -> str:
+    return tag(
+        "rect",
+        content,
+        class_=names,
+        x=float(x),
+        y=float(y),
+        width=float(max(width, 0.0)),
+        height=float(height),
+    )
+
+
+def _vertical(x: float, top: float, bottom: float, name: str) -> str:
+    return tag("line", class_=name, x1=x, x2=x, y1=float(top), y2=float(bottom))
+
+
+def _line(x1: float, x2: float, y: float, name: str) -> str:
+    return tag("line", class_=name, x1=float(x1), x2=float(x2), y1=float(y), y2=float(y))
+
+
+def _text(x: float, y: float, content: str, name: str) -> str:
+    return tag("text", text(content), class_=name, x=float(x), y=float(y))

@@ -1,0 +1,200 @@
+"""torchrun, with pipes instead of log files: ``python -m foreprop.run.agent GRACE ARGUMENTS``.
+
+Started by `host`. The arguments are torchrun's own and so is all that happens, but for two things:
+the workers' standard output and error are pipes, whose lines leave as records with the rank; and a
+worker that fails is reported when it ends, not when torchrun has ended the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import sys
+import threading
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api as torch_launcher
+
+from foreprop.run.lines import LineSplitter
+from foreprop.run.processes import end_with_parent
+from foreprop.run.records import Stream, WorkerFailed, encode_news, encode_output
+
+_CHUNK_BYTES = 65_536
+_STREAMS: tuple[Stream, Stream] = ("out", "err")
+
+
+class Channel:
+    """Where records go: the launcher, or nowhere once it is gone. Any thread may write."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            view = memoryview(data)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+
+class WorkerWatch:
+    """A thread that passes on what workers print, and says how they end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._selector = selectors.DefaultSelector()
+        self._splitters: dict[tuple[int, Stream], LineSplitter] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        self._stopping = False
+        self._ends_expected = False
+        self._reported: set[int] = set()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="foreprop-workers", daemon=True)
+        self._thread.start()
+
+    def open_pipe(self, rank: int, stream: Stream) -> str:
+        """The path under which this process can open the writing end of a new pipe."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        self._splitters[rank, stream] = LineSplitter()
+        self._selector.register(read_end, selectors.EVENT_READ, (rank, stream))
+        return f"/proc/{os.getpid()}/fd/{write_end}"
+
+    def watch_end(self, rank: int, pid: int) -> None:
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, rank)
+
+    def expect_ends(self) -> None:
+        """torchrun ends the workers now: that they end is no news any more."""
+        self._ends_expected = True
+
+    def report(self, rank: int, code: int) -> None:
+        """That a worker has failed; once."""
+        if rank not in self._reported:
+            self._reported.add(rank)
+            self._channel.write(encode_news(WorkerFailed(rank=rank, code=code)))
+
+    def finish(self) -> None:
+        """Pass on what is left; call when the workers have ended."""
+        self._stopping = True
+        os.write(self._wake_write, b".")
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select():
+                self._handle(key)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, tuple):
+                while self._pass_on(key.fd, *key.data):
+                    pass
+        for (rank, stream), splitter in self._splitters.items():
+            self._channel.write(encode_output(stream, rank, splitter.finish()))
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if key.data is None:
+            os.read(self._wake_read, 4096)
+        elif isinstance(key.data, tuple):
+            self._pass_on(key.fd, *key.data)
+        else:
+            self._selector.unregister(key.fd)
+            code = _exit_code(key.fd)
+            os.close(key.fd)
+            if code and not self._ends_expected:
+                self.report(key.data, code)
+
+    def _pass_on(self, descriptor: int, rank: int, stream: Stream) -> bool:
+        """False if nothing was there."""
+        try:
+            data = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        lines = self._splitters[rank, stream].feed(data)
+        self._channel.write(encode_output(stream, rank, lines))
+        return bool(data)
+
+
+def _exit_code(pidfd: int) -> int | None:
+    """Of a child that has ended, which stays for torch to collect; None if it already was."""
+    try:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+class PipeLogs(DefaultLogsSpecs):
+    """torchrun's place for saying where output goes: to the watch's pipes, and nothing to files."""
+
+    def __init__(self, watch: WorkerWatch) -> None:
+        super().__init__(log_dir=os.devnull)
+        self._watch = watch
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        logs = super().reify(envs)
+        for local_rank, variables in envs.items():
+            rank = int(variables["RANK"])
+            for stream, paths in zip(_STREAMS, (logs.stdouts, logs.stderrs), strict=True):
+                paths[local_rank] = self._watch.open_pipe(rank, stream)
+        logs.tee_stdouts.clear()
+        logs.tee_stderrs.clear()
+        return logs
+
+
+def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
+    """The exit code. Each worker that fails has been reported by then."""
+    parsed = torchrun.parse_args(arguments)  # type: ignore[no-untyped-call]
+    config, command, command_arguments = torchrun.config_from_args(parsed)
+    config.logs_specs = PipeLogs(watch)
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            for worker in worker_group.workers:
+                watch.watch_end(worker.global_rank, pids[worker.local_rank])
+            return pids
+
+        def _shutdown(self, *arguments: Any, **options: Any) -> None:
+            watch.expect_ends()
+            super()._shutdown(*arguments, **options)
+
+    torch_launcher.LocalElasticAgent = Agent  # type: ignore[attr-defined]
+    try:
+        torch_launcher.elastic_launch(config, command)(*command_arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        watch.report(rank, failure.exitcode)
+        return 1
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def main() -> int:
+    end_with_parent(signal.SIGTERM)
+    channel = Channel(os.dup(1))
+    os.dup2(2, 1)  # whatever torch prints is not a record
+    grace_s, arguments = float(sys.argv[1]), sys.argv[2:]
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
+    watch = WorkerWatch(channel)
+    try:
+        return run_torchrun(arguments, watch)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; torch's handler would raise
+        watch.finish()
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # at once: unloading torch takes long

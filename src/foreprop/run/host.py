@@ -1,0 +1,223 @@
+"""On a host: ``python -m foreprop.run.host`` starts the agent and sees it off.
+
+Started by ``foreprop run``, over ssh or directly, never by hand; `records` says what comes in on
+standard input and goes out on standard output. Whatever happens to the launcher, to the connection
+or to the agent, no process that the agent has started stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from foreprop.run.lines import LineSplitter
+from foreprop.run.processes import (
+    adopt_orphans,
+    collect_ended,
+    descendants,
+    has_children,
+    kill_descendants,
+)
+from foreprop.run.records import (
+    END,
+    KILL,
+    PROTOCOL,
+    SILENCE_S,
+    START,
+    News,
+    Ready,
+    Refused,
+    Task,
+    encode_news,
+)
+
+_POLL_S = 0.1
+_MARGIN_S = 2.0
+"""After the grace, for the agent to kill its workers itself."""
+_IDLE_GRACE_S = 1.0
+"""For an agent that has no workers (any more)."""
+
+
+class Inbox:
+    """Commands from the launcher and signals, waited for together."""
+
+    def __init__(self) -> None:
+        self._splitter = LineSplitter()
+        self._lines: list[bytes] = []
+        self._heard_at = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self._signals, wake = os.pipe()
+        os.set_blocking(self._signals, False)
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        self._selector.register(self._signals, selectors.EVENT_READ)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+
+    def next(self, timeout_s: float) -> bytes | None:
+        """The next command; `END` if the launcher or a signal wants an end; None if nothing."""
+        if not self._lines:
+            self._wait(timeout_s)
+        return self._lines.pop(0) if self._lines else None
+
+    def next_line(self) -> bytes:
+        """Waits as long as it takes."""
+        while (line := self.next(SILENCE_S)) is None:
+            pass
+        return line
+
+    def _wait(self, timeout_s: float) -> None:
+        patience_s = max(0.0, self._heard_at + SILENCE_S - time.monotonic())
+        for key, _ in self._selector.select(min(timeout_s, patience_s)):
+            if key.fd == 0:
+                self._read_commands()
+            elif set(os.read(self._signals, 4096)) - {signal.SIGCHLD}:
+                self._lines.append(END)
+        if time.monotonic() >= self._heard_at + SILENCE_S:
+            self._heard_at = float("inf")
+            self._lines.append(END)
+
+    def _read_commands(self) -> None:
+        data = os.read(0, 65536)
+        if data:
+            self._heard_at = time.monotonic()
+            self._lines += self._splitter.feed(data)
+        else:
+            self._heard_at = float("inf")
+            self._selector.unregister(0)
+            self._lines.append(END)
+
+
+class Watch:
+    """The agent's process, and all that descend from it."""
+
+    def __init__(self, task: Task, port: int, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._grace_s = task.grace_s
+        self._kill_at: float | None = None
+        self._ending_at: float | None = None
+        self._code: int | None = None
+        self._process = subprocess.Popen(
+            agent_command(task, port),
+            cwd=task.directory,
+            env=os.environ | task.environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def run(self) -> int:
+        """Until nothing is left; the agent's exit code (negative: the signal that killed it)."""
+        while self._code is None or descendants():
+            command = self._inbox.next(_POLL_S if self._is_ending() else SILENCE_S)
+            if command == KILL:
+                self._kill_at = time.monotonic()
+            elif command == END and self._code is None:
+                self._end()
+            self._collect()
+            self._kill_if_late()
+        return self._code
+
+    def _is_ending(self) -> bool:
+        return self._kill_at is not None
+
+    def _end(self) -> None:
+        if self._ending_at is None:
+            self._ending_at = time.monotonic()
+            self._kill_at = self._ending_at + self._grace_s + _MARGIN_S
+            self._process.terminate()
+
+    def _collect(self) -> None:
+        codes = collect_ended()
+        if self._process.pid in codes and self._code is None:
+            self._code = self._process.returncode = codes[self._process.pid]
+            now = time.monotonic()
+            if self._code < 0:  # killed: nobody else ends its workers
+                self._kill_at = now
+            elif self._kill_at is None:  # the rest (a server that says goodbye) ends by itself
+                self._kill_at = now + self._grace_s
+
+    def _kill_if_late(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            kill_descendants()
+        elif self._is_idle(now):
+            self._process.kill()  # it is in a call of torch's that no signal interrupts
+
+    def _is_idle(self, now: float) -> bool:
+        """Whether the agent should have ended by now and has no workers to wait for."""
+        late = self._ending_at is not None and now >= self._ending_at + _IDLE_GRACE_S
+        return late and self._code is None and not has_children(self._process.pid)
+
+
+def agent_command(task: Task, port: int) -> list[str]:
+    """The port is torchrun's; without ``-P`` Python would look for modules in the directory."""
+    rendezvous = ["--master-port", str(port)]
+    agent = [sys.executable, "-P", "-m", "foreprop.run.agent"]
+    return [*agent, str(task.grace_s), *rendezvous, *task.arguments]
+
+
+def main() -> int:
+    adopt_orphans()
+    inbox = Inbox()
+    line = inbox.next_line()
+    if line == END:
+        return 1
+    try:
+        task = decode_task(line)
+        check_directory(task)
+        _send(Ready(port=task.port or free_port()))
+    except ValueError as error:
+        _send(Refused(reason=str(error)))
+        return 1
+    while not (line := inbox.next_line()).startswith(START):
+        if line in (END, KILL):
+            return 1
+    code = Watch(task, int(line.removeprefix(START)), inbox).run()
+    return code if code >= 0 else 128 - code
+
+
+def decode_task(line: bytes) -> Task:
+    """Raises ValueError."""
+    try:
+        protocol = msgspec.json.decode(line).get("protocol")
+        if protocol == PROTOCOL:
+            return msgspec.json.decode(line, type=Task)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the launcher's task cannot be read: {error}") from error
+    raise ValueError(
+        f"its foreprop speaks protocol {PROTOCOL}, the launcher's {protocol}; install the same"
+        " version on all hosts"
+    )
+
+
+def check_directory(task: Task) -> None:
+    """Raises ValueError."""
+    if not os.path.isdir(task.directory):
+        raise ValueError(
+            f"there is no directory {task.directory} on {task.host}; workers start in the directory"
+            " that `foreprop run` is called in: make it there, or give --directory"
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _send(news: News) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, encode_news(news))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

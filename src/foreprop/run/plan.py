@@ -1,0 +1,168 @@
+"""What each host is to run: torchrun's arguments, the environment, and how the host is reached."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import math
+import shlex
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import psutil
+
+from foreprop.errors import ConfigError
+from foreprop.run.records import Task
+from foreprop.run.resources import Host
+
+DEFAULT_PORT = 29500
+"""torchrun's own."""
+
+HOST_PROGRAM = ("-P", "-m", "foreprop.run.host")
+_SSH_OPTIONS = (
+    *("-o", "BatchMode=yes"),  # a question for a password would wait for ever, unseen
+    *("-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=15"),
+)
+"""After the user's own: ssh takes the first of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run on several hosts. ``here``: those of them that are this machine, by name."""
+
+    hosts: tuple[Host, ...]
+    here: frozenset[str]
+    script: tuple[str, ...]
+    """The training script and its arguments."""
+    directory: str
+    python: str
+    module: bool = False
+    """Whether the script is a module's name, as after ``python -m``."""
+    ssh: tuple[str, ...] = ("ssh",)
+    environment: Mapping[str, str]
+    master_address: str
+    port: int | None = None
+    """None: a free one of the first host."""
+    grace_s: float = 10.0
+
+    def is_here(self, index: int) -> bool:
+        return self.hosts[index].name in self.here
+
+    def ranks(self, index: int) -> range:
+        """The ranks of a host's workers: torchrun counts through the hosts in their order."""
+        first = sum(host.workers for host in self.hosts[:index])
+        return range(first, first + self.hosts[index].workers)
+
+    def environment_of(self, index: int) -> dict[str, str]:
+        """What a host's workers have beside their machine's own environment."""
+        found = self._for_unequal_counts() | dict(self.environment)
+        gpus = self.hosts[index].gpus
+        if gpus is not None:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        return found
+
+    def _for_unequal_counts(self) -> dict[str, str]:
+        """Workers count as nodes in equal groups, so let no group reach over two hosts."""
+        counts = {host.workers for host in self.hosts}
+        return {} if len(counts) == 1 else {"FOREPROP_WORKERS_PER_NODE": str(math.gcd(*counts))}
+
+    def task(self, index: int) -> Task:
+        return Task(
+            host=self.hosts[index].name,
+            directory=self.directory,
+            environment=self.environment_of(index),
+            arguments=self._torchrun_arguments(index),
+            port=self.port,
+            grace_s=self.grace_s,
+        )
+
+    def _torchrun_arguments(self, index: int) -> list[str]:
+        return [
+            *("--nnodes", str(len(self.hosts))),
+            *("--node-rank", str(index)),
+            *("--nproc-per-node", str(self.hosts[index].workers)),
+            *("--master-addr", _bracketed(self.master_address)),
+            *(("--module",) if self.module else ()),
+            *self.script,
+        ]
+
+    def command(self, index: int, arguments: tuple[str, ...] = HOST_PROGRAM) -> list[str]:
+        """What starts the host program (or another of foreprop's) on a host, from here."""
+        program = [self.python, *arguments]
+        if self.is_here(index):
+            return program
+        path = self.environment.get("PYTHONPATH")  # the host program may need it too
+        words = program if path is None else ["env", f"PYTHONPATH={path}", *program]
+        return self._over_ssh(index, "exec " + shlex.join(words))
+
+    def by_hand(self, index: int) -> str:
+        """A shell command that does the same with plain torchrun, to be typed here."""
+        words = [
+            *("--master-port", str(self.port or DEFAULT_PORT)),
+            *self._torchrun_arguments(index),
+        ]
+        variables = [f"{name}={value}" for name, value in self.environment_of(index).items()]
+        start = [*(("env", *variables) if variables else ()), self.python]
+        torchrun = shlex.join([*start, "-m", "torch.distributed.run", *words])
+        command = f"cd {shlex.quote(self.directory)} && {torchrun}"
+        return command if self.is_here(index) else shlex.join(self._over_ssh(index, command))
+
+    def _over_ssh(self, index: int, command: str) -> list[str]:
+        options = _SSH_OPTIONS if PurePath(self.ssh[0]).name == "ssh" else ()
+        return [*self.ssh, *options, self.hosts[index].login, command]
+
+
+def check_reachable(hosts: tuple[Host, ...], here: frozenset[str]) -> None:
+    """Whether the other hosts can reach the first one by its name; raises `ConfigError`."""
+    if _is_loopback(hosts[0].name) and any(host.name not in here for host in hosts):
+        raise ConfigError(
+            f"the first host is {hosts[0].name!r}, where no other machine can reach it; write its"
+            " name or address, or give --master-addr"
+        )
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _is_loopback(name: str) -> bool:
+    address = _maybe_address(name)
+    return name == "localhost" if address is None else address.is_loopback
+
+
+def _maybe_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def hosts_here(hosts: tuple[Host, ...]) -> frozenset[str]:
+    """The names of those hosts that are this machine, seen by this user. Asks the resolver."""
+    names = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    addresses = {
+        ipaddress.ip_address(found.address.partition("%")[0])
+        for interface in psutil.net_if_addrs().values()
+        for found in interface
+        if found.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return frozenset(
+        host.name
+        for host in hosts
+        if host.user in (None, getpass.getuser())
+        and (host.name in names or any(a in addresses or a.is_loopback for a in _resolve(host)))
+    )
+
+
+def _resolve(host: Host) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    address = _maybe_address(host.name)
+    if address is not None:
+        return [address]
+    try:
+        found = socket.getaddrinfo(host.name, None)
+    except OSError:  # a name that only ssh's configuration knows, perhaps
+        return []
+    return [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]

@@ -1,0 +1,318 @@
+"""Starting the hosts' programs, passing on what their workers print, and ending all together."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, BinaryIO, NamedTuple
+
+import msgspec
+
+from foreprop.run.lines import LIMIT_BYTES, LineSplitter
+from foreprop.run.plan import Plan
+from foreprop.run.records import (
+    ALIVE,
+    BEAT_S,
+    END,
+    KILL,
+    START,
+    News,
+    Output,
+    Ready,
+    Refused,
+    WorkerFailed,
+    decode,
+)
+
+_ANSWER_S = 60.0
+"""A host that has not answered by then is given up."""
+_MARGIN_S = 10.0
+"""After the grace, for a host to end by itself and for the news of it to arrive."""
+_KILL_S = 3.0
+_LAST_WORDS_S = 1.0
+_CHUNK_BYTES = 65_536
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOT_FOUND, _SSH_FAILED = 127, 255
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The exit code, and what went wrong first, if anything did."""
+
+    code: int
+    failure: str | None = None
+
+
+class _Told(NamedTuple):
+    host: int
+    news: News
+
+
+class _Ended(NamedTuple):
+    host: int
+    code: int
+
+
+class _Interrupted(NamedTuple):
+    number: int
+
+
+class _OutputClosed(NamedTuple):
+    pass
+
+
+_Event = _Told | _Ended | _Interrupted | _OutputClosed
+_Events = queue.SimpleQueue[_Event]
+
+
+class Printer:
+    """Whole lines to standard output and error, from any thread, never mixed up."""
+
+    def __init__(self, out: BinaryIO, err: BinaryIO, events: _Events) -> None:
+        self._streams = {"out": out, "err": err}
+        self._events = events
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def write(self, stream: str, text: bytes) -> None:
+        with self._lock:
+            if self._closed or not text:
+                return
+            try:
+                self._streams[stream].write(text)
+                self._streams[stream].flush()
+            except OSError:  # whoever read it has gone
+                self._closed = True
+                self._events.put(_OutputClosed())
+
+
+class HostProcess:
+    """The program on one host: what it says becomes events or is printed, by threads of its own."""
+
+    def __init__(self, plan: Plan, index: int, events: _Events, printer: Printer) -> None:
+        self.name = plan.hosts[index].name
+        self.command = plan.command(index)
+        self.port: int | None = None
+        self.code: int | None = None
+        self.index = index
+        self._events = events
+        self._printer = printer
+        self._prefix = b"[%s] " % self.name.encode()
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher, which then ends all in order
+        )
+        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._stdout_reader = threading.Thread(target=self._read_stdout, daemon=True)
+        self._stderr_reader.start()
+        self._stdout_reader.start()
+        self.send(msgspec.json.encode(plan.task(index)))
+
+    def send(self, line: bytes) -> None:
+        """To its standard input; nothing happens if it has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._process.stdin is not None:
+                self._process.stdin.write(line + b"\n")
+                self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """The program here, which is ssh or, of a host that is this machine, the host program."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """When it has ended, or has been killed."""
+        with contextlib.suppress(OSError):
+            _close(self._process.stdin)
+        readers = (
+            (self._process.stdout, self._stdout_reader),
+            (self._process.stderr, self._stderr_reader),
+        )
+        for pipe, reader in readers:
+            reader.join(_LAST_WORDS_S)
+            if not reader.is_alive():  # else another process holds the pipe; it goes with ours
+                _close(pipe)
+
+    def _read_stdout(self) -> None:
+        for lines in _lines_of(self._process.stdout):
+            printed: dict[str, list[bytes]] = {"out": [], "err": []}
+            for line in lines:
+                record = decode(line)
+                if isinstance(record, Output):
+                    printed[record.stream].append(b"[%d] %s\n" % (record.rank, record.text))
+                elif record is None:
+                    printed["err"].append(self._prefix + line + b"\n")
+                else:
+                    self._events.put(_Told(self.index, record))
+            for stream, texts in printed.items():
+                self._printer.write(stream, b"".join(texts))
+        code = self._process.wait()
+        self._stderr_reader.join(_LAST_WORDS_S)  # ssh's shared connections keep it open
+        self._events.put(_Ended(self.index, code))
+
+    def _read_stderr(self) -> None:
+        for lines in _lines_of(self._process.stderr):
+            self._printer.write("err", b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        pipe.close()
+
+
+def _lines_of(pipe: object) -> Iterator[list[bytes]]:
+    splitter = LineSplitter(2 * LIMIT_BYTES)  # a record is a line and what is put before it
+    while data := pipe.read1(_CHUNK_BYTES):  # type: ignore[attr-defined]
+        yield splitter.feed(data)
+    yield splitter.finish()
+
+
+class Launcher:
+    """Runs a plan once, in the main thread."""
+
+    def __init__(self, plan: Plan, out: BinaryIO, err: BinaryIO) -> None:
+        self._plan = plan
+        self._events: _Events = queue.SimpleQueue()
+        self._printer = Printer(out, err, self._events)
+        self._hosts: list[HostProcess] = []
+        self._outcome: Outcome | None = None
+        self._started = False
+        self._deadline = time.monotonic() + _ANSWER_S
+
+    def run(self) -> Outcome:
+        """Until every host's program has ended. The first failure decides the outcome."""
+        with _signals_as_events(self._events):
+            try:
+                self._start()
+                while self._running():
+                    self._look_at_the_clock()
+                    with contextlib.suppress(queue.Empty):
+                        self._handle(self._events.get(timeout=self._patience_s()))
+            finally:
+                for host in self._hosts:
+                    if host.code is None:
+                        host.kill()
+                    host.close()
+        return self._outcome or Outcome(0)
+
+    def _start(self) -> None:
+        for index in range(len(self._plan.hosts)):
+            try:
+                host = HostProcess(self._plan, index, self._events, self._printer)
+            except OSError as error:
+                command = self._plan.command(index)[0]
+                self._fail(1, f"{command} cannot be started: {error.strerror}")
+                return
+            self._hosts.append(host)
+
+    def _running(self) -> list[HostProcess]:
+        return [host for host in self._hosts if host.code is None]
+
+    def _patience_s(self) -> float:
+        waits = not self._started or self._outcome is not None
+        return min(BEAT_S, max(0.1, self._deadline - time.monotonic())) if waits else BEAT_S
+
+    def _look_at_the_clock(self) -> None:
+        for host in self._running():
+            host.send(ALIVE)
+        if time.monotonic() < self._deadline:
+            return
+        if self._outcome is not None and time.monotonic() < self._deadline + _KILL_S:
+            for host in self._running():
+                host.kill()
+        elif self._outcome is not None:
+            for host in self._running():
+                host.code = -signal.SIGKILL  # who else holds its pipes is not ours to wait for
+        elif not self._started:
+            names = ", ".join(host.name for host in self._hosts if host.port is None)
+            self._fail(1, f"no answer from {names} within {_ANSWER_S:g} s")
+
+    def _handle(self, event: _Event) -> None:
+        if isinstance(event, _Told):
+            self._hear(self._hosts[event.host], event.news)
+        elif isinstance(event, _Ended):
+            self._hosts[event.host].code = event.code
+            if event.code:
+                self._fail(1, self._why_ended(self._hosts[event.host]))
+        elif isinstance(event, _OutputClosed):
+            self._fail(128 + signal.SIGPIPE, None)
+        else:
+            self._interrupt(event.number)
+
+    def _hear(self, host: HostProcess, news: News) -> None:
+        if isinstance(news, Ready):
+            host.port = news.port
+            if all(other.port is not None for other in self._hosts):
+                self._begin()
+        elif isinstance(news, Refused):
+            self._fail(1, f"{host.name}: {news.reason}")
+        elif isinstance(news, WorkerFailed):
+            code = news.code if news.code > 0 else 128 - news.code
+            self._fail(code, f"rank {news.rank} on {host.name} {_ending(news.code)}")
+
+    def _begin(self) -> None:
+        self._started = True
+        for host in self._hosts:
+            host.send(START + b" %d" % (self._hosts[0].port or 0))
+
+    def _interrupt(self, number: int) -> None:
+        if self._outcome is None:
+            self._fail(128 + number, f"ended by {signal.Signals(number).name}")
+            return
+        self._deadline = min(self._deadline, time.monotonic() + _KILL_S)
+        for host in self._running():
+            host.send(KILL)
+
+    def _fail(self, code: int, failure: str | None) -> None:
+        """The first call decides the outcome and ends all."""
+        if self._outcome is not None:
+            return
+        self._outcome = Outcome(code, failure)
+        self._deadline = time.monotonic() + self._plan.grace_s + _MARGIN_S
+        for host in self._running():
+            host.send(END)
+
+    def _why_ended(self, host: HostProcess) -> str:
+        how, over_ssh = _ending(host.code or 0), not self._plan.is_here(host.index)
+        if over_ssh and host.code == _SSH_FAILED and host.port is not None:
+            return f"the connection to {host.name} was lost"
+        if over_ssh and host.code == _SSH_FAILED:
+            test = shlex.join([*host.command[:-1], "true"])
+            return f"{host.name} cannot be reached; try `{test}`"
+        if host.port is not None:
+            return f"torchrun on {host.name} {how} before its workers; see what it said"
+        if host.code == _NOT_FOUND:
+            return f"{host.name} has no {self._plan.python}; give --python"
+        command = shlex.join(host.command)
+        return f"`{command}` {how}; is this version of foreprop installed for Python there?"
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+@contextlib.contextmanager
+def _signals_as_events(events: _Events) -> Iterator[None]:
+    """`SimpleQueue.put` may be called from a signal's handler, whatever the thread was doing."""
+    before = {
+        number: signal.signal(number, lambda received, _: events.put(_Interrupted(received)))
+        for number in _SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

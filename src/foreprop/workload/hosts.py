@@ -1,0 +1,101 @@
+"""What a simulated host and its kernel are like: physical quantities, the same for every run.
+
+Sizes of the kernel are Linux's, or what the lab and `link.tcp` set. Times of the host are of the
+order that `foreprop bench overhead` and `bench wire` measure; ten times as much changes a step of
+ResNet-50 and Sockeye at balance 1.0 by less than 0.5 % with p3 and slicing, by up to 2.6 % with
+kvstore.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foreprop.workload.limit import PACKET_BYTES
+from foreprop.workload.link import LinkSetting
+
+_LEAST_BURST_BYTES = 2 * PACKET_BYTES
+_LEAST_WINDOW_BYTES = 2 * PACKET_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What the kernel does with a connection's bytes."""
+
+    unsent_bytes: int
+    """It begins a new segment while it holds fewer unsent (`TCP_NOTSENT_LOWAT`)."""
+    buffer_bytes: int
+    """It begins a new segment while it holds fewer, unsent or unacknowledged (`SO_SNDBUF`)."""
+    settles: bool
+    """A message has been sent when another third of the buffer is free (`Stream.bound`)."""
+    segment_bytes: int
+    """To a segment that it has begun and not sent it adds, whatever the bounds, up to this."""
+    window_bytes: int
+    """Sent and not acknowledged."""
+    burst_bytes: int
+    """What the simulation moves as one: more costs accuracy, less costs time."""
+    latency_s: float
+    """Of each of the two links on the way, queues left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Every host of a cluster; the defaults are the lab's machine."""
+
+    send_s: float = 60e-6
+    """From the last byte taken to the next frame: a thread wakes, the machine decides."""
+    receive_s: float = 150e-6
+    """From the last byte of a frame to the machine's event."""
+    worker_frame_s: float = 0.0
+    """Of the processor for each frame of a worker, its bytes left out; 0: it has time to spare."""
+    server_frame_s: float = 0.0
+    """The same for a server, or for a node's relays, which are one process."""
+    update_s: float = 60e-6
+    """To begin an update, whatever its size."""
+    sum_elem_s: float = 0.4e-9
+    """To add one element of one worker's gradient."""
+    update_elem_s: float = 0.7e-9
+    """To apply the optimizer (SGD with momentum) to one element."""
+    norm_elem_s: float = 2e-9
+    """To add the square of one element to a norm (`core.norm`)."""
+    copy_byte_s: float = 0.4e-9
+    """Loopback, for each byte."""
+    buffer_share: float = 0.9
+    """Of a socket's buffer what is payload; the rest is the kernel's bookkeeping."""
+    segment_bytes: int = 65_536
+    """The kernel's largest segment, which it cuts into packets late (GSO)."""
+    burst_s: float = 0.0005
+    """What the simulation moves as one takes a link this long, but has at least two packets."""
+
+    def summing_s(self, elems: int, workers: int) -> float:
+        """For a relay to sum so many elements of each of its node's workers."""
+        return self.update_s + elems * workers * self.sum_elem_s
+
+    def measuring_s(self, elems: int, workers: int) -> float:
+        """To sum so many elements of each worker, and their squares, if updates need the norm."""
+        return self.summing_s(elems, workers) + elems * self.norm_elem_s
+
+    def updating_s(self, elems: int, workers: int) -> float:
+        """For a server to sum and update so many elements; ``workers`` 0: they are summed."""
+        return self.update_s + elems * (self.update_elem_s + workers * self.sum_elem_s)
+
+    def kernel(
+        self,
+        link: LinkSetting,
+        *,
+        connections: int,
+        unsent_bytes: int,
+        buffer_bytes: int,
+        settles: bool = False,
+    ) -> Kernel:
+        """``connections``: that share each link; ``buffer_bytes``: what `SO_SNDBUF` tells."""
+        burst_bytes = int(link.rate_bits_per_s / 8 * self.burst_s)
+        window_bytes = max(int(link.queue_bytes / connections), _LEAST_WINDOW_BYTES)
+        return Kernel(
+            unsent_bytes=unsent_bytes,
+            buffer_bytes=int(buffer_bytes * self.buffer_share),
+            settles=settles,
+            segment_bytes=self.segment_bytes,
+            window_bytes=window_bytes,
+            burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes, window_bytes),
+            latency_s=link.latency_s,
+        )

@@ -1,0 +1,90 @@
+"""What one measurement of the lab yields, and the file that keeps it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from foreprop.core.slicing import SLICE_ELEMS, usual_slice_elems
+from foreprop.errors import ConfigError
+
+CPU_BOUND_SHARE = 0.8
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Median and outer deciles of the steps' times, seconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(median=values[0], p10=values[0], p90=values[0])
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
+        return cls(median=statistics.median(values), p10=deciles[0], p90=deciles[-1])
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One system in one setting."""
+
+    system: str
+    model: str
+    scale: int
+    nodes: int
+    workers_per_node: int = 1
+    local_aggregation: str | None = None
+    """foreprop's setting; None of other systems."""
+    rate_bits_per_s: float
+    balance: float
+    """Wire time / compute."""
+    compute_s: float
+    wire_s: float
+    """2 (N - 1) / N x bytes / rate, without headers."""
+    limit_s: float
+    """What no schedule can beat, headers counted: see `foreprop.workload.limit`."""
+    iteration_s: Spread
+    efficiency: float
+    """``limit_s / iteration_s.median``."""
+    waiting_s: float
+    """How long the emulated device was idle per step, mean."""
+    cpu_s_per_gb: float
+    """CPU time of all the system's processes per 10^9 bytes of parameters and gradients sent."""
+    cpu_share: float
+    """Of all CPUs, what was busy during the steps."""
+    cpu_bound: bool
+    """Whether `cpu_share` is above 0.8: then this is no network result."""
+    iterations: int
+    slice_elems: int
+    """Largest slice, already divided by the scale."""
+    bucket_bytes: int | None
+    """DDP's bucket size, already divided by the scale."""
+    network: str
+    """``namespaces`` (the kernel's links and shapers), ``pacing`` (the transport's own) or
+    ``simulated`` (`foreprop.simulate`): nothing was measured."""
+    representatives: int | None = None
+    """How many workers were simulated and stood for all nodes; None: each for itself."""
+    versions: dict[str, str]
+
+    @property
+    def has_usual_slices(self) -> bool:
+        """P3's size, or the default's on so many nodes, which is smaller on many."""
+        usual = (SLICE_ELEMS, usual_slice_elems(self.nodes))
+        return self.slice_elems in [size // self.scale for size in usual]
+
+
+def write_records(path: Path, records: Sequence[msgspec.Struct]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    partial.replace(path)
+
+
+def read_records(path: Path) -> list[Record]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[Record])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} holds no results of the lab: {error}") from error

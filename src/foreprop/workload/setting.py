@@ -1,0 +1,209 @@
+"""What one run of the lab is to measure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from foreprop.config import PRESETS, Config, LocalAggregation
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, usual_slice_elems
+from foreprop.core.wire import HEADER_BYTES
+from foreprop.errors import ConfigError
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer, Profile
+
+DDP = "ddp"
+DDP_TUNED = "ddp-tuned"
+MXNET = ("mxnet-kvstore", "mxnet-p3")
+RING = "ring"
+AUTO = {"auto": "auto", "p3-auto": "p2p"}
+"""What plans for itself, slices and all: by name the ``architecture`` that is asked for."""
+WORKERS = "p3-workers"
+"""The preset p3, whose workers update."""
+CLIPPED = {"p3-clip": "auto", "p3-clip-setting": "servers"}
+"""The preset p3 in a loop that clips: with ``clip_grad_norm_``, or as a setting. By name who
+updates."""
+SYSTEMS = (*PRESETS, RING, *AUTO, WORKERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
+
+SIZE_MARK = "@"
+"""``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
+
+DISCARDED_STEPS = 1
+"""Of each block: TCP begins anew after a pause."""
+RING_STEPS = 9
+"""Until a ring has planned its order twice."""
+CLIP_NORM = 1.0
+"""The largest norm of those that clip."""
+
+
+_DEFAULT = Config()
+_FEW_PACKETS = 8
+_SLICES_PER_S = 1000
+_USUAL_NODES = 4
+_MORE_NODES_EXPONENT = 1.25  # a slice is sent to more nodes, by processes of more threads
+
+
+def usual_compute_s(profile: Profile, nodes: int) -> float:
+    """A step's compute: as measured, or with time to spare for two CPUs that do every node's work.
+
+    What they do per step grows with the slices, of the usual size, whatever the scale.
+    """
+    if profile.measured_s is not None:
+        return profile.measured_s
+    slices = profile.slices(usual_slice_elems(nodes))
+    more_nodes = max(1.0, nodes / _USUAL_NODES)
+    return max(1.0, slices / _SLICES_PER_S) * math.pow(more_nodes, _MORE_NODES_EXPONENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSetting:
+    """One cluster, one model, several systems whose steps are interleaved.
+
+    Slices, big arrays, buckets and the kernel's send buffers are divided by ``scale`` as the
+    arrays are, for every system alike; see `slice_elems_of` for small slices. Raises `ConfigError`
+    for what cannot be.
+    """
+
+    profile: Profile
+    systems: tuple[str, ...]
+    nodes: int = 4
+    workers_per_node: int = 1
+    scale: int = 16
+    compute_s: float = 2.0
+    rate_bits_per_s: float | None = None
+    balance: float | None = None
+    """Wire / compute; decides the rate if none is given. 1.0 if neither is."""
+    iterations: int = 20
+    warm_up: int = 3
+    slice_elems: int | None = None
+    """Of the unscaled model; by default what a session on so many nodes cuts (`slice_elems_of`)."""
+    jitter: float = 0.0
+    """Each layer's time is drawn anew on every node and in every step, up to this share off."""
+    shape_ingress: bool = True
+    mxnet_python: Path | None = None
+    trace: Path | None = None
+    """Folder for the presets' traces, one sub-folder per system."""
+    sample_network: bool = False
+    """Read node 0's interface counters every 10 ms during measured steps."""
+
+    known_systems: ClassVar[tuple[str, ...]] = SYSTEMS
+    most_nodes: ClassVar[int] = 64
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.systems if not self._knows(name)]
+        if unknown or not self.systems:
+            what = unknown[0] if unknown else ""
+            raise ConfigError(f"systems has {what!r}; there are {', '.join(self.known_systems)}")
+        if len(set(self.systems)) < len(self.systems):
+            raise ConfigError(f"systems names one twice: {', '.join(self.systems)}")
+        least_of = {"nodes": 2, "workers_per_node": 1, "scale": 1, "iterations": 1, "warm_up": 0}
+        least_of["slice_elems"] = 1
+        for name, least in least_of.items():
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ConfigError(f"{name} is {number}; at least {least}")
+        if self.nodes > self.most_nodes:
+            raise ConfigError(f"nodes is {self.nodes}; at most {self.most_nodes} on one machine")
+        if self.workers > self.most_nodes:
+            raise ConfigError(
+                f"workers_per_node is {self.workers_per_node} on {self.nodes} nodes; at most"
+                f" {self.most_nodes} workers on one machine"
+            )
+        if self.workers_per_node > 1 and any(name in MXNET for name in self.systems):
+            raise ConfigError(
+                f"workers_per_node is {self.workers_per_node}; mxnet-* can only be measured with 1"
+            )
+        if self.rate_bits_per_s is not None and self.balance is not None:
+            raise ConfigError("rate and balance are both given: one follows from the other")
+        for name in ("compute_s", "rate_bits_per_s", "balance"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be positive and finite")
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and below 1")
+        if self.jitter and any(name in MXNET for name in self.systems):
+            raise ConfigError(f"jitter is {self.jitter}; mxnet-* can only be measured without")
+        if self.mxnet_python is None and any(name in MXNET for name in self.systems):
+            raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    def _knows(self, system: str) -> bool:
+        name, mark, size = system.partition(SIZE_MARK)
+        sized = not mark or (name in PRESETS and size.isdecimal() and int(size) > 0)
+        return sized and name in self.known_systems
+
+    def slice_elems_of(self, system: str) -> int:
+        """Scaled: what the system's name says, or else ``slice_elems``, or the usual ones.
+
+        Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
+        so that the last one, hardly used, would cost a share that it does not cost unscaled.
+        """
+        _, mark, size = system.partition(SIZE_MARK)
+        elems = self.scaled(int(size) if mark else self.unscaled_slice_elems)
+        return elems if mark or self.slice_elems else _filling_packets(elems)
+
+    @property
+    def unscaled_slice_elems(self) -> int:
+        """``slice_elems``, or the default."""
+        return self.slice_elems or usual_slice_elems(self.nodes)
+
+    @property
+    def workers(self) -> int:
+        """Of all nodes together."""
+        return self.nodes * self.workers_per_node
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self.profile.layers(scale=self.scale, compute_s=self.compute_s)
+
+    @property
+    def rate(self) -> float:
+        """The links' rate, bit/s."""
+        if self.rate_bits_per_s is not None:
+            return self.rate_bits_per_s
+        return limit.rate_for_balance(self.layers, nodes=self.nodes, balance=self.balance or 1.0)
+
+    @property
+    def limit_s(self) -> float:
+        return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate)
+
+    def scaled(self, size: int) -> int:
+        """A size of the unscaled model, divided as its arrays are."""
+        return max(1, size // self.scale)
+
+
+def _filling_packets(elems: int) -> int:
+    """As many, or so much fewer that their frame fills its packets, if these are few."""
+    packets = (HEADER_BYTES + elems * limit.BYTES_PER_ELEM) // limit.PACKET_BYTES
+    if not 1 <= packets < _FEW_PACKETS:
+        return elems
+    return (packets * limit.PACKET_BYTES - HEADER_BYTES) // limit.BYTES_PER_ELEM
+
+
+def local_aggregation() -> LocalAggregation:
+    """As the environment says, for a comparison with and without."""
+    return Config.resolve().local_aggregation
+
+
+def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
+    """Of a preset, ``ring`` or ``auto``: what counts elements or bytes divided by the scale.
+
+    ``changes`` are fields of `Config`.
+    """
+    fields: dict[str, Any] = {
+        "architecture": AUTO.get(name, RING if name == RING else "p2p"),
+        "workers_per_node": setting.workers_per_node,
+        "chunk_elems": setting.scaled(_DEFAULT.chunk_elems),
+        "slice_elems": "auto" if name in AUTO else setting.slice_elems_of(name),
+        "big_array_elems": setting.scaled(BIG_ARRAY_ELEMS),
+        "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
+        "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
+    }
+    if name == WORKERS:
+        fields["update"] = "workers"
+    if CLIPPED.get(name) == "servers":
+        fields["clip_grad_norm"] = CLIP_NORM
+    system = name.partition(SIZE_MARK)[0]
+    preset = system if system in PRESETS else None
+    return Config.resolve(preset, **(fields | changes))

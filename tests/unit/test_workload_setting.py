@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreprop.core.wire import HEADER_BYTES
+from foreprop.errors import ConfigError
+from foreprop.workload import limit
+from foreprop.workload.profile import Profile, ProfiledArray, load_profile
+from foreprop.workload.setting import SYSTEMS, LabSetting, usual_compute_s
+
+SETTING = LabSetting(profile=load_profile("resnet110_cifar"), systems=("p3", "ddp"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"systems": ()}, "there are baseline|there are .*p3"),
+        ({"systems": ("p3", "p4")}, r"systems has 'p4'; there are .*p3.*ddp-tuned.*mxnet-p3"),
+        ({"systems": ("p3@0",)}, "systems has 'p3@0'"),
+        ({"systems": ("p3@many",)}, "systems has 'p3@many'"),
+        ({"systems": ("ddp@100",)}, "systems has 'ddp@100'"),
+        ({"systems": ("p3", "ddp", "p3")}, "systems names one twice: p3, ddp, p3"),
+        ({"nodes": 1}, "nodes is 1; at least 2"),
+        ({"nodes": 65}, "nodes is 65; at most 64"),
+        ({"scale": 0}, "scale is 0; at least 1"),
+        ({"iterations": 0}, "iterations is 0; at least 1"),
+        ({"warm_up": -1}, "warm_up is -1; at least 0"),
+        ({"slice_elems": 0}, "slice_elems is 0; at least 1"),
+        ({"rate_bits_per_s": 1e9, "balance": 1.0}, "rate and balance are both given"),
+        ({"jitter": 1.0}, "jitter is 1.0; it must be at least 0 and below 1"),
+        ({"jitter": -0.1}, "jitter is -0.1"),
+        (
+            {"jitter": 0.2, "systems": ("mxnet-p3",), "mxnet_python": Path("python")},
+            r"jitter is 0\.2; mxnet-\* can only be measured without",
+        ),
+        ({"compute_s": 0.0}, "compute_s is 0.0; it must be positive"),
+        ({"compute_s": -1.0}, "compute_s is -1.0"),
+        ({"compute_s": math.nan}, "compute_s is nan"),
+        ({"compute_s": math.inf}, "compute_s is inf"),
+        ({"rate_bits_per_s": 0.0}, "rate_bits_per_s is 0.0; it must be positive"),
+        ({"rate_bits_per_s": math.inf}, "rate_bits_per_s is inf"),
+        ({"balance": 0.0}, "balance is 0.0; it must be positive"),
+        ({"balance": -2.0}, "balance is -2.0"),
+        ({"systems": ("mxnet-p3",)}, "mxnet_python"),
+        ({"systems": ("p3", "mxnet-kvstore")}, "mxnet_python"),
+    ],
+)
+def test_refuses_and_says_what_is_allowed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SETTING, **changes)
+
+
+def test_every_system_can_be_asked_for() -> None:
+    setting = replace(SETTING, systems=SYSTEMS, mxnet_python=Path("/opt/mxnet/bin/python"))
+    assert setting.systems == SYSTEMS
+
+
+def test_a_system_may_have_slices_of_its_own() -> None:
+    setting = replace(SETTING, systems=("p3", "p3@200000", "kvstore@64"), slice_elems=16_000)
+    assert [setting.slice_elems_of(name) for name in setting.systems] == [1000, 12_500, 4]
+
+
+def test_slices_are_the_usual_ones_of_a_session_on_so_many_nodes() -> None:
+    settings = [replace(SETTING, nodes=nodes, slice_elems=None) for nodes in (4, 16)]
+    assert [s.unscaled_slice_elems for s in settings] == [50_000, 25_000]
+    assert settings[0].slice_elems_of("p3") == 50_000 // 16
+
+
+@pytest.mark.parametrize(("nodes", "scale", "packets"), [(16, 16, 4), (32, 16, 2), (4, 64, 2)])
+def test_usual_slices_of_few_packets_fill_them(nodes: int, scale: int, packets: int) -> None:
+    setting = replace(SETTING, nodes=nodes, scale=scale, slice_elems=None)
+    elems = setting.slice_elems_of("p3")
+    full_bytes = packets * limit.PACKET_BYTES
+    assert full_bytes - 4 < HEADER_BYTES + 4 * elems <= full_bytes
+    assert elems <= setting.scaled(setting.unscaled_slice_elems) < elems + limit.PACKET_BYTES / 4
+
+
+@pytest.mark.parametrize(("nodes", "scale"), [(4, 16), (16, 4), (16, 1), (4, 1000)])
+def test_usual_slices_of_many_packets_or_less_than_one_are_only_divided(
+    nodes: int, scale: int
+) -> None:
+    setting = replace(SETTING, nodes=nodes, scale=scale, slice_elems=None)
+    assert setting.slice_elems_of("p3") == setting.unscaled_slice_elems // scale
+
+
+def test_slices_that_were_asked_for_are_only_divided() -> None:
+    setting = replace(SETTING, nodes=16, systems=("p3", "p3@12500"), slice_elems=25_000)
+    assert [setting.slice_elems_of(name) for name in setting.systems] == [1562, 781]
+
+
+def test_rate_is_the_given_one() -> None:
+    assert replace(SETTING, rate_bits_per_s=123e6).rate == 123e6
+
+
+@pytest.mark.parametrize("balance", [None, 0.5, 2.0])
+def test_rate_follows_from_the_balance(balance: float | None) -> None:
+    setting = replace(SETTING, balance=balance)
+    size_bytes = limit.model_bytes(setting.layers)
+    wire_s = limit.wire_s(size_bytes, nodes=setting.nodes, rate_bits_per_s=setting.rate)
+    assert wire_s / setting.compute_s == pytest.approx(balance or 1.0)
+
+
+def test_limit_is_that_of_the_scaled_layers_at_the_rate() -> None:
+    setting = replace(SETTING, balance=2.0, scale=4, nodes=3)
+    layers = setting.profile.layers(scale=4, compute_s=setting.compute_s)
+    expected = limit.limit_s(layers, nodes=3, rate_bits_per_s=setting.rate)
+    assert setting.limit_s == expected > 2 * setting.compute_s
+
+
+def test_sizes_are_scaled_but_never_nothing() -> None:
+    assert replace(SETTING, scale=16).scaled(50_000) == 3125
+    assert replace(SETTING, scale=10**6).scaled(50_000) == 1
+
+
+def test_usual_compute_grows_with_slices_and_nodes() -> None:
+    small, large = load_profile("resnet110_cifar"), load_profile("vgg19")
+    assert usual_compute_s(small, 4) == usual_compute_s(small, 2) == 1.0
+    assert usual_compute_s(large, 4) == pytest.approx(2.9, rel=0.05)  # 143.7 M by 50,000 and a few
+    twice_the_slices = usual_compute_s(large, 16) / usual_compute_s(large, 4) / 4**1.25
+    assert twice_the_slices == pytest.approx(2.0, rel=0.01)
+
+
+def test_usual_compute_is_the_measured_one() -> None:
+    array = ProfiledArray(name="a", shape=(10**7,), forward_s=0.5, backward_s=0.75)
+    profile = Profile(name="mine", arrays=(array,), before_first_use_s=0.25)
+    assert usual_compute_s(profile, 16) == 1.5
