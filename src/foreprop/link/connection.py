@@ -97,13 +97,27 @@ class Connection:
     # Receiving.
     def receive(self, listener: ConnectionOwner) -> None:
         """Read until the connection ends, and tell the listener how it did."""
-        reader = FrameReader(lambda header: self._room(listener, header))
+        owner: FrameOwner | None = None  # of the frame under way, whatever `owners` is by its end
+
+        def room(header: Header) -> memoryview:
+            nonlocal owner
+            self.receive_started_ns = time.perf_counter_ns()
+            if header.rank != self.rank >= 0:
+                raise RemoteProtocolError(
+                    f"{self._whose} {self.rank} sent a frame of {self._whose} {header.rank}"
+                )
+            owner = self.owners.get(header.kind)
+            if owner is None:
+                raise listener.refusal(self, header)
+            return owner.room(self, header)
+
+        reader = FrameReader(room)
         try:
             while received := self.stream.receive_into(reader.buffer):
                 self.received_bytes += received
                 frame = reader.advance(received)
-                if frame is not None:
-                    self._owner.on_frame(self, *frame)
+                if frame is not None and owner is not None:
+                    owner.on_frame(self, *frame)
         except TransportError as error:
             listener.on_lost(self, str(error))
         except RemoteProtocolError as error:
@@ -112,18 +126,6 @@ class Connection:
             listener.on_error(self, error)
         else:
             listener.on_lost(self, "")
-
-    def _room(self, listener: ConnectionOwner, header: Header) -> memoryview:
-        self.receive_started_ns = time.perf_counter_ns()
-        if header.rank != self.rank >= 0:
-            raise RemoteProtocolError(
-                f"{self._whose} {self.rank} sent a frame of {self._whose} {header.rank}"
-            )
-        owner = self.owners.get(header.kind)
-        if owner is None:
-            raise listener.refusal(self, header)
-        self._owner = owner  # also of the payload, whatever `owners` is by then
-        return owner.room(self, header)
 
     # Sending.
     def send(

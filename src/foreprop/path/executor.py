@@ -24,7 +24,7 @@ from foreprop.core.wire import Header
 from foreprop.errors import InternalError, TransportError
 from foreprop.link.connection import Connection
 from foreprop.link.failure import Failure
-from foreprop.link.outbox import Outbox, frames_of
+from foreprop.link.outbox import Outbox
 from foreprop.observe.trace import TraceRecorder
 
 Doer = Callable[[Any], Sequence[object] | None]
@@ -160,9 +160,12 @@ class Executor:
     def _next_after_sent(self, peer: int) -> list[SendFrame]:
         with self.lock:
             instructions = self._machine.handle(FrameSent(peer))
-        frames = frames_of(instructions)
-        if len(frames) < len(instructions):
-            self.execute([each for each in instructions if type(each) is not SendFrame])
+        frames: list[SendFrame] = []
+        for instruction in instructions:
+            if isinstance(instruction, SendFrame):
+                frames.append(instruction)
+            else:
+                self.execute([instruction])
         return frames
 
     def sending_to(self) -> list[int]:

@@ -126,6 +126,8 @@ class SliceStore:
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
         self._aggregation = manifest.knobs.aggregation
+        limit = self._aggregation.clip_grad_value
+        self._clips = self._aggregation.needs_norm or limit is not None
         optimizer = ELEMENTWISE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
@@ -213,7 +215,8 @@ class SliceStore:
         """
         tensors, decay = self._slices[slice_], self._aggregation.ema
         changed = bool(ranks) or (tensors.staged is not None and tensors.shown is not None)
-        self.install_value(slice_)
+        if tensors.staged is not None:
+            self.install_value(slice_)
         if decay is not None and tensors.average is None:
             tensors.average = start_average(tensors.parameter)
         if ranks:
@@ -252,7 +255,8 @@ class SliceStore:
     ) -> None:
         optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        clip(total, self._aggregation, coefficient)
+        if self._clips:
+            clip(total, self._aggregation, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)

@@ -43,7 +43,7 @@ from foreprop.errors import (
     RemoteProtocolError,
 )
 from foreprop.link.connection import Connection, FrameOwner
-from foreprop.link.outbox import Outbox, frames_of
+from foreprop.link.outbox import Outbox
 from foreprop.link.stream import Stream
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder
@@ -311,9 +311,10 @@ class WorkerEngine:
             instructions = self._machine.handle(FrameSent(server))
         if self._offering and not instructions:
             self.progress.notify()
-        if any(isinstance(instruction, Finish) for instruction in instructions):
+        frames = [each for each in instructions if isinstance(each, SendFrame)]
+        if len(frames) < len(instructions):  # the other one is `Finish`
             self._ending.finished.set()
-        return frames_of(instructions)
+        return frames
 
     def send_message(
         self,
@@ -334,7 +335,6 @@ class WorkerEngine:
         self._dispatch(MessageReady(server, kind, step, priority, slice_, token, flags))
 
     def send_to_all(self, kind: Kind, step: int, priority: int, data: bytes) -> None:
-        """Queue a frame for every server."""
         for server in range(len(self._connections)):
             self.send_message(server, kind, step, priority, data)
 
