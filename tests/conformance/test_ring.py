@@ -183,6 +183,30 @@ def test_ranks_with_other_models_are_told_both_sides() -> None:
         run_cluster(2, work)
 
 
+@pytest.mark.parametrize(
+    ("lr", "settings", "text"),
+    [
+        ([0.1, 0.2], {}, r"settings\[0\]\.lr: rank 0 has 0\.1, rank 1 has 0\.2"),
+        ([0.1, 0.1], {"chunk_elems": 9}, "chunk_elems: rank 0 has [0-9]+, rank 1 has 9"),
+        ([0.1, 0.1], {"clip_grad_norm": 1.0}, r"clip_grad_norm: rank 0 has None, rank 1 has 1\.0"),
+    ],
+)
+def test_ranks_with_other_settings_are_told_both_sides(
+    lr: list[float], settings: dict[str, Any], text: str
+) -> None:
+    def work(world: World) -> None:
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr[world.rank])
+        own = settings if world.rank else {}
+        with foreprop.parallelize(
+            model, optimizer, world=world, architecture="ring", join_timeout_s=10, **own
+        ):
+            pass
+
+    with pytest.raises(HandshakeError, match=f"rank 0 and rank 1 do not agree: .*{text}"):
+        run_cluster(2, work)
+
+
 def test_ranks_with_other_architectures_are_told() -> None:
     def work(world: World) -> None:
         model, optimizer = build_seeded(with_sgd())

@@ -41,7 +41,7 @@ UP: set[str] = {
     "path/optimizer.py -> tables",
 }
 """Imports that go up, by file and folder."""
-TWICE: set[str] = {"Board"}
+TWICE: set[str] = set()
 """Names of files and classes that occur more than once in `RUNTIME`."""
 LONG: dict[str, int] = {
     "cli/doctor.py:doctor": 97,
@@ -49,8 +49,6 @@ LONG: dict[str, int] = {
     "cli/lab.py:simulate": 77,
     "cli/plan.py:plan": 86,
     "cli/run.py:run": 96,
-    "collectives/engine.py": 643,
-    "collectives/engine.py:__init__": 71,
     "config.py": 507,
     "gradients/averaged.py": 598,
     "path/parameter.py": 581,

@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import (
     Manifest,
     OptimizerInfo,
     ParameterInfo,
+    RingKnobs,
+    RingManifest,
     decode_manifest,
+    decode_ring_manifest,
     describe_mismatch,
 )
 from foreprop.errors import RemoteProtocolError
@@ -52,6 +56,32 @@ def test_a_manifest_is_the_same_after_the_wire() -> None:
     assert again.slices() == manifest.slices()
     group = again.optimizer.groups[0]
     assert [type(value) for value in group.values()] == [float, list, bool, int, type(None)]
+
+
+def make_ring(**changes: Any) -> RingManifest:
+    fields: dict[str, Any] = {
+        "chunk_elems": 7,
+        "chunks_in_flight": 2,
+        "aggregation": Aggregation(clip_grad_norm=1.0),
+        "wire_dtype": None,
+        "settings": ({"lr": 0.1, "fused": None, "name": "any"},),
+    }
+    whole = msgspec.structs.asdict(make())
+    shared = {**whole, "knobs": RingKnobs(**{**fields, **changes})}
+    return RingManifest(**{**shared, "optimizer": OptimizerInfo(name="Adam")})
+
+
+def test_a_rings_manifest_is_the_same_after_the_wire() -> None:
+    manifest = make_ring()
+    again = decode_ring_manifest(memoryview(manifest.encode()))
+    assert again == manifest
+    text = describe_mismatch(again, make_ring(settings=({"lr": 0.2},)), us="a", them="b")
+    assert text is not None
+    assert text.startswith("knobs.settings[0].lr: a has 0.1, b has 0.2; ")
+    with pytest.raises(RemoteProtocolError, match="not a manifest"):
+        decode_ring_manifest(make().encode())
+    with pytest.raises(RemoteProtocolError, match="not a manifest"):
+        decode_manifest(manifest.encode())
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

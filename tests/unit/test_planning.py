@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +13,8 @@ from plan_example import SMALL, setting
 from foreprop.auto import planning
 from foreprop.auto.linkprobe import Report, conclude, measure_links
 from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
+from foreprop.cluster.rendezvous import Board
+from foreprop.cluster.world import solitary_world
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, TransportError
 from foreprop.model.deployment import ACKNOWLEDGED
@@ -201,25 +202,9 @@ def test_who_could_not_measure_is_told() -> None:
         conclude(reports(1e9, error="no route"))
 
 
-class DictBoard:
-    def __init__(self) -> None:
-        self._said: dict[str, str] = {}
-        self._news = threading.Condition()
-
-    def tell(self, key: str, value: str) -> None:
-        with self._news:
-            self._said[key] = value
-            self._news.notify_all()
-
-    def hear(self, key: str, what: str) -> str:
-        with self._news:
-            assert self._news.wait_for(lambda: key in self._said, 20), what
-            return self._said[key]
-
-
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_all_nodes_measure_and_agree(nodes: int) -> None:
-    board = DictBoard()
+    board = Board(solitary_world(), "plan", timeout_s=20)
 
     def measure(node: int) -> Any:
         return measure_links(board, node=node, nodes=nodes, address="127.0.0.1", session="abc")

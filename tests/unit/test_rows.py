@@ -29,12 +29,10 @@ from foreprop.core.rows_machine import (
     RowsMachine,
     RowsSummed,
     RowsUpdated,
-    Shard,
     SumRows,
     UpdateRows,
-    plan_shards,
-    rows_of,
 )
+from foreprop.core.shards import Shard, plan_shards, rows_of
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.tables.parts import (

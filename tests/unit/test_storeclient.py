@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from foreprop.cluster.meeting import Meeting
+from foreprop.cluster.rendezvous import session_board
 from foreprop.cluster.storeclient import StoreCaller, StoreClient, within
 from foreprop.cluster.world import World
 from foreprop.config import Config
@@ -66,10 +66,10 @@ def test_a_store_that_does_not_answer_is_given_up_once() -> None:
 def test_a_lookup_keeps_its_time() -> None:
     store = Hanging()
     world = World(rank=1, size=2, local_size=1, host="10.0.0.1", store=store, raw_store=store)  # type: ignore[arg-type]
-    Meeting(world, Config(step_timeout_s=LIMIT_S))
+    board = session_board(world, Config(step_timeout_s=LIMIT_S))
     started = time.monotonic()
     with pytest.raises(TransportError, match="rank 1, which waited for rank 0's word, lost the"):
-        world.lookup("a", timeout_s=LIMIT_S, what="rank 0's word")
+        board.lookup("a", "rank 0's word")
     assert time.monotonic() - started < LIMIT_S + 2
     store.back.set()
 

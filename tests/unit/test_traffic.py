@@ -14,21 +14,29 @@ from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Reach, Send
 from foreprop.errors import TransportError
 from foreprop.link.tcp import listen
-from foreprop.link.traffic import Endpoint, Listener, _count, listen_everywhere, ping, reach, send
+from foreprop.link.traffic import (
+    Endpoint,
+    ProbeListener,
+    _count,
+    listen_everywhere,
+    ping,
+    reach,
+    send,
+)
 
 TOKEN = bytes(range(16))
 ADDRESS = "127.0.0.1"
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    started = Listener(listen(ADDRESS), 1, TOKEN)
+def listener() -> Iterator[ProbeListener]:
+    started = ProbeListener(listen(ADDRESS), 1, TOKEN)
     yield started
     started.close()
 
 
 @pytest.fixture
-def peer(listener: Listener) -> Endpoint:
+def peer(listener: ProbeListener) -> Endpoint:
     return Endpoint(host=1, address=ADDRESS, port=listener.port)
 
 
@@ -44,7 +52,7 @@ def test_the_right_probe_is_reached(peer: Endpoint) -> None:
     assert (attempt.source, attempt.to, attempt.outcome) == (0, 1, "connected")
 
 
-def test_another_probe_is_a_stranger(listener: Listener) -> None:
+def test_another_probe_is_a_stranger(listener: ProbeListener) -> None:
     other = Endpoint(host=2, address=ADDRESS, port=listener.port)
     assert reach(0, other, TOKEN, 2.0).outcome == "stranger"
 
@@ -133,7 +141,7 @@ def test_a_receiver_that_does_not_answer_ends_the_sending(
     assert time.monotonic() - started_s < 3.0
 
 
-def test_closing_a_listener_ends_what_is_under_way(listener: Listener, peer: Endpoint) -> None:
+def test_closing_a_listener_ends_what_is_under_way(listener: ProbeListener, peer: Endpoint) -> None:
     with socket.create_connection((ADDRESS, peer.port)):
         started_s = time.monotonic()
         listener.close()
@@ -148,7 +156,7 @@ def test_a_taken_port_is_a_clear_error() -> None:
 
 
 def test_a_probe_measures_several_peers_at_once() -> None:
-    listeners = [Listener(listen(ADDRESS), host, bytes(16)) for host in (1, 2)]
+    listeners = [ProbeListener(listen(ADDRESS), host, bytes(16)) for host in (1, 2)]
     peers = [Endpoint(host=n + 1, address=ADDRESS, port=x.port) for n, x in enumerate(listeners)]
     probe = Probe()
     probe._token = bytes(16)

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
+from foreprop.cluster.rendezvous import Board
 from foreprop.errors import TransportError
 from foreprop.link.tcp import listen
-from foreprop.link.traffic import Endpoint, Flow, Listener, ping, send
+from foreprop.link.traffic import Endpoint, Flow, ProbeListener, ping, send
 from foreprop.model.deployment import ACKNOWLEDGED
 from foreprop.workload.limit import HEADER_FACTOR
 
@@ -32,14 +32,6 @@ class Links:
     """From one node to another."""
 
 
-class Board(Protocol):
-    """Where all ranks that take part leave word for each other."""
-
-    def tell(self, key: str, value: str) -> None: ...
-    def hear(self, key: str, what: str) -> str:
-        """A key's value, waiting for it."""
-
-
 class Report(msgspec.Struct, frozen=True):
     """One node's way to the next: payload as that one counted it, a message there and back."""
 
@@ -55,10 +47,10 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     slowest counts, because each step waits for it. Raises `TransportError`.
     """
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
-    listener = Listener(listen(address), node, token)
+    listener = ProbeListener(listen(address), node, token)
     try:
         here = Endpoint(host=node, address=address, port=listener.port)
-        board.tell(f"address/{node}", msgspec.json.encode(here).decode())
+        board.publish(f"address/{node}", msgspec.json.encode(here).decode())
         peer = _peer(board, (node + 1) % nodes)
         trip = ping(node, peer, token, _PING_S)
         _meet(board, "pinged", node, nodes)
@@ -68,8 +60,8 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
             round_trip_s=trip.median_s,
             error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
         )
-        board.tell(f"report/{node}", msgspec.json.encode(report).decode())
-        reports = [_hear_report(board, other) for other in range(nodes)]
+        board.publish(f"report/{node}", msgspec.json.encode(report).decode())
+        reports = [_report_of(board, other) for other in range(nodes)]
     finally:
         listener.close()
     return conclude(reports)
@@ -87,21 +79,21 @@ def conclude(reports: Sequence[Report]) -> Links:
     )
 
 
-def _hear_report(board: Board, node: int) -> Report:
-    told = board.hear(f"report/{node}", f"node {node}'s measurement of its links")
+def _report_of(board: Board, node: int) -> Report:
+    told = board.lookup(f"report/{node}", f"node {node}'s measurement of its links")
     return msgspec.json.decode(told, type=Report)
 
 
 def _peer(board: Board, node: int) -> Endpoint:
     return msgspec.json.decode(
-        board.hear(f"address/{node}", f"node {node}'s address"), type=Endpoint
+        board.lookup(f"address/{node}", f"node {node}'s address"), type=Endpoint
     )
 
 
 def _meet(board: Board, name: str, node: int, nodes: int) -> None:
-    board.tell(f"{name}/{node}", "")
+    board.publish(f"{name}/{node}", "")
     for other in range(nodes):
-        board.hear(f"{name}/{other}", f"node {other} to measure its links")
+        board.lookup(f"{name}/{other}", f"node {other} to measure its links")
 
 
 def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:

@@ -22,8 +22,8 @@ import msgspec
 from foreprop.auto.linkprobe import Links, measure_links
 from foreprop.auto.routing import SparsityCount, agree_on_shares, choose, describe
 from foreprop.auto.stepprobe import StepProbe
-from foreprop.cluster.board import Board
-from foreprop.cluster.world import Look, World
+from foreprop.cluster.rendezvous import Board, Look, step_board
+from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.link.tcp import local_address
@@ -124,7 +124,7 @@ class Planning:
         ``look`` raises what has gone wrong meanwhile.
         """
         key = f"plan/{session_id}"
-        board = Board(self._world, self._config, key, look, patience_s=_PATIENCE_S)
+        board = step_board(self._world, self._config, key, look, patience_s=_PATIENCE_S)
         shares = {} if self._count is None else agree_on_shares(self._count.end(), board)
         row_wise, table = self._choose_tables(shares)
         if self.probe is None:
@@ -139,8 +139,8 @@ class Planning:
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
                 plan = plan_session(setting, self._config, row_wise, table, servable=self._servable)
-            board.tell("plan", msgspec.json.encode(plan).decode())
-        return msgspec.json.decode(board.hear("plan", "rank 0's plan"), type=Plan)
+            board.publish("plan", msgspec.json.encode(plan).decode())
+        return msgspec.json.decode(board.lookup("plan", "rank 0's plan"), type=Plan)
 
     def _choose_tables(self, shares: Mapping[str, float]) -> tuple[frozenset[str], str]:
         """The names of what goes by rows, and a table about it."""

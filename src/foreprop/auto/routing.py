@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from foreprop.cluster.board import Board
+from foreprop.cluster.rendezvous import Board
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
 from foreprop.path.parameter import Watched

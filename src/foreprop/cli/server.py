@@ -48,12 +48,12 @@ def server(
     """
     host, port = endpoint(rendezvous)
     supervisor = Supervisor(
-        host=host, port=port, count=count, interface=interface, wait_s=wait, say=_say
+        host=host, port=port, count=count, interface=interface, wait_s=wait, report=_report
     )
     try:
         succeeded = supervisor.run()
     except KeyboardInterrupt:
-        _say("interrupted; its servers have been ended")
+        _report("interrupted; its servers have been ended")
         raise typer.Exit(130) from None
     if not succeeded:
         raise typer.Exit(1)
@@ -70,5 +70,5 @@ def endpoint(text: str | None) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print(f"foreprop server: {text}", file=sys.stderr, flush=True)

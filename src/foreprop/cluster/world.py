@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -20,12 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from foreprop.cluster.parting import Partings
 from foreprop.cluster.storeclient import StoreCaller, StoreClient, unwrap
 from foreprop.config import Config, LaunchInfo, launch_info
-from foreprop.errors import StepTimeout, TransportError
-
-Look = Callable[[], None]
-"""Called now and then while something is waited for; raises what has happened meanwhile."""
-
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1
+from foreprop.errors import TransportError
 
 
 @dataclass(kw_only=True)
@@ -65,52 +57,6 @@ class World:
         with self._lock:
             self.loaders += 1
             return self.loaders - 1
-
-    def peek(self, key: str) -> bytes | None:
-        """A key's value if it is there; raises `TransportError` if the store is gone."""
-        return self._maybe_value(key, key, raw=False)
-
-    def publish(self, key: str, value: str) -> None:
-        self.entries.set(key, value)
-
-    def lookup(
-        self,
-        key: str,
-        *,
-        timeout_s: float,
-        what: str,
-        setting: str = "join_timeout_s",
-        raw: bool = False,
-        look: Look | None = None,
-        report_s: float = 10.0,
-    ) -> bytes:
-        """A key's value, waiting for it; raises `StepTimeout` that says what is missing.
-
-        ``look`` is called now and then and may raise what has happened meanwhile; after
-        ``report_s`` the wait is reported on standard error. `TransportError` if the store is gone.
-        """
-        started = time.monotonic()
-        report_at, pause_s = started + report_s, _FIRST_LOOK_S
-        while (found := self._maybe_value(key, what, raw=raw)) is None:
-            now = time.monotonic()
-            if look is not None:
-                look()
-            if now >= started + timeout_s:
-                raise StepTimeout(f"rank {self.rank} waited {timeout_s:g} s ({setting}) for {what}")
-            if now >= report_at:
-                report_at = float("inf")
-                text = f"foreprop: rank {self.rank} for {now - started:.0f} s waits for {what}"
-                print(text, file=sys.stderr, flush=True)
-            # Store.wait() would block Ctrl-C, and torch prints a warning whenever it times out
-            time.sleep(min(pause_s, started + timeout_s - now))
-            pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
-        return found
-
-    def _maybe_value(self, key: str, what: str, *, raw: bool) -> bytes | None:
-        try:
-            return (self.raw_entries if raw else self.entries).maybe_get(key)
-        except TransportError as error:
-            raise TransportError(f"rank {self.rank}, which waited for {what}, {error}") from error
 
 
 _current: World | None = None

@@ -1,4 +1,4 @@
-"""One session's process group, and what the ranks tell each other beside it through the store."""
+"""One session's process group, and the board beside it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from foreprop.cluster.meeting import Meeting
+from foreprop.cluster.rendezvous import Look, session_board, step_board
 from foreprop.cluster.storeclient import within
-from foreprop.cluster.world import Look, World
+from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
 from foreprop.link.tcp import check_reachable, local_address
 
 _Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
-_VALUE_BYTES = 4_194_304
-"""Of one entry: torch's store takes less than 8 MiB."""
 _ALIVE_S = 2.0
-"""After a collective has failed, every rank that is alive has said so within this."""
+"""After a collective has failed, every rank that is alive has published that within this."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 """With this a thread waits for a sum, and is told if it has failed, as by gloo."""
 _LOOK_S = 0.02
@@ -39,7 +37,10 @@ class Group:
     """
 
     def __init__(self, world: World, config: Config) -> None:
-        self.meeting = Meeting(world, config)
+        self.joining = session_board(world, config)
+        """For the start, with its time limit."""
+        self.board = step_board(world, config, self.joining.key)
+        """The same keys, with the time limit of a step."""
         self.rank = world.rank
         self.size = world.size
         self.address = local_address(world.host, config.interface)
@@ -47,17 +48,12 @@ class Group:
             check_reachable(self.address, world.host)
         self._world = world
         self._config = config
-        self._key = self.meeting.key
-        self._kept_parts: dict[str, int] = {}
-        """By name: how many parts there are of the bytes that this rank has left."""
         self._group: Any = None
         self._nccl: Any = None
 
     def gpus(self, mine: str) -> dict[int, str]:
-        """By rank, what each has told of its GPU (`collectives.gpu.usable_gpu`)."""
-        self.publish(f"gpu/{self.rank}", mine)
-        ranks = range(self.size)
-        return {rank: self.lookup(f"gpu/{rank}", f"rank {rank}'s device") for rank in ranks}
+        """By rank, what each publishes of its GPU (`collectives.gpu.usable_gpu`)."""
+        return dict(enumerate(self.board.exchange("gpu", mine, "device")))
 
     def open(self, gpu: torch.device | None = None) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
@@ -65,8 +61,8 @@ class Group:
         options._threads = self._config.most_collectives
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
         options._devices = [self._device()]
-        store = PrefixStore(f"{self._key}/gloo", self._world.store)
-        self.meet("arrived", self._config.join_timeout_s, "join_timeout_s")
+        store = PrefixStore(f"{self.board.key}/gloo", self._world.store)
+        self.joining.meet("arrived")
         limit_s = self._config.join_timeout_s
         try:
             what = f"connecting rank {self.rank} to the others by gloo"
@@ -82,7 +78,7 @@ class Group:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
-        store = PrefixStore(f"{self._key}/nccl", self._world.store)
+        store = PrefixStore(f"{self.board.key}/nccl", self._world.store)
         try:
             with _environment(_BLOCKING_WAIT, "1"):
                 group = nccl(store, self.rank, self.size, options)
@@ -127,123 +123,44 @@ class Group:
         return self._group
 
     # Beside the collectives.
-    def publish(self, name: str, value: str) -> None:
-        self.meeting.publish(name, value)
-
-    def lookup(
-        self,
-        name: str,
-        what: str,
-        look: Look = lambda: None,
-        *,
-        timeout_s: float | None = None,
-    ) -> str:
-        """A value that another rank publishes; blocks until it is there."""
-        return self._lookup(name, what, look, timeout_s).decode()
-
-    def _lookup(self, name: str, what: str, look: Look, timeout_s: float | None = None) -> bytes:
-        def look_around() -> None:
-            look()
-            self.meeting.check_refused()
-
-        return self._world.lookup(
-            f"{self._key}/{name}",
-            timeout_s=self._config.step_timeout_s if timeout_s is None else timeout_s,
-            setting="step_timeout_s",
-            what=what,
-            look=look_around,
-            report_s=self._config.stall_report_s,
-        )
-
-    def publish_bytes(self, name: str, data: bytes) -> None:
-        """Leave bytes of any number in the store."""
-        starts, key = range(0, len(data), _VALUE_BYTES), f"{self._key}/{name}"
-        for number, start in enumerate(starts[:-1]):  # each call has a time of its own
-            part = data[start : start + _VALUE_BYTES]
-            self._world.entries.set(f"{key}/{number}", part)
-        last = {f"{key}/{len(starts) - 1}": data[starts[-1] :]} if starts else {}
-        self._world.entries.set_all({**last, key: str(len(starts))})
-        self._kept_parts[name] = len(starts)
-
-    def lookup_bytes(self, name: str, what: str, look: Look = lambda: None) -> memoryview:
-        count = int(self.lookup(name, what, look))
-        parts = [self._lookup(f"{name}/{number}", what, look) for number in range(count)]
-        return memoryview(b"".join(parts))
-
-    def forget(self, name: str) -> None:
-        """Remove a value that nobody will look up any more."""
-        self._world.entries.delete(f"{self._key}/{name}")
-
-    def forget_bytes(self, name: str) -> None:
-        """Of this rank's, if there are such."""
-        count = self._kept_parts.pop(name, None)
-        if count is not None:
-            key = f"{self._key}/{name}"
-            self._world.entries.delete(key, *(f"{key}/{number}" for number in range(count)))
-
-    def meet(self, what: str, timeout_s: float, setting: str) -> None:
-        """Return when every rank has come so far."""
-        self.publish(f"{what}/{self.rank}", "")
-        deadline = time.monotonic() + timeout_s
-        while missing := self._missing(what):
-            self.meeting.check_refused()
-            if time.monotonic() > deadline:
-                raise StepTimeout(
-                    f"rank {self.rank} waited {timeout_s:g} s ({setting}) for rank"
-                    f" {', '.join(map(str, missing))}, which has not {what}; does every rank call"
-                    " parallelize()?"
-                )
-            time.sleep(_LOOK_S)
-
-    def _missing(self, what: str) -> list[int]:
-        check = self._world.entries.check
-        try:
-            return [rank for rank in range(self.size) if not check(f"{self._key}/{what}/{rank}")]
-        except TransportError as error:
-            raise TransportError(f"rank {self.rank} {error}") from error
-
     def publish_state(self, text: str) -> None:
         """For the others' reports, when nothing goes on."""
         with contextlib.suppress(TransportError):
-            self.publish(f"state/{self.rank}", text)
+            self.board.publish(f"state/{self.rank}", text)
 
     def states(self) -> str:
-        """What the other ranks have said of themselves."""
-        told = []
+        """What the other ranks have published of themselves."""
+        states = []
         for rank in range(self.size):
             if rank == self.rank:
                 continue
-            key = f"{self._key}/state/{rank}"
             text = "has not said what it waits for: it may be computing, or gone"
             with contextlib.suppress(TransportError):
-                said = self._world.entries.maybe_get(key)
-                text = text if said is None else said.decode(errors="replace")
-            told.append(f"rank {rank} {text}")
-        return "; ".join(told)
+                found = self.board.peek(f"state/{rank}")
+                text = text if found is None else found.decode(errors="replace")
+            states.append(f"rank {rank} {text}")
+        return "; ".join(states)
 
     # The end.
-    def publish_failure(self, error: BaseException) -> None:
-        self.meeting.refuse(error)
-
     def cause(
         self, error: BaseException, awaited: Callable[[], str] = lambda: "the start"
     ) -> ForepropError:
-        """Why a collective has failed: what another rank has told, or which one is gone.
+        """Why a collective has failed: what another rank has published, or which one is gone.
 
         ``awaited`` says what this rank was waiting for.
         """
         deadline = time.monotonic() + _ALIVE_S
         try:
-            self.publish(f"alive/{self.rank}", "")
+            self.board.publish(f"alive/{self.rank}", "")
         except TransportError as lost:
             return PeerLost(f"rank {self.rank} {lost}", peer="rank 0")
         try:
-            while (missing := self._missing("alive")) and time.monotonic() < deadline:
-                self.meeting.check_refused()
+            while (missing := self.board.missing("alive")) and time.monotonic() < deadline:
+                self.board.check_failed()
                 time.sleep(_LOOK_S)
-            self.meeting.check_refused()
-        except ForepropError as told:
-            return told
+            self.board.check_failed()
+        except ForepropError as failure:
+            return failure
         if not missing:
             return TransportError(f"a collective failed on rank {self.rank}: {error}")
         names = " and ".join(f"rank {rank}" for rank in missing)
@@ -275,10 +192,6 @@ class Group:
             raise self.cause(error) from error
         finally:
             del work  # gloo's connections last as long, also in the traceback of an error
-
-    def check_told(self) -> None:
-        """Raise what another rank has told that ended the session there."""
-        self.meeting.check_refused()
 
     def close(self) -> None:
         if self._nccl is not None:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import io
 import json
 import secrets
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 
-from foreprop.collectives.engine import MOST_RANKS, RingEngine
+from foreprop.cluster.rendezvous import agree_on_session
+from foreprop.collectives.engine import RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalUpdater, comparable, settings_of
-from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo, WireDtype, describe_mismatch
+from foreprop.collectives.sums import MOST_RANKS
+from foreprop.core.manifest import (
+    RingKnobs,
+    RingManifest,
+    WireDtype,
+    decode_ring_manifest,
+    describe_mismatch,
+)
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ConfigError, HandshakeError, InternalError
 from foreprop.numerics.moving_average import LocalAverages
@@ -26,27 +31,8 @@ from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
 from foreprop.path.tensors import DTYPES
-from foreprop.version import __version__
 
 _NO_VALUES = memoryview(b"")
-
-
-class RingManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks of a session over collectives must agree on."""
-
-    foreprop: str
-    torch: str
-    byteorder: str
-    optimizer: str
-    settings: tuple[dict[str, Any], ...]
-    """Of each parameter group."""
-    chunk_elems: int
-    chunks_in_flight: int
-    aggregation: Aggregation
-    wire_dtype: WireDtype | None
-    parameters: tuple[ParameterInfo, ...]
-    blob_bytes: tuple[int, ...]
-    """Of all buffers, then of each parameter that the optimizer does not have."""
 
 
 class RingBackend:
@@ -88,13 +74,15 @@ class RingBackend:
             "architecture": "ring",
         }
         group = self._group
-        self.session_id = group.meeting.agree(secrets.token_hex(8), shape)
+        self.session_id = agree_on_session(
+            group.joining, self._setup.config, secrets.token_hex(8), shape
+        )
         ours = self._manifest()
         if group.rank == 0:
-            group.publish_bytes("manifest", msgspec.json.encode(ours))
+            group.board.publish_bytes("manifest", ours.encode())
         else:
-            found = group.lookup_bytes("manifest", "rank 0's manifest")
-            theirs = msgspec.json.decode(found, type=RingManifest)
+            found = group.board.lookup_bytes("manifest", "rank 0's manifest")
+            theirs = decode_ring_manifest(found)
             mine = f"rank {group.rank}"
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
             if difference:
@@ -108,23 +96,15 @@ class RingBackend:
         return HostWork()
 
     def _manifest(self) -> RingManifest:
-        setup = self._setup
-        return RingManifest(
-            foreprop=__version__,
-            torch=torch.__version__.partition("+")[0],
-            byteorder=sys.byteorder,
-            optimizer=type(setup.optimizer).__name__,
+        config = self._setup.config
+        knobs = RingKnobs(
+            chunk_elems=config.chunk_elems,
+            chunks_in_flight=config.chunks_in_flight,
+            aggregation=self._setup.aggregation,
+            wire_dtype=config.wire_dtype,
             settings=tuple(json.loads(self._settings())),
-            chunk_elems=setup.config.chunk_elems,
-            chunks_in_flight=setup.config.chunks_in_flight,
-            aggregation=setup.aggregation,
-            wire_dtype=setup.config.wire_dtype,
-            parameters=tuple(setup.infos),
-            blob_bytes=(
-                setup.buffers.size_bytes,
-                *(parameter.numel() * parameter.element_size() for parameter in setup.frozen),
-            ),
         )
+        return self._setup.manifest(knobs, session=self.session_id)
 
     @property
     def engine(self) -> RingEngine:
@@ -155,9 +135,9 @@ class RingBackend:
             data = io.BytesIO()
             own_states = {numbers[id(p)]: dict(s) for p, s in state.items() if id(p) in numbers}
             torch.save(own_states, data)
-            self._group.publish_bytes("optimizer", data.getvalue())
+            self._group.board.publish_bytes("optimizer", data.getvalue())
             return
-        found = self._group.lookup_bytes("optimizer", "rank 0's optimizer state")
+        found = self._group.board.lookup_bytes("optimizer", "rank 0's optimizer state")
         state.clear()
         theirs = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
         for number, own in theirs.items():
@@ -179,7 +159,9 @@ class RingBackend:
     def announce(self, step: int) -> None:
         self._updater.announce(step)
         scale = self._setup.scale
-        self._engine.announce_settings(step, self._settings(), 1.0 if scale is None else scale)
+        self._engine.announce_hyperparameters(
+            step, self._settings(), 1.0 if scale is None else scale
+        )
 
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""
@@ -222,7 +204,7 @@ class RingBackend:
 
     # The end.
     def refuse(self, error: BaseException) -> None:
-        self._group.publish_failure(error)
+        self._group.board.publish_failure(error)
 
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()

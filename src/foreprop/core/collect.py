@@ -66,7 +66,7 @@ def with_gradient(pushed: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(sorted(peer for peer, flags in pushed.items() if not flags & Flag.NO_GRADIENT))
 
 
-class Collector:
+class PushCollector:
     """Takes the pushes of all slices, or of all shards. Not thread-safe.
 
     ``ahead``: a peer may push a step before all have pushed the one before.

@@ -7,15 +7,15 @@ allow-list with plain numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.peers import Peers, each_worker, nodes
 from foreprop.core.rowinit import RowInit
-from foreprop.core.rows_machine import Shard, plan_shards
 from foreprop.core.sendqueue import Order
+from foreprop.core.shards import Shard, plan_shards
 from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
 from foreprop.errors import RemoteProtocolError
 
@@ -52,6 +52,17 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wire_dtype: WireDtype | None = None
 
 
+class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a session over collectives, where every rank updates by itself."""
+
+    chunk_elems: int
+    chunks_in_flight: int
+    aggregation: Aggregation
+    wire_dtype: WireDtype | None
+    settings: tuple[dict[str, Any], ...]
+    """The optimizer's, of each of its groups; whatever they are, for nobody is to make it anew."""
+
+
 def wire_dtype_of(dtype: str, wire_dtype: WireDtype | None) -> str:
     """What gradients and new values of a parameter of this type travel in: only float32 is cast."""
     return wire_dtype if wire_dtype is not None and dtype == "float32" else dtype
@@ -84,16 +95,24 @@ class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class OptimizerInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
-    groups: tuple[Hyperparameters, ...]
+    groups: tuple[Hyperparameters, ...] = ()
+    """What servers make theirs of; none without servers."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+AnyKnobs = TypeVar("AnyKnobs", Knobs, RingKnobs)
+
+
+class AnyManifest(
+    msgspec.Struct, Generic[AnyKnobs], frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A session with servers has a `Manifest`, one over collectives a `RingManifest`."""
+
     foreprop: str
     torch: str
     byteorder: str
     session: str
     world_size: int
-    knobs: Knobs
+    knobs: AnyKnobs
     optimizer: OptimizerInfo
     parameters: tuple[ParameterInfo, ...]
     blob_bytes: tuple[int, ...]
@@ -116,7 +135,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         reduction_of = self.knobs.aggregation.reduction_of
         return [reduction_of(sparse=info.sparse) for info in self.parameters]
 
-    def slices(self) -> tuple[Slice, ...]:
+    def slices(self: Manifest) -> tuple[Slice, ...]:
         partition = Partition(
             granularity=self.knobs.granularity,
             placement=self.knobs.placement,
@@ -133,7 +152,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Whether servers may update the slice."""
         return self.parameters[piece.parameter].group != NO_GROUP
 
-    def shards(self, slices: int) -> tuple[Shard, ...]:
+    def shards(self: Manifest, slices: int) -> tuple[Shard, ...]:
         """Of the row-wise parameters; ``slices`` is the number of slices."""
         tables = [
             (number, info.shape[0], info.shape[1])
@@ -148,16 +167,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.json.encode(self)
 
 
+Manifest: TypeAlias = AnyManifest[Knobs]
+RingManifest: TypeAlias = AnyManifest[RingKnobs]
+
 _DECODER = msgspec.json.Decoder(Manifest)
 """Made here: threads that use a type for the first time at once find it half-built (a crash)."""
+_RING_DECODER = msgspec.json.Decoder(RingManifest)
+
+
+def decode_ring_manifest(data: bytes | memoryview) -> RingManifest:
+    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
+    return _decode(_RING_DECODER, data)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a manifest: {error}") from error
 
 
 def decode_manifest(data: bytes | memoryview) -> Manifest:
     """Raises `RemoteProtocolError` for bytes that are not a manifest."""
-    try:
-        manifest = _DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a manifest: {error}") from error
+    manifest = _decode(_DECODER, data)
     for info in manifest.parameters:
         if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
             raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")

@@ -11,18 +11,15 @@ share with the server's slices (`core.barrier`).
 
 Of a remote table (one that no worker has) nobody sends the values: each server makes its rows, and
 may be asked for them at once.
-
-Row r lies on server r mod S, as its row r div S: word numbers often go by frequency, and so every
-server gets its share of the frequent ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import NEVER, Collector, Pushes, with_gradient
+from foreprop.core.collect import NEVER, PushCollector, Pushes, with_gradient
 from foreprop.core.frames import (
     FailSession,
     InstallValue,
@@ -35,53 +32,8 @@ from foreprop.core.frames import (
 )
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.peers import Peers, each_worker
+from foreprop.core.shards import Shard
 from foreprop.errors import InternalError, RemoteProtocolError
-
-
-class Shard(NamedTuple):
-    """One server's rows of one parameter. Shards are numbered after the slices."""
-
-    number: int
-    parameter: int
-    server: int
-    rows: int
-    row_elems: int
-    remote: bool = False
-    """Nobody sends its values: the server makes them."""
-
-    @property
-    def elems(self) -> int:
-        return self.rows * self.row_elems
-
-
-def plan_shards(
-    shapes: Sequence[tuple[int, int, int]],
-    *,
-    servers: int,
-    first_number: int,
-    remote: Collection[int] = (),
-) -> tuple[Shard, ...]:
-    """A shard on every server for each (parameter, rows, elements per row), in order.
-
-    ``remote``: the parameters whose rows the servers make.
-    """
-    numbered = ((shape, server) for shape in shapes for server in range(servers))
-    return tuple(
-        Shard(
-            number,
-            parameter,
-            server,
-            rows_of(server, rows, servers),
-            row_elems,
-            parameter in remote,
-        )
-        for number, ((parameter, rows, row_elems), server) in enumerate(numbered, first_number)
-    )
-
-
-def rows_of(server: int, rows: int, servers: int) -> int:
-    """How many of a table's rows a server holds."""
-    return (rows - server + servers - 1) // servers
 
 
 # Events that only rows know; the others are in `core.frames`, and their ``slice`` is the shard's.
@@ -166,7 +118,7 @@ class RowsMachine:
             if shard.server == index
         }
         all_pushes = {number: state.pushes for number, state in self._states.items()}
-        self._collector = Collector(all_pushes, self._peers, ahead=True)
+        self._collector = PushCollector(all_pushes, self._peers, ahead=True)
         self._needs_norm = barrier is not None
         self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
         self._held = HeldSums(barrier, "shard")

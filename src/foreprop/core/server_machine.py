@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import Collector, Pushes, with_gradient
+from foreprop.core.collect import PushCollector, Pushes, with_gradient
 from foreprop.core.frames import (
     FailSession,
     Finish,
@@ -149,7 +149,7 @@ class ServerMachine:
             for number, piece in self._slices.items()
         }
         all_pushes = {number: state.pushes for number, state in self._states.items()}
-        self._collector = Collector(all_pushes, self._peers)
+        self._collector = PushCollector(all_pushes, self._peers)
         self._barrier = barrier
         self._held = HeldSums(barrier, "slice")
         self._deferred: dict[int, UpdateSlice] = {}  # by slice

@@ -34,15 +34,15 @@ class OrderCheck:
                 digest = zlib.crc32(repr(item).encode(), digest)
             count += 1
             if count == _COMPARED:
-                self._tell(key, digest)
+                self._compare_digest(key, digest)
             yield item
         if count < _COMPARED:
-            self._tell(key, digest)
+            self._compare_digest(key, digest)
         self._compare()
 
-    def _tell(self, key: str, digest: int) -> None:
+    def _compare_digest(self, key: str, digest: int) -> None:
         if self._world.rank == 0:
-            self._world.publish(key, str(digest))
+            self._world.entries.set(key, str(digest))
             return
         self._open[key] = str(digest).encode()
         self._compare()
@@ -50,7 +50,7 @@ class OrderCheck:
     def _compare(self) -> None:
         for key, here in list(self._open.items()):
             try:
-                there = self._world.peek(key)
+                there = self._world.entries.maybe_get(key)
             except TransportError:  # rank 0 may be through with everything
                 return
             if there is None:

@@ -40,7 +40,7 @@ from foreprop.link.traffic import (
     Attempt,
     Endpoint,
     Flow,
-    Listener,
+    ProbeListener,
     Trip,
     listen_everywhere,
     ping,
@@ -62,7 +62,7 @@ class Probe:
     def __init__(self) -> None:
         self._host = 0
         self._token = b""
-        self._listeners: list[Listener] = []
+        self._listeners: list[ProbeListener] = []
 
     def answer(self, command: Command) -> Answer:
         """Within a time that the command bounds; what goes wrong is in the answer."""
@@ -98,7 +98,7 @@ class Probe:
         port = rendezvous_port = rendezvous_error = None
         if address.text is not None and address.error is None:
             try:
-                listener = Listener(listen(address.text), self._host, self._token)
+                listener = ProbeListener(listen(address.text), self._host, self._token)
                 self._listeners.append(listener)
                 port = listener.port
             except ForepropError as error:
@@ -106,7 +106,7 @@ class Probe:
         if asked.serve_rendezvous:
             try:
                 everywhere = listen_everywhere(asked.port or 0)
-                self._listeners.append(Listener(everywhere, self._host, self._token))
+                self._listeners.append(ProbeListener(everywhere, self._host, self._token))
                 rendezvous_port = self._listeners[-1].port
             except ForepropError as error:
                 rendezvous_error = str(error)

@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 from torch.distributed import DistError
 
+from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import World
 from foreprop.config import LaunchInfo
 from foreprop.doctor.probe import Probe
@@ -23,62 +24,62 @@ from foreprop.doctor.records import (
 from foreprop.errors import ForepropError, PeerLost, StepTimeout
 
 _SILENCE_S = 600.0
-"""Rank 0 asks every machine again long before; a probe that hears nothing more gives up."""
+"""Rank 0 asks every machine again long before; a probe that gets nothing more gives up."""
 _END_S = 5.0
-_KEY = "doctor"
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank tells of itself at once."""
+    """What every rank publishes of itself at once."""
 
     rank: int
     local_rank: int
     hostname: str
 
 
-def _say(world: World, key: str, record: msgspec.Struct) -> None:
-    world.publish(f"{_KEY}/{key}", msgspec.json.encode(record).decode())
+def _board(world: World) -> Board:
+    """Waits in silence, and ends with its ranks: they publish no failures."""
+    return Board(world, "doctor", timeout_s=_SILENCE_S, report_s=float("inf"), look=lambda: None)
 
 
-def _hear(world: World, key: str, *, timeout_s: float, what: str) -> bytes:
-    """Raises `ForepropError`."""
-    return world.lookup(f"{_KEY}/{key}", timeout_s=timeout_s, what=what, report_s=float("inf"))
+def _publish(board: Board, key: str, record: msgspec.Struct) -> None:
+    board.publish(key, msgspec.json.encode(record).decode())
 
 
 def attend(world: World, info: LaunchInfo, hostname: str) -> None:
     """A rank's part, but for rank 0's: answer until it is over. Raises `PeerLost`."""
     here = Present(rank=world.rank, local_rank=info.local_rank, hostname=hostname)
-    _say(world, f"present/{world.rank}", here)
+    board = _board(world)
+    _publish(board, f"present/{world.rank}", here)
     if info.local_rank != 0:
         return
     probe = Probe()
     try:
         for number in count():
             key = f"{world.rank}/{number}"
-            command = decode_command(_next_command(world, key))
+            command = decode_command(_next_command(board, key))
             if isinstance(command, End):
-                _say(world, f"ended/{world.rank}", command)
+                _publish(board, f"ended/{world.rank}", command)
                 return
-            _say(world, f"answer/{key}", probe.answer(command))
+            _publish(board, f"answer/{key}", probe.answer(command))
     finally:
         probe.close()
 
 
-def _next_command(world: World, key: str) -> bytes:
+def _next_command(board: Board, key: str) -> bytes:
     try:
-        return _hear(world, f"command/{key}", timeout_s=_SILENCE_S, what="rank 0's next question")
+        return board.lookup(f"command/{key}", "rank 0's next question").encode()
     except StepTimeout as error:
         raise PeerLost(f"foreprop doctor: {error}; rank 0 may have died", peer="rank 0") from error
 
 
 def gather_present(world: World, wait_s: float) -> tuple[list[Present], list[int]]:
     """On rank 0: the first ranks of all machines, and the ranks that did not come in time."""
-    found, missing = [], []
+    found, missing, board = [], [], _board(world)
     deadline_s = time.monotonic() + wait_s
     for rank in range(1, world.size):
         try:
             left_s = max(0.0, deadline_s - time.monotonic())
-            data = _hear(world, f"present/{rank}", timeout_s=left_s, what=f"rank {rank}")
+            data = board.lookup(f"present/{rank}", f"rank {rank}", timeout_s=left_s)
             found.append(msgspec.json.decode(data, type=Present))
         except StepTimeout:
             missing.append(rank)
@@ -91,7 +92,7 @@ class RanksPanel:
     def __init__(self, world: World, ranks: list[int]) -> None:
         """``ranks``: by host; 0 is the first."""
         self.failures: dict[int, Failure] = {}
-        self._world = world
+        self._board = _board(world)
         self._ranks = ranks
         self._asked = [0] * len(ranks)
         self._probe = Probe()
@@ -106,17 +107,17 @@ class RanksPanel:
         try:
             for host in range(1, len(self._ranks)):
                 self._publish(host, End())
-            for host in others:  # the store may end with this process: let them hear it
+            for host in others:  # the store may end with this process: let them read it
                 left_s = max(0.0, deadline_s - time.monotonic())
                 rank = self._ranks[host]
-                _hear(self._world, f"ended/{rank}", timeout_s=left_s, what=f"rank {rank}")
+                self._board.lookup(f"ended/{rank}", f"rank {rank}", timeout_s=left_s)
         except (ForepropError, DistError, RuntimeError):
-            pass  # who is gone need not be told
+            pass  # who is gone need not know
 
     def _publish(self, host: int, command: Command) -> str:
         key = f"{self._ranks[host]}/{self._asked[host]}"
         self._asked[host] += 1
-        _say(self._world, f"command/{key}", command)
+        _publish(self._board, f"command/{key}", command)
         return key
 
     def ask(self, commands: Mapping[int, Command], *, within_s: float) -> dict[int, Answer]:
@@ -129,8 +130,8 @@ class RanksPanel:
             left_s = max(0.1, deadline_s - time.monotonic())
             try:
                 what = f"the answer of rank {self._ranks[host]}"
-                data = _hear(self._world, f"answer/{key}", timeout_s=left_s, what=what)
-                answers[host] = decode_answer(data)
+                data = self._board.lookup(f"answer/{key}", what, timeout_s=left_s)
+                answers[host] = decode_answer(data.encode())
             except StepTimeout:
                 text = f"no answer within {within_s:g} s"
                 self.failures[host] = Failure(kind="silent", text=text)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from foreprop.cluster.board import Board
+from foreprop.cluster.rendezvous import Board
 from foreprop.config import Config
 from foreprop.errors import ConfigError
 from foreprop.gradients.localstep import treats_each_alone

@@ -131,7 +131,7 @@ class MxnetSystem:
         variables = _environment(setting, name, f"{root_address}:{port}", address)
         try:
             self._start(variables)
-            self._tell(msgspec.json.encode({"layers": setting.layers, "p3": name == P3}))
+            self._send_line(msgspec.json.encode({"layers": setting.layers, "p3": name == P3}))
             grace_s = _START_GRACE_S + _START_GRACE_S_PER_NODE * setting.nodes
             ready = self._receive(_Ready, "start", grace_s + _SLOWEST * self._limit_s)
             self.version = ready.version
@@ -146,7 +146,7 @@ class MxnetSystem:
 
     def steps(self, count: int) -> Steps:
         """Raises `TransportError` if a process ends, `StepTimeout` if the steps do not."""
-        self._tell(b"steps %d" % count)
+        self._send_line(b"steps %d" % count)
         within_s = _STEPS_GRACE_S + _SLOWEST * count * self._limit_s
         block = self._receive(_Block, f"make {count} steps", within_s)
         return Steps(step_s=block.step_s, waited_s=block.waited_s)
@@ -160,7 +160,7 @@ class MxnetSystem:
     def _worker(self) -> _Child:
         return self._children[-1]
 
-    def _tell(self, line: bytes) -> None:
+    def _send_line(self, line: bytes) -> None:
         stdin = self._worker.process.stdin
         if stdin is None:
             raise ValueError("the worker's standard input is a pipe")

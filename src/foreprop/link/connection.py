@@ -11,9 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from foreprop.core.frames import (
-    CONTROL_PRIORITY,
-)
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import FrameReader, Header, encode_header
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.stream import Stream

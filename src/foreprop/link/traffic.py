@@ -90,7 +90,7 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class Listener:
+class ProbeListener:
     """Answers others' greetings on a free port, by threads of its own, until it is closed."""
 
     def __init__(self, sock: socket.socket, host: int, token: bytes) -> None:

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from foreprop.core.barrier import (
-    OUTSIDE,
-    NormCombiner,
-)
-from foreprop.core.frames import (
-    CONTROL_PRIORITY,
-)
+from foreprop.core.barrier import OUTSIDE, NormCombiner
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError

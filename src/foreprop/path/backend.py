@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,9 +13,15 @@ import torch
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo
+from foreprop.core.manifest import (
+    AnyKnobs,
+    AnyManifest,
+    Hyperparameters,
+    OptimizerInfo,
+    ParameterInfo,
+)
 from foreprop.core.norm import SquareSum
-from foreprop.hooks.buffers import ModelBuffers
+from foreprop.hooks.buffers import ModelBuffers, packed_bytes
 from foreprop.numerics.loss_scale import LossScale
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.memory import Memory
@@ -23,6 +30,7 @@ from foreprop.path.slicememory import ParameterMemory
 from foreprop.tables.exchange import Pull
 from foreprop.tables.kept import KeptRows
 from foreprop.tables.parts import RowPart
+from foreprop.version import __version__
 
 
 class Engine(Protocol):
@@ -137,6 +145,31 @@ class Setup:
         """What all ranks must do alike with aggregated gradients."""
         skip = self.loss_scale is not None
         return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=skip)
+
+    def manifest(
+        self,
+        knobs: AnyKnobs,
+        *,
+        session: str = "",
+        groups: tuple[Hyperparameters, ...] = (),
+        workers_per_push: int = 1,
+    ) -> AnyManifest[AnyKnobs]:
+        """What this rank and all others must agree on."""
+        return AnyManifest(
+            foreprop=__version__,
+            torch=torch.__version__.partition("+")[0],
+            byteorder=sys.byteorder,
+            session=session,
+            world_size=self.world.size,
+            knobs=knobs,
+            optimizer=OptimizerInfo(name=type(self.optimizer).__name__, groups=groups),
+            parameters=tuple(self.infos),
+            blob_bytes=(
+                self.buffers.size_bytes,
+                *(packed_bytes([parameter]) for parameter in self.frozen),
+            ),
+            workers_per_push=workers_per_push,
+        )
 
     @property
     def scale(self) -> float | None:

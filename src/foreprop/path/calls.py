@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from foreprop.core.barrier import (
-    StepBarrier,
-)
-from foreprop.core.frames import (
-    PeerLeft,
-)
+from foreprop.core.barrier import StepBarrier
+from foreprop.core.frames import PeerLeft
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.link.connection import Connection
 from foreprop.path.executor import Executor

@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from foreprop.core.manifest import Manifest
-from foreprop.core.rows_machine import (
-    Shard,
-)
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Header, Kind
-from foreprop.core.worker_machine import (
-    WorkerMachine,
-)
+from foreprop.core.worker_machine import WorkerMachine
 from foreprop.link.connection import Connection
 from foreprop.observe.stages import Stage
 from foreprop.path.progress import NOTHING, Progress

@@ -88,7 +88,6 @@ class Joining:
         """Who is to come, once the first has said so."""
         self.work: Work | None = None
         self._host = host
-        self._lock = host.lock
         self._name = name
         self._composer = composer
         self._reception = reception
@@ -116,7 +115,7 @@ class Joining:
         if header.kind == Kind.MANIFEST:
             self._on_manifest(peer, decode_manifest(payload))
             return
-        with self._lock:
+        with self._host.lock:
             self._reception.greet(peer, header, payload, begun=self.work is not None)
         peer.owners = self.owners | self._members
 
@@ -141,7 +140,7 @@ class Joining:
         if peer.rank >= manifest.world_size or not manifest.parameters:
             raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
         number = self._composer.peers(manifest).number_of(peer.rank)
-        with self._lock:
+        with self._host.lock:
             if number in self._connections:
                 raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
             peer.number = number

@@ -1,9 +1,9 @@
 """Slices on a server or relay: pushes and values come in, replies go out.
 
 A receiving thread reads a push straight into a pooled buffer; the machine decides, under the lock,
-what happens next. The thread whose push completes a slice also updates it (`path.updates`), while
-its bytes are in the cache; as long as it does, completed slices queue in the machine, and the most
-urgent is next. On a relay it adds up the node's gradients instead (`relays.sums`).
+what happens next. The thread whose push completes a slice also updates it (`path.sliceupdates`),
+while its bytes are in the cache; as long as it does, completed slices queue in the machine, and the
+most urgent is next. On a relay it adds up the node's gradients instead (`relays.nodesums`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from typing import Protocol
 
 import torch
 
-from foreprop.core.frames import (
-    InstallValue,
-    PullArrived,
-    PushArrived,
-    SendFrame,
-    ValueArrived,
-)
+from foreprop.core.frames import InstallValue, PullArrived, PushArrived, SendFrame, ValueArrived
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.link.connection import Connection

@@ -26,22 +26,12 @@ from foreprop.core.frames import (
     SendFrame,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.rows_machine import (
-    Shard,
-)
 from foreprop.core.sendqueue import Turns
+from foreprop.core.shards import Shard
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import (
-    PullsDue,
-    ValuesAwaited,
-    ValuesOffered,
-    WorkerMachine,
-)
-from foreprop.errors import (
-    InternalError,
-    RemoteProtocolError,
-)
+from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
+from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.link.connection import Connection, FrameOwner
 from foreprop.link.outbox import Outbox
 from foreprop.link.stream import Stream

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 from foreprop.core.manifest import Manifest
 from foreprop.core.norm import ENCODED_BYTES
-from foreprop.core.relay_machine import (
-    RelayMachine,
-)
+from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection

@@ -18,19 +18,12 @@ import torch
 from foreprop.core.frames import FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.peers import Peers
-from foreprop.core.rows_machine import (
-    RowsMachine,
-    RowsUpdated,
-    Shard,
-    UpdateRows,
-)
+from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.tensors import (
-    DTYPES,
-    bytes_of,
-)
+from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.tables.index import RowIndex
 from foreprop.tables.kept import limit_bytes as kept_limit_bytes
 from foreprop.tables.parts import (

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from foreprop.core.frames import (
-    FailSession,
-    MessageReady,
-)
+from foreprop.core.frames import FailSession, MessageReady
 from foreprop.core.manifest import Hyperparameters
 from foreprop.core.peers import SERVER
-from foreprop.core.relay_machine import (
-    RelayMachine,
-)
+from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection

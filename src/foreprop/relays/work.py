@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from foreprop.core.frames import (
-    CONTROL_PRIORITY,
-)
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER, Peers
-from foreprop.core.relay_machine import (
-    RelayMachine,
-)
+from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.link.connection import Connection, FrameOwner
 from foreprop.link.failure import Failure
@@ -22,8 +18,9 @@ from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.services import Service, bounded, owners_of
 from foreprop.path.slices import Slices
+from foreprop.path.sliceupdates import Settings
 from foreprop.path.spans import names_of
-from foreprop.path.updates import Settings
+from foreprop.relays.nodesums import Sums
 from foreprop.relays.passing import (
     PassedBlobs,
     PassedNorms,
@@ -33,7 +30,6 @@ from foreprop.relays.passing import (
 )
 from foreprop.relays.relaystore import RelayStore
 from foreprop.relays.rows import RelayRows
-from foreprop.relays.sums import Sums
 from foreprop.relays.upward import Upward
 
 _FROM_SERVERS = frozenset(

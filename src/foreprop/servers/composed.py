@@ -9,15 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foreprop.core.barrier import (
-    StepBarrier,
-)
+from foreprop.core.barrier import StepBarrier
 from foreprop.core.manifest import Manifest
 from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
-from foreprop.core.server_machine import (
-    ServerMachine,
-)
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.link.connection import Connection
 from foreprop.link.failure import Failure
@@ -28,8 +24,8 @@ from foreprop.path.partoptimizer import unknown_optimizer
 from foreprop.path.services import Later, Service, owners_of
 from foreprop.path.slices import CheckGradient, Slices
 from foreprop.path.slicestore import SliceStore
+from foreprop.path.sliceupdates import Settings, Updates
 from foreprop.path.spans import names_of
-from foreprop.path.updates import Settings, Updates
 
 if TYPE_CHECKING:
     from foreprop.numerics.normgate import NormGate

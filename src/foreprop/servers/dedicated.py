@@ -1,6 +1,6 @@
 """Servers on machines of their own: what ``foreprop server`` runs.
 
-Rank 0 of a session with ``dedicated_servers=k`` announces it in the store that torchrun's workers
+Rank 0 of a session with ``dedicated_servers=k`` publishes it in the store that torchrun's workers
 meet in. Every `Supervisor` that watches the store claims some of the k indices, starts a server
 process for each, and leaves its address there. It ends when the store has gone and its servers
 have ended, which they do with their sessions.
@@ -26,12 +26,7 @@ from foreprop.config import Config
 from foreprop.errors import ConfigError, ForepropError, TransportError
 from foreprop.link.tcp import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
-from foreprop.servers.launch import (
-    DEDICATED_SESSIONS,
-    REFUSED,
-    Announcement,
-    dedicated_key,
-)
+from foreprop.servers.launch import DEDICATED_SESSIONS, REFUSED, PublishedSession, dedicated_key
 from foreprop.servers.processes import ProcessServer, ServerTask
 from foreprop.version import __version__
 
@@ -39,10 +34,10 @@ _POLL_S = 0.2
 _STORE_TIMEOUT_S = 30.0
 _REPORT_S = 10.0
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-class _SessionAnnounced(NamedTuple):
+class _SessionPublished(NamedTuple):
     number: int
 
 
@@ -51,16 +46,23 @@ class _StoreGone(NamedTuple):
 
 
 class Supervisor:
-    """Gives up to ``count`` servers to every session that is announced at ``host:port``."""
+    """Gives up to ``count`` servers to every session that is published at ``host:port``."""
 
     def __init__(
-        self, *, host: str, port: int, count: int, interface: str | None, wait_s: float, say: Say
+        self,
+        *,
+        host: str,
+        port: int,
+        count: int,
+        interface: str | None,
+        wait_s: float,
+        report: Report,
     ) -> None:
         self._host = host
         self._port = port
         self._count = count
         self._wait_s = wait_s
-        self._say = say
+        self._report = report
         self._interface = interface
         self._address = ""
         self._servers: dict[str, ProcessServer] = {}
@@ -78,14 +80,14 @@ class Supervisor:
                 server.finish(kill_after_s=0.0, report=lambda: None)
         if not self._started:
             where = f"{self._host}:{self._port}"
-            self._say(f"the run at {where} ended without asking this command for a server")
+            self._report(f"the run at {where} ended without asking this command for a server")
         return bool(self._started) and not self._failed
 
     def _meet(self) -> _StoreWatch:
-        self._say(f"waits for the workers' rendezvous at {self._host}:{self._port}")
+        self._report(f"waits for the workers' rendezvous at {self._host}:{self._port}")
         watch = _StoreWatch(self._host, self._port, self._wait_s)
         self._address = local_address(self._host, self._interface)
-        self._say(
+        self._report(
             f"met the workers' rendezvous at {self._host}:{self._port}; servers will listen on"
             f" {self._address}"
         )
@@ -96,7 +98,7 @@ class Supervisor:
         while open_ or self._servers:
             with contextlib.suppress(queue.Empty):
                 event = watch.events.get(timeout=_POLL_S)
-                if isinstance(event, _SessionAnnounced):
+                if isinstance(event, _SessionPublished):
                     self._join_session(watch.store, event.number)
                 else:
                     open_ = False
@@ -105,48 +107,48 @@ class Supervisor:
             if time.monotonic() > report_at:
                 report_at = float("inf")
                 if not self._started:
-                    self._say("waits for a session with dedicated_servers")
+                    self._report("waits for a session with dedicated_servers")
 
     def _join_session(self, store: TCPStore, number: int) -> None:
         key = dedicated_key(number)
         try:
-            announced = msgspec.json.decode(store.get(key), type=Announcement)
+            published = msgspec.json.decode(store.get(key), type=PublishedSession)
             claimed = store.add(f"{key}/claimed", self._count)
             first = claimed - self._count
-            for index in range(first, min(claimed, announced.servers)):
-                store.set(f"{key}/server/{index}", self._start_or_refuse(announced, index))
+            for index in range(first, min(claimed, published.servers)):
+                store.set(f"{key}/server/{index}", self._start_or_refuse(published, index))
         except (dist.DistError, RuntimeError, msgspec.MsgspecError) as error:
             self._failed.append(f"session {number}")
-            self._say(f"cannot join session {number}: {error}")
+            self._report(f"cannot join session {number}: {error}")
 
-    def _start_or_refuse(self, announced: Announcement, index: int) -> str:
+    def _start_or_refuse(self, published: PublishedSession, index: int) -> str:
         """The entry for one server: where it listens, or why there is none."""
-        name = f"server {index} of session {announced.session_id.partition('-')[0]}"
+        name = f"server {index} of session {published.session_id.partition('-')[0]}"
         try:
-            address = self._start(announced, index, name)
+            address = self._start(published, index, name)
         except (ForepropError, TypeError, OSError) as error:
             self._failed.append(name)
-            self._say(f"{name} cannot start: {error}")
+            self._report(f"{name} cannot start: {error}")
             return f"{REFUSED}dedicated server {index} at {self._address} cannot start: {error}"
         self._started += 1
-        self._say(f"{name} of {announced.servers} listens on {address}")
+        self._report(f"{name} of {published.servers} listens on {address}")
         return address
 
-    def _start(self, announced: Announcement, index: int, name: str) -> str:
-        if announced.foreprop != __version__:
+    def _start(self, published: PublishedSession, index: int, name: str) -> str:
+        if published.foreprop != __version__:
             raise ConfigError(
-                f"foreprop: rank 0 has {announced.foreprop!r}, this server has {__version__!r}"
+                f"foreprop: rank 0 has {published.foreprop!r}, this server has {__version__!r}"
             )
-        settings: dict[str, Any] = {**announced.config, "interface": self._interface}
+        settings: dict[str, Any] = {**published.config, "interface": self._interface}
         if (trace := Config(**settings).trace) is not None:  # which checks them
             check_trace_folder(trace)
         task = ServerTask(
             index=index,
-            session_id=announced.session_id,
-            world_size=announced.world_size,
+            session_id=published.session_id,
+            world_size=published.world_size,
             config=settings,
-            node=announced.nodes + index,
-            workers_per_node=announced.workers_per_node,
+            node=published.nodes + index,
+            workers_per_node=published.workers_per_node,
             shares_node=False,
         )
         listener = listen(self._address)
@@ -161,7 +163,7 @@ class Supervisor:
                 continue
             server.finish(kill_after_s=0.0, report=lambda: None)
             del self._servers[name]
-            self._say(f"{name} " + ("is done" if code == 0 else f"failed (exit code {code})"))
+            self._report(f"{name} " + ("is done" if code == 0 else f"failed (exit code {code})"))
             if code != 0:
                 self._failed.append(name)
 
@@ -173,7 +175,7 @@ class _StoreWatch:
     """
 
     def __init__(self, host: str, port: int, wait_s: float) -> None:
-        self.events: queue.SimpleQueue[_SessionAnnounced | _StoreGone] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[_SessionPublished | _StoreGone] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._sentinel, self.store = _connect_to_store(host, port, wait_s)
         self._thread = threading.Thread(target=self._watch, name="foreprop-watch", daemon=True)
@@ -191,10 +193,10 @@ class _StoreWatch:
         seen = 0
         try:
             while not self._stop.wait(_POLL_S) and not self.is_gone():
-                announced = self.store.add(DEDICATED_SESSIONS, 0)
-                while seen < announced and self.store.check([dedicated_key(seen + 1)]):
+                published = self.store.add(DEDICATED_SESSIONS, 0)
+                while seen < published and self.store.check([dedicated_key(seen + 1)]):
                     seen += 1
-                    self.events.put(_SessionAnnounced(seen))
+                    self.events.put(_SessionPublished(seen))
         except (dist.DistError, RuntimeError) as error:
             print(f"foreprop: the rendezvous is gone: {error}", file=sys.stderr, flush=True)
         self.events.put(_StoreGone())

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from foreprop.cluster.meeting import Meeting
+from foreprop.cluster.rendezvous import agree_on_session, raw_board, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.sendqueue import takes_turns
@@ -46,7 +46,7 @@ _END_BY_ITSELF_S = 3.0
 
 
 def dedicated_key(session: int) -> str:
-    """The raw store's key that announces a session to `foreprop server`."""
+    """The raw store's key that publishes a session to `foreprop server`."""
     return f"foreprop/dedicated/{session}"
 
 
@@ -54,8 +54,8 @@ REFUSED = "refused "
 """How an entry begins that says why a dedicated server will not come."""
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells `foreprop server` about a session."""
+class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """What `foreprop server` must know of a session, from rank 0."""
 
     session_id: str
     world_size: int
@@ -76,7 +76,7 @@ class Connections:
     """
 
     def __init__(self, world: World, config: Config, part: str = "") -> None:
-        self.meeting = Meeting(world, config, part)
+        self.board = session_board(world, config, part)
         self.streams: list[Stream] = []
         self.handles: list[ServerHandle] = []
         self._world = world
@@ -124,7 +124,7 @@ class Connections:
             for server in range(self.servers):
                 self.streams.append(self._connect(server))
         except BaseException as error:
-            self.meeting.refuse(error)
+            self.board.publish_failure(error)
             self.close(kill=True, patience_s=0.0)  # the servers have not been told anything
             raise
 
@@ -140,8 +140,8 @@ class Connections:
         if self._world.rank == 0:
             session_id = secrets.token_hex(8)
             if self._config.dedicated_servers:
-                session_id = self._announce_to_dedicated(session_id)
-        return self.meeting.agree(session_id, self._shape())
+                session_id = self._publish_to_dedicated(session_id)
+        return agree_on_session(self.board, self._config, session_id, self._shape())
 
     def _shape(self) -> dict[str, object]:
         """What decides who listens and who connects."""
@@ -155,11 +155,11 @@ class Connections:
             "local_aggregation": self._config.local_aggregation,
         }
 
-    def _announce_to_dedicated(self, token: str) -> str:
+    def _publish_to_dedicated(self, token: str) -> str:
         entries = self._world.raw_entries
         number = entries.add(DEDICATED_SESSIONS, 1)
         session_id = f"{number}-{token}"
-        announcement = Announcement(
+        published = PublishedSession(
             session_id=session_id,
             world_size=self._world.size,
             servers=self.servers,
@@ -168,7 +168,7 @@ class Connections:
             foreprop=__version__,
             config=asdict(self._config),
         )
-        entries.set(dedicated_key(number), announcement.encode())
+        entries.set(dedicated_key(number), published.encode())
         return session_id
 
     def _start_servers(self) -> None:
@@ -188,7 +188,7 @@ class Connections:
             )
             in_process = self._world.in_process
             self.handles.append(start_server(task, self._config, listener, in_process=in_process))
-            self.meeting.publish(f"server/{index}", f"{self.address} {port}")
+            self.board.publish(f"server/{index}", f"{self.address} {port}")
 
     def _start_relays(self) -> None:
         """One process leads to all servers; it gets connections that are made already."""
@@ -218,7 +218,7 @@ class Connections:
         else:
             self.handles.append(ProcessServer(task, [*listeners, *upstreams]))
         for server, port in enumerate(ports):
-            self.meeting.publish(f"relay/{self.node}/{server}", f"{self.address} {port}")
+            self.board.publish(f"relay/{self.node}/{server}", f"{self.address} {port}")
 
     def _connect(self, server: int) -> Stream:
         """To a server, or to this node's relay to it."""
@@ -243,22 +243,23 @@ class Connections:
 
     def _reach_relay(self, server: int) -> socket.socket:
         what = f"the relay of node {self.node}, which rank {self._first_rank} starts"
-        found = self.meeting.lookup(f"{self.meeting.key}/relay/{self.node}/{server}", what)
+        found = self.board.lookup(f"relay/{self.node}/{server}", what)
         return self._greeted(self._connect_to(*_parse_address(found, what)))
 
     def _reach(self, server: int) -> socket.socket:
         dedicated = self._config.dedicated_servers
         if dedicated:
             number = self.session_id.partition("-")[0]
-            key = f"{dedicated_key(int(number))}/server/{server}"
+            look, key = self.board.check_failed, dedicated_key(int(number))
+            board = raw_board(self._world, self._config, key, look)
             what = (
                 f"dedicated server {server} of {dedicated}; start `foreprop server --count"
                 f" {dedicated}{self._rendezvous_option()}`"
             )
         else:
-            key = f"{self.meeting.key}/server/{server}"
+            board = self.board
             what = f"server {server}, which rank {self._starter_of(server)} starts"
-        found = self.meeting.lookup(key, what, raw=bool(dedicated))
+        found = board.lookup(f"server/{server}", what)
         if found.startswith(REFUSED):
             raise HandshakeError(found.removeprefix(REFUSED))
         address, port = _parse_address(found, what)
@@ -277,7 +278,7 @@ class Connections:
     def _ended(self, sock: socket.socket, error: OSError) -> TransportError:
         """A server that ends while workers join has been told why, and so are we."""
         sock.close()
-        self.meeting.check_refused()
+        self.board.check_failed()
         text = f"rank {self._world.rank}'s connection to a server ended at once: {error}"
         return TransportError(text)
 
@@ -305,7 +306,7 @@ class Connections:
         timeout_s = self._config.join_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
-            self.meeting.check_refused()
+            self.board.check_failed()
             try:
                 return connect(address, port, timeout_s=min(1.0, timeout_s))
             except TransportError as error:

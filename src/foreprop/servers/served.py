@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from foreprop.core.manifest import (
-    BUFFERS_BLOB,
-    NO_GROUP,
-    Hyperparameters,
-    Manifest,
-    OptimizerInfo,
-)
+from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.norm import SquareSum
-from foreprop.core.rows_machine import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
 from foreprop.hooks import buffers
 from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory
-from foreprop.path.optimizer import (
-    check_elementwise,
-    check_groups,
-    hyperparameters,
-)
+from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
 from foreprop.path.summing import start_average
 from foreprop.path.tensors import (
     AVERAGE,
@@ -42,7 +31,6 @@ from foreprop.path.worker import WorkerEngine
 from foreprop.servers.framelimits import check_frames
 from foreprop.servers.launch import Connections
 from foreprop.servers.workers import Worker
-from foreprop.version import __version__
 
 if TYPE_CHECKING:
     from foreprop.numerics.workernorm import WorkerNorm
@@ -103,26 +91,17 @@ class ServedBackend:
         """Those that servers update."""
         return () if self._by_workers else self._engine.slices
 
+    @property
+    def _pieces(self) -> Sequence[Slice | Shard]:
+        return [*self._slices, *self._shards]
+
     def _manifest(self) -> Manifest:
-        setup = self._setup
-        return Manifest(
-            foreprop=__version__,
-            torch=torch.__version__.partition("+")[0],
-            byteorder=sys.byteorder,
-            session="",
-            world_size=setup.world.size,
+        """Without the session's id."""
+        knobs = self._setup.config.knobs(self.connections.servers)
+        return self._setup.manifest(
+            msgspec.structs.replace(knobs, aggregation=self._setup.aggregation),
+            groups=self._hyperparameters(),
             workers_per_push=self.connections.workers_per_push,
-            knobs=msgspec.structs.replace(
-                setup.config.knobs(self.connections.servers), aggregation=setup.aggregation
-            ),
-            optimizer=OptimizerInfo(
-                name=type(setup.optimizer).__name__, groups=self._hyperparameters()
-            ),
-            parameters=tuple(setup.infos),
-            blob_bytes=(
-                setup.buffers.size_bytes,
-                *(buffers.packed_bytes([parameter]) for parameter in setup.frozen),
-            ),
         )
 
     @property
@@ -143,7 +122,7 @@ class ServedBackend:
         rank_zero = self.engine.is_rank_zero
         if not rank_zero:
             self._engine.await_values()  # before the servers know us: values may come at once
-        self._engine.join(self.connections.meeting.check_refused)
+        self._engine.join(self.connections.board.check_failed)
         self.connections.settled()
         shared = [[frozen] for frozen in self._setup.frozen]
         if rank_zero:
@@ -185,36 +164,46 @@ class ServedBackend:
             self._optimizer.state.update(self._loaded)
             return
         self._settle_rows()
-        pieces: dict[int, list[dict[str, Any]]] = {}
-        slices, shards = self._slices, self._shards
-        answers = self._engine.requests.fetch_states(_numbers(slices, shards), step)
-        for piece in slices:
-            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
-            pieces.setdefault(piece.parameter, []).append(state)
-        for index, states in pieces.items():
-            parameter = self._setup.parameters[index]
-            joined = _join_states(states, parameter)
-            if joined:
-                self._optimizer.state[parameter] = joined
-        for shard in shards:
-            data = memoryview(answers[shard.number])
-            self._join_rows(shard, decode_state(data, elems=shard.rows * shard.row_elems))
+        for number, state in self._pull(step).items():
+            parameter, info = self._setup.parameters[number], self._setup.infos[number]
+            if state:
+                own = state if info.rows else _moved(state, parameter.device)
+                self._optimizer.state[parameter] = own
 
     def _settle_rows(self) -> None:
         if self._engine.shards:
             self.rows.settle_rows()
 
-    def _join_rows(self, shard: Shard, state: dict[str, Any]) -> None:
-        """Put a shard's state where its rows are in the parameter's."""
-        parameter = self._setup.parameters[shard.parameter]
-        own = self._optimizer.state[parameter] if state else {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                if key not in own:
-                    own[key] = torch.empty(parameter.shape, dtype=value.dtype)
-                own[key][shard.server :: self.connections.servers] = value.view(-1, shard.row_elems)
-            else:
-                own[key] = value
+    def _pull(self, step: int, flags: int = 0) -> dict[int, dict[str, Any]]:
+        """By parameter: its pieces' states after ``step``, joined to its shape."""
+        joined: dict[int, dict[str, Any]] = {}
+        for piece, state in self._fetch(self._pieces, step, flags):
+            whole = joined.setdefault(piece.parameter, {})
+            shape = self._setup.parameters[piece.parameter].shape
+            for key, value in state.items():
+                if not _has_shape(value):
+                    whole.setdefault(key, value)
+                    continue
+                if key not in whole:
+                    whole[key] = torch.empty(shape, dtype=value.dtype)
+                part = self._own_part(piece, whole[key])
+                part.copy_(value.view(part.shape))
+        return joined
+
+    def _fetch(
+        self, pieces: Sequence[Slice | Shard], step: int, flags: int
+    ) -> Iterator[tuple[Slice | Shard, dict[str, Any]]]:
+        """Each piece's state after ``step``, or what the flags say instead."""
+        numbers = [piece.number for piece in pieces]
+        answers = self._engine.requests.fetch_states(numbers, step, flags=flags)
+        for piece in pieces:
+            yield piece, decode_state(memoryview(answers[piece.number]), elems=piece.elems)
+
+    def _own_part(self, piece: Slice | Shard, whole: torch.Tensor) -> torch.Tensor:
+        """The piece's elements of a parameter's values, which are contiguous."""
+        if isinstance(piece, Slice):
+            return whole.view(-1)[piece.start_elems : piece.stop_elems]
+        return whole[piece.server :: self.connections.servers]
 
     def drop_state(self) -> None:
         self._forget_state()
@@ -255,21 +244,15 @@ class ServedBackend:
         for shard in self._shards:
             parameter = self._setup.parameters[shard.parameter]
             own = {
-                key: value[shard.server :: self.connections.servers]
-                if isinstance(value, torch.Tensor) and value.dim()
-                else value
+                key: value[shard.server :: self.connections.servers] if _has_shape(value) else value
                 for key, value in state.get(parameter, {}).items()
             }
             self._engine.requests.send_state(shard.number, step, encode_state(own))
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
         pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
-        numbers = [piece.number for piece in pieces]
-        answers = self._engine.requests.fetch_states(numbers, step, flags=Flag.GRADIENT)
-        states = [
-            decode_state(memoryview(answers[piece.number]), elems=piece.elems) for piece in pieces
-        ]
-        return torch.cat([state[GRADIENT] for state in states])
+        states = self._fetch(pieces, step, Flag.GRADIENT)
+        return torch.cat([state[GRADIENT] for _, state in states])
 
     can_measure = True
 
@@ -281,28 +264,18 @@ class ServedBackend:
         parameters, cast = self._setup.parameters, self._wire_dtypes
         if step == 0 or not any(cast):  # all ranks have started in full
             return parameters
-        pieces: list[Slice | Shard] = [*self._slices, *self._shards]
-        pieces = [piece for piece in pieces if cast[piece.parameter] is not None]
-        numbers = [piece.number for piece in pieces]
-        answers = self._engine.requests.fetch_states(numbers, step, flags=Flag.MASTER)
+        pieces = [piece for piece in self._pieces if cast[piece.parameter] is not None]
         layout = torch.contiguous_format
         found = [
             parameter if parameter.is_meta else parameter.detach().cpu().clone(memory_format=layout)
             for parameter in parameters
         ]
-        for piece in pieces:
+        for piece, state in self._fetch(pieces, step, Flag.MASTER):
             shown = self._own_part(piece, found[piece.parameter])
-            state = decode_state(memoryview(answers[piece.number]), elems=shown.numel())
             master = state[MASTER].view(shown.shape)
             same = shown == master.to(cast[piece.parameter])
             shown.copy_(torch.where(same, master, shown))  # others were changed by hand since
         return found
-
-    def _own_part(self, piece: Slice | Shard, values: torch.Tensor) -> torch.Tensor:
-        """The piece's elements of a parameter's values."""
-        if isinstance(piece, Slice):
-            return values.view(-1)[piece.start_elems : piece.stop_elems]
-        return values[piece.server :: self.connections.servers]
 
     # Moving averages.
     def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
@@ -310,41 +283,25 @@ class ServedBackend:
             return self._loaded_averages
         if step == 0:  # rank 0's values may still be on their way to the servers
             return [start_average(parameter) for parameter in self._setup.parameters]
-        pieces: list[list[torch.Tensor]] = [[] for _ in self._setup.parameters]
-        slices, shards = self._slices, self._shards
-        answers = self._engine.requests.fetch_states(
-            _numbers(slices, shards), step, flags=Flag.AVERAGES
-        )
-        for piece in slices:
-            state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
-            pieces[piece.parameter].append(state[AVERAGE])
-        found = [
-            torch.cat(parts) if parts else start_average(parameter)  # an empty one has no slices
-            for parts, parameter in zip(pieces, self._setup.parameters, strict=True)
+        found = self._pull(step, Flag.AVERAGES)
+        return [
+            # an empty one has no slices
+            found[number][AVERAGE] if number in found else start_average(parameter)
+            for number, parameter in enumerate(self._setup.parameters)
         ]
-        for shard in shards:
-            elems = shard.rows * shard.row_elems
-            part = decode_state(memoryview(answers[shard.number]), elems=elems)[AVERAGE]
-            rows = found[shard.parameter][shard.server :: self.connections.servers]
-            rows.copy_(part.view(rows.shape))
-        return found
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
         """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
         if self.engine.is_rank_zero:
-            for piece in self._slices:
-                flat = averages[piece.parameter].reshape(-1)
-                data = encode_state({AVERAGE: flat[piece.start_elems : piece.stop_elems]})
+            for piece in self._pieces:
+                part = self._own_part(piece, averages[piece.parameter].contiguous())
+                data = encode_state({AVERAGE: part.reshape(-1)})
                 self._engine.requests.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
-            for shard in self._shards:
-                rows = averages[shard.parameter][shard.server :: self.connections.servers]
-                data = encode_state({AVERAGE: rows.reshape(-1)})
-                self._engine.requests.send_state(shard.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.
     def refuse(self, error: BaseException) -> None:
-        self.connections.meeting.refuse(error)
+        self.connections.board.publish_failure(error)
 
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()
@@ -368,20 +325,17 @@ class ServedBackend:
         )
 
 
-def _numbers(slices: Sequence[Slice], shards: Sequence[Shard]) -> list[int]:
-    return [piece.number for piece in slices] + [shard.number for shard in shards]
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {
+        key: value.to(device)
+        if isinstance(value, torch.Tensor) and _is_elementwise(key, value)
+        else value
+        for key, value in state.items()
+    }
 
 
-def _join_states(states: Sequence[dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
-    """One state of the parameter's shape from the states of its slices."""
-    joined: dict[str, Any] = {}
-    for key, first in states[0].items():
-        if isinstance(first, torch.Tensor) and first.dim():
-            flat = torch.cat([state[key] for state in states])
-            joined[key] = flat.reshape(parameter.shape).to(parameter.device)
-        else:
-            joined[key] = first
-    return joined
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _cut_state(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.cluster.board import Board
 from foreprop.cluster.parting import wait_for_all
+from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.collectives.hybrid import connect, is_served, needs_another_backend
 from foreprop.config import Config
@@ -677,7 +677,7 @@ class ConnectedSession(Session):
 
     def _board(self, key: str) -> Board:
         about = f"{key}/{self._backend.session_id}"
-        return Board(self._world, self.config, about, self.engine.raise_if_failed)
+        return step_board(self._world, self.config, about, self.engine.raise_if_failed)
 
     def _makes_whole_steps(self) -> bool:
         """Whether the user's own step is called, when all gradients are here."""
@@ -830,10 +830,10 @@ class ConnectedSession(Session):
             used = set(self._use_order)
             rest = [i for i in range(len(self._parameters)) if i not in used]
             order = self._use_order + rest
-            board.tell("order", json.dumps(order))
+            board.publish("order", json.dumps(order))
         else:
             what = "rank 0's first step (its forward pass gives the priorities)"
-            order = json.loads(board.hear("order", what))
+            order = json.loads(board.lookup("order", what))
         self.engine.learn_priorities(order)
 
     def _forget_forward_hook(self) -> None:

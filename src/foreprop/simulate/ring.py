@@ -128,10 +128,10 @@ class RingWorker:
         if not plans_after(step):
             return True
         if all(rank.ended_step == step for rank in self._ranks):
-            self._clock.at(self._clock.now_s, self._tell_order, step)
+            self._clock.at(self._clock.now_s, self._publish_order, step)
         return False
 
-    def _tell_order(self, step: int) -> None:
+    def _publish_order(self, step: int) -> None:
         first = self._ranks[0]
         order = first.plan([rank.observer.ready_s() for rank in self._ranks[1:]])
         for rank in self._ranks:

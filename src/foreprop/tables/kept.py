@@ -12,16 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foreprop.core.rows_machine import (
-    Shard,
-)
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.tensors import (
-    decode_state,
-    encode_state,
-    is_array,
-    state_limit_bytes,
-)
+from foreprop.path.tensors import decode_state, encode_state, is_array, state_limit_bytes
 from foreprop.tables.parts import decode_numbers, encode_numbers, numbers_bytes, part_rows
 
 VALUES, STATE = "values", "state."

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from foreprop.core.rows_machine import (
-    Shard,
-)
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.tensors import bytes_of
 

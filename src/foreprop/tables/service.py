@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from foreprop.core.barrier import (
-    StepBarrier,
-)
+from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import (
     InstallValue,
     NormArrived,
@@ -24,10 +22,10 @@ from foreprop.core.rows_machine import (
     RowsMachine,
     RowsSummed,
     RowsUpdated,
-    Shard,
     SumRows,
     UpdateRows,
 )
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
@@ -35,7 +33,7 @@ from foreprop.numerics.finite import check_finite
 from foreprop.path.executor import Executor
 from foreprop.path.hyperparameters import scale_of
 from foreprop.path.services import bounded, exactly
-from foreprop.path.updates import SettingsAt
+from foreprop.path.sliceupdates import SettingsAt
 from foreprop.tables.kept import PULL_BYTES
 from foreprop.tables.parts import decode_pull, pulled_shard
 from foreprop.tables.store import RowStore

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.cluster.board import Board
+from foreprop.cluster.rendezvous import step_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
@@ -54,7 +54,7 @@ class RemoteTables:
         self._world = world
         self._config = config
         look = backend.engine.raise_if_failed
-        self._board = Board(world, config, f"tables/{backend.session_id}", look)
+        self._board = step_board(world, config, f"tables/{backend.session_id}", look)
         self._changes = 0
         self._aside = False
 
@@ -208,7 +208,7 @@ class RemoteTables:
             table.check_stepped()
         self._changes += 1
         key = str(self._changes)
-        self._board.tell(f"{key}/here/{self._world.rank}", _DONE)
+        self._board.publish(f"{key}/here/{self._world.rank}", _DONE)
         if self._world.rank == 0:
             self._lead(key, work)
         else:
@@ -219,21 +219,21 @@ class RemoteTables:
 
     def _lead(self, key: str, work: Callable[[], Iterator[None]]) -> None:
         for rank in range(1, self._world.size):
-            self._board.hear(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
+            self._board.lookup(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
         done = 0
         try:
             self._rows.settle_rows()  # the updates so far are of the old values
             for done, _ in enumerate(work(), 1):
-                self._board.tell(f"{key}/{done - 1}", _MORE)
+                self._board.publish(f"{key}/{done - 1}", _MORE)
         except BaseException as error:
-            self._board.tell(f"{key}/{done}", f"{_FAILED}{error}")
+            self._board.publish(f"{key}/{done}", f"{_FAILED}{error}")
             raise
-        self._board.tell(f"{key}/{done}", _DONE)
+        self._board.publish(f"{key}/{done}", _DONE)
 
     def _follow(self, key: str) -> None:
         done, told = 0, _MORE
         while told == _MORE:
-            told = self._board.hear(
+            told = self._board.lookup(
                 f"{key}/{done}", f"part {done} of rank 0's change of remote tables"
             )
             done += 1

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreprop.core.frames import (
-    CONTROL_PRIORITY,
-    SendFrame,
-)
+from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import encode_square_sums
-from foreprop.core.server_machine import (
-    SendSquares,
-    SliceUpdated,
-    UpdateSlice,
-)
+from foreprop.core.server_machine import SendSquares, SliceUpdated, UpdateSlice
 from foreprop.core.wire import Header, Kind
 from foreprop.link.connection import Connection
 from foreprop.observe.stages import Stage

@@ -1,0 +1,257 @@
+"""A key-value board shared by all ranks, with timeouts, that ends when a rank has failed.
+
+It is a part of torch.distributed's store: all keys of a board begin alike. Keys that nobody
+publishes are waited for until the board's timeout, a failure of this rank, or one of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.errors import HandshakeError, RemoteProtocolError, StepTimeout, TransportError
+from foreprop.link.failure import decode_failure, failure_of
+from foreprop.observe.trace import check_trace_folder
+
+Look = Callable[[], None]
+"""Called now and then while something is waited for; raises what has happened meanwhile."""
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1
+_MEET_S = 0.02
+_REPORT_S = 10.0
+_FAILURE = "refused"
+_VALUE_BYTES = 4_194_304
+"""Of one entry: torch's store takes less than 8 MiB."""
+
+
+class Board:
+    """One rank's view of the keys that begin with ``key``."""
+
+    def __init__(
+        self,
+        world: World,
+        key: str,
+        *,
+        timeout_s: float,
+        setting: str = "join_timeout_s",
+        report_s: float = _REPORT_S,
+        look: Look | None = None,
+        raw: bool = False,
+    ) -> None:
+        """A wait ends after ``timeout_s`` (the setting of that name), and is reported before.
+
+        ``look`` raises what ends a wait sooner: by default a failure published on this board.
+        ``raw``: outside foreprop's part of the store, where torchrun's restarts do not start anew.
+        """
+        self.key = key
+        self.rank = world.rank
+        self._size = world.size
+        self._entries = world.raw_entries if raw else world.entries
+        self._timeout_s = timeout_s
+        self._setting = setting
+        self._report_s = report_s
+        self._look = look or self.check_failed
+        self._parts: dict[str, int] = {}
+        """By name: how many parts there are of the bytes that this rank has published."""
+
+    def publish(self, name: str, value: str) -> None:
+        self._entries.set(self._key(name), value)
+
+    def _key(self, name: str) -> str:
+        """The board's own, for no name: see `agree_on_session`."""
+        return f"{self.key}/{name}" if name else self.key
+
+    def lookup(
+        self, name: str, what: str, look: Look | None = None, *, timeout_s: float | None = None
+    ) -> str:
+        """A value, waiting for it; raises `StepTimeout` that names ``what`` is missing.
+
+        Raises what ``look`` or the board's own raises meanwhile, and `TransportError` if the store
+        is gone.
+        """
+        return self._wait_for(name, what, look, timeout_s).decode()
+
+    def peek(self, name: str) -> bytes | None:
+        """A value if it is there; raises `TransportError` if the store is gone."""
+        return self._entries.maybe_get(self._key(name))
+
+    def exchange(self, name: str, mine: str, what: str) -> list[str]:
+        """What every rank publishes under this name, by rank."""
+        self.publish(f"{name}/{self.rank}", mine)
+        ranks = range(self._size)
+        return [self.lookup(f"{name}/{rank}", f"rank {rank}'s {what}") for rank in ranks]
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has come so far."""
+        self.publish(f"{what}/{self.rank}", "")
+        deadline = time.monotonic() + self._timeout_s
+        while missing := self.missing(what):
+            self._look()
+            if time.monotonic() > deadline:
+                raise StepTimeout(
+                    f"rank {self.rank} waited {self._timeout_s:g} s ({self._setting}) for"
+                    f" rank {', '.join(map(str, missing))}, which has not {what}; does every rank"
+                    " call parallelize()?"
+                )
+            time.sleep(_MEET_S)
+
+    def missing(self, name: str) -> list[int]:
+        """The ranks that have published nothing under this name."""
+        check = self._entries.check
+        try:
+            return [r for r in range(self._size) if not check(self._key(f"{name}/{r}"))]
+        except TransportError as error:
+            raise TransportError(f"rank {self.rank} {error}") from error
+
+    def forget(self, name: str) -> None:
+        """Remove a value that nobody will look up any more."""
+        self._entries.delete(self._key(name))
+
+    # Bytes of any number.
+    def publish_bytes(self, name: str, data: bytes) -> None:
+        starts, key = range(0, len(data), _VALUE_BYTES), self._key(name)
+        for number, start in enumerate(starts[:-1]):  # each call has a time of its own
+            self._entries.set(f"{key}/{number}", data[start : start + _VALUE_BYTES])
+        last = {f"{key}/{len(starts) - 1}": data[starts[-1] :]} if starts else {}
+        self._entries.set_all({**last, key: str(len(starts))})
+        self._parts[name] = len(starts)
+
+    def lookup_bytes(self, name: str, what: str, look: Look | None = None) -> memoryview:
+        count = int(self.lookup(name, what, look))
+        parts = [self._wait_for(f"{name}/{number}", what, look) for number in range(count)]
+        return memoryview(b"".join(parts))
+
+    def forget_bytes(self, name: str) -> None:
+        """Remove this rank's, if there are such."""
+        count = self._parts.pop(name, None)
+        if count is not None:
+            key = self._key(name)
+            self._entries.delete(key, *(f"{key}/{number}" for number in range(count)))
+
+    # Failures.
+    def publish_failure(self, error: BaseException) -> None:
+        """For those who cannot be reached otherwise: it is over, and why. The first one counts."""
+        text = failure_of(error, by=f"rank {self.rank}").encode().decode()
+        with contextlib.suppress(TransportError):  # the store may be what is gone
+            if self._size > 1 and not self._entries.check(self._key(_FAILURE)):
+                self.publish(_FAILURE, text)
+
+    def check_failed(self) -> None:
+        """Raise the failure that a rank has published."""
+        found = None
+        with contextlib.suppress(TransportError):
+            found = self.peek(_FAILURE)
+        if found is not None:
+            raise decode_failure(found).as_error()
+
+    # Waiting.
+    def _wait_for(
+        self, name: str, what: str, look: Look | None, timeout_s: float | None = None
+    ) -> bytes:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        report_at, pause_s = started + self._report_s, _FIRST_LOOK_S
+        while (found := self._maybe_value(name, what)) is None:
+            now = time.monotonic()
+            if look is not None:
+                look()
+            self._look()
+            if now >= started + timeout_s:
+                raise StepTimeout(
+                    f"rank {self.rank} waited {timeout_s:g} s ({self._setting}) for {what}"
+                )
+            if now >= report_at:
+                report_at = float("inf")
+                text = f"foreprop: rank {self.rank} for {now - started:.0f} s waits for {what}"
+                print(text, file=sys.stderr, flush=True)
+            # Store.wait() would block Ctrl-C, and torch prints a warning whenever it times out
+            time.sleep(min(pause_s, started + timeout_s - now))
+            pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
+        return found
+
+    def _maybe_value(self, name: str, what: str) -> bytes | None:
+        try:
+            return self.peek(name)
+        except TransportError as error:
+            raise TransportError(f"rank {self.rank}, which waited for {what}, {error}") from error
+
+
+def session_board(world: World, config: Config, part: str = "") -> Board:
+    """For the ranks of a new session while they join it, and for what ends it.
+
+    A named ``part`` belongs to the session that was begun last.
+    """
+    world.limit_store(config)
+    key = f"session/{world.sessions - 1}/{part}" if part else f"session/{world.next_session()}"
+    return Board(world, key, timeout_s=config.join_timeout_s, report_s=config.stall_report_s)
+
+
+def raw_board(world: World, config: Config, key: str, look: Look) -> Board:
+    """Likewise, where `foreprop server` looks: in the raw store."""
+    return Board(
+        world,
+        key,
+        timeout_s=config.join_timeout_s,
+        report_s=config.stall_report_s,
+        look=look,
+        raw=True,
+    )
+
+
+def step_board(
+    world: World,
+    config: Config,
+    key: str,
+    look: Look | None = None,
+    *,
+    patience_s: float = 0.0,
+) -> Board:
+    """For ranks that train; a wait is reported as a stall after ``patience_s``, if that is more."""
+    return Board(
+        world,
+        key,
+        timeout_s=config.step_timeout_s,
+        setting="step_timeout_s",
+        report_s=max(patience_s, config.stall_report_s),
+        look=look,
+    )
+
+
+def agree_on_session(
+    board: Board, config: Config, session_id: str, shape: Mapping[str, object]
+) -> str:
+    """Rank 0's session id; raises `HandshakeError` if this rank has another cluster in mind.
+
+    ``shape`` is what decides who connects to whom: who does not agree on that could never meet.
+    `ConfigError` if this rank's traces cannot be written: better now than after the training.
+    """
+    if config.trace is not None:
+        check_trace_folder(config.trace)
+    if board.rank == 0:
+        board.publish("", json.dumps([session_id, shape]))
+        return session_id
+    what = "rank 0 to start the session; does every rank call parallelize() equally often?"
+    session_id, theirs = _parse_shape(board.lookup("", what))
+    differing = [
+        f"{name}: rank 0 has {theirs.get(name)}, rank {board.rank} has {ours}"
+        for name, ours in shape.items()
+        if theirs.get(name) != ours
+    ]
+    if differing:
+        raise HandshakeError(f"rank 0 and rank {board.rank} do not agree: {'; '.join(differing)}")
+    return session_id
+
+
+def _parse_shape(text: str) -> tuple[str, Mapping[str, object]]:
+    try:
+        session_id, shape = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise RemoteProtocolError(f"the store has {text[:100]!r} for a session: {error}") from error
+    if not isinstance(session_id, str) or not isinstance(shape, dict):
+        raise RemoteProtocolError(f"the store has {text[:100]!r} for a session")
+    return session_id, shape

@@ -1,0 +1,186 @@
+"""The memory in which gradients are summed, with what is counted beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from foreprop.collectives.gpu import DeviceWork
+from foreprop.collectives.group import Group
+from foreprop.collectives.stepsettings import DIGEST_BITS, StepSettings
+from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation, Reduction
+from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
+from foreprop.core.order import Chunk, Piece, cut_chunks
+from foreprop.core.wire import Flag
+from foreprop.errors import InternalError, TrainingLoopError
+from foreprop.numerics.finite import check_finite
+from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.summing import finish_sum
+from foreprop.path.tensors import DTYPES
+
+_MARKS = 2 + DIGEST_BITS
+"""Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,
+and for each bit of the settings' digest, how many ranks have it. None exceeds the number of ranks.
+"""
+MOST_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
+"""By type: up to these counts are exact, in whatever order they are added up."""
+
+
+class GradientSums:
+    """One rank's. A parameter's sum is touched by one thread at a time."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ParameterInfo],
+        memory: Sequence[ParameterMemory],
+        settings: StepSettings,
+        *,
+        config: Config,
+        aggregation: Aggregation,
+        device: DeviceWork,
+        group: Group,
+    ) -> None:
+        self.flags = [0] * len(parameters)
+        """With which each gradient was pushed."""
+        self._parameters = parameters
+        self._memory = memory
+        self._settings = settings
+        self._aggregation = aggregation
+        self._device = device
+        self._rank = group.rank
+        self._ranks = group.size
+        self._dtypes = [_sum_dtype(info.dtype, config.wire_dtype) for info in parameters]
+        sizes = [info.elems for info in parameters]
+        self.chunks = cut_chunks(sizes, config.chunk_elems, kinds=self._dtypes)
+        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        """With the marks behind them; those of a family lie one behind the other."""
+        self._families = _families(self.chunks)
+
+    def size_bytes(self, piece: Piece) -> int:
+        return (piece[2] - piece[1]) * self._dtypes[piece[0]].itemsize
+
+    def chunk_sizes_bytes(self) -> list[int]:
+        dtypes = [self._dtypes[chunk.pieces[0].parameter] for chunk in self.chunks]
+        return [
+            chunk.elems * dtype.itemsize for chunk, dtype in zip(self.chunks, dtypes, strict=True)
+        ]
+
+    # Before the sum.
+    def fill(self, chunk: int, step: int) -> torch.Tensor:
+        """This rank's part of a sum, to be replaced by it."""
+        pieces = self.chunks[chunk].pieces
+        for piece in pieces:
+            self._fill(piece, step)
+        (first, start, _), (last, _, stop) = pieces[0], pieces[-1]
+        begin, total = self._sum_of(first), self._sum_of(last)
+        begin_elems = begin.storage_offset() + start
+        if stop == self._parameters[last].elems:
+            stop += _MARKS
+        elems = total.storage_offset() + stop - begin_elems
+        return begin.as_strided((elems,), (1,), begin_elems)
+
+    def _sum_of(self, parameter: int) -> torch.Tensor:
+        """Made when it is first needed."""
+        if self._sums[parameter] is None:
+            self._make_sums(self._families[parameter])
+        total = self._sums[parameter]
+        if total is None:
+            raise InternalError(f"{self._parameters[parameter].name} is not in its family")
+        return total
+
+    def _make_sums(self, family: Sequence[int]) -> None:
+        ends = list(accumulate(self._parameters[p].elems + _MARKS for p in family))
+        dtype = self._dtypes[family[0]]
+        memory = torch.empty(ends[-1], dtype=dtype, device=self._device.device)
+        for parameter, run in zip(family, pairwise([0, *ends]), strict=True):
+            self._sums[parameter] = memory[slice(*run)]
+
+    def _fill(self, piece: Piece, step: int) -> None:
+        parameter, start, stop = piece
+        total = self._sum_of(parameter)
+        info = self._parameters[parameter]
+        flags = self.flags[parameter]
+        if flags & Flag.NO_GRADIENT:
+            total[start:stop] = 0
+        else:
+            itemsize = ITEMSIZE_BYTES[info.dtype]
+            part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
+            total[start:stop] = self._device.flat(part, DTYPES[info.dtype])
+            check_finite(
+                total[start:stop],
+                self._aggregation,
+                whose=f"rank {self._rank}",
+                name=info.name,
+                step=step,
+            )
+        if stop == info.elems:
+            marks = (
+                not flags & Flag.NO_GRADIENT,
+                bool(flags & Flag.VALUE_CHANGED),
+                *self._digest(parameter, step),
+            )
+            total[stop:] = torch.tensor(marks, dtype=total.dtype, device=total.device)
+
+    def _digest(self, parameter: int, step: int) -> list[int]:
+        """What must be alike on every rank: the settings, who updates, and which round it is."""
+        alike = self.flags[parameter] & ~(Flag.NO_GRADIENT | Flag.VALUE_CHANGED)
+        return self._settings.digest_at(step, alike)
+
+    # After the sum.
+    def maybe_aggregate(self, parameter: int, step: int) -> torch.Tensor | None:
+        """The aggregated gradient, flat, if any rank had one; raises if the ranks do not agree."""
+        info = self._parameters[parameter]
+        total = self._sum_of(parameter)
+        with_gradient, changed, *digests = (round(mark) for mark in total[info.elems :].tolist())
+        if 0 < changed < self._ranks:
+            raise TrainingLoopError(
+                f"{info.name} was changed by hand before step {step} on {changed} of"
+                f" {self._ranks} ranks; with architecture='ring' change it on every rank alike"
+            )
+        if digests != [self._ranks * bit for bit in self._digest(parameter, step)]:
+            raise self._settings.how_they_differ(step)
+        if not with_gradient:
+            return None
+        total = total[: info.elems]
+        # what follows is as if it had not been cast
+        gradient = total.to(torch.promote_types(total.dtype, torch.float32))
+        scale = self._settings.scale_at(step)
+        finish_sum(gradient, self._reduction(info), workers=self._ranks, scale=scale)
+        return gradient
+
+    def aggregated(self, parameter: int) -> torch.Tensor:
+        """The aggregated gradient of the parameter's last update, flat. Training thread."""
+        info = self._parameters[parameter]
+        total = self._sum_of(parameter)[: info.elems]
+        if total.dtype == torch.float32 or total.dtype == torch.float64:
+            return total  # finished in place
+        total = total.float()
+        finish_sum(total, self._reduction(info), workers=self._ranks)
+        return total
+
+    def _reduction(self, info: ParameterInfo) -> Reduction:
+        return self._aggregation.reduction_of(sparse=info.sparse)
+
+
+def _sum_dtype(dtype: str, wire_dtype: WireDtype | None) -> torch.dtype:
+    """What a parameter's gradients are summed in, which is also what they travel in.
+
+    Of half-precision parameters float32: summing in half precision would lose small gradients. With
+    a wire type that is what is asked for.
+    """
+    on_wire = DTYPES[wire_dtype_of(dtype, wire_dtype)]
+    return on_wire if dtype == "float32" else torch.promote_types(on_wire, torch.float32)
+
+
+def _families(chunks: Sequence[Chunk]) -> dict[int, list[int]]:
+    """By parameter: those that are connected to it by chunks that they share, in order."""
+    families: dict[int, list[int]] = {}
+    for chunk in chunks:
+        family = families.setdefault(chunk.parameters[0], [chunk.parameters[0]])
+        for parameter in chunk.parameters[1:]:
+            family.append(parameter)
+            families[parameter] = family
+    return families
