@@ -15,6 +15,8 @@ from foreprop.link.connection import Connection
 from foreprop.link.failure import Failure
 from foreprop.link.stream import SocketStream
 from foreprop.path.services import FailureReports, Later, bounded, owners_of
+from foreprop.servers.composed import ServerComposer
+from tests.faults.wire_peers import engine, manifest_of
 
 EMPTY = memoryview(b"")
 
@@ -161,6 +163,31 @@ def test_who_is_stuck_in_the_middle_of_a_frame_is_given_up(sockets: Any) -> None
 
 
 # Who owns which kind.
+class Host:
+    """As much of a server as its services need to be composed."""
+
+    def __init__(self) -> None:
+        self.index, self.trace, self.lock = 0, None, threading.RLock()
+
+    def fail(self, failure: Failure) -> None: ...
+    def broke(self, error: BaseException) -> None: ...
+    def end(self) -> None: ...
+
+
+FROM_SERVERS = {
+    kind for kind in Kind if kind.name.endswith("_REPLY") or kind in (Kind.REPLY, Kind.NOTIFY)
+} | {Kind.WELCOME, Kind.NORM_PART}
+AT_THE_START = {Kind.HELLO, Kind.MANIFEST}
+
+
+def test_every_kind_of_frame_has_an_owner_on_its_side() -> None:
+    work = ServerComposer().compose(manifest_of(), Host(), {})
+    assert work.owners.keys() | AT_THE_START | {Kind.FAILURE} == set(Kind) - FROM_SERVERS
+    with engine() as (made, _):
+        owned = {kind for service in made._services for kind in service.kinds}
+    assert owned == FROM_SERVERS | {Kind.NORM, Kind.FAILURE}
+
+
 def test_a_kind_has_one_owner() -> None:
     with pytest.raises(InternalError, match="PULL have two owners: Pulls and OtherPulls"):
         owners_of([Pulls(), OtherPulls()])

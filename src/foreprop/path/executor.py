@@ -105,11 +105,11 @@ class Executor:
     def _fail(self, decided: FailSession) -> None:
         """What a machine's decision to end the session is to all others."""
         if decided.rank < 0:
-            told = Failure(kind="TrainingLoopError", message=decided.reason, step=decided.step)
+            failure = Failure(kind="TrainingLoopError", message=decided.reason, step=decided.step)
         else:
             peer = self.peers.name(decided.rank)
-            told = Failure(kind="PeerLost", message=decided.reason, peer=peer, step=decided.step)
-        self.host.fail(told)
+            failure = Failure(kind="PeerLost", message=decided.reason, peer=peer, step=decided.step)
+        self.host.fail(failure)
 
     # Frames whose payload is at hand.
     def keep(self, data: bytes | memoryview) -> int:
