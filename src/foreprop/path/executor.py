@@ -112,13 +112,6 @@ class Executor:
         self.host.fail(failure)
 
     # Frames whose payload is at hand.
-    def keep(self, data: bytes | memoryview) -> int:
-        """The token of a frame with this payload. With the lock held."""
-        token = self._next_token
-        self._next_token += 1
-        self._messages[token] = data
-        return token
-
     def answer(self, peer: int, kind: int, about: Header, data: bytes | memoryview = b"") -> None:
         """Queue a frame for a peer, about the same slice and step."""
         self.send(peer, kind, about.step, CONTROL_PRIORITY, about.slice, data)
@@ -135,9 +128,14 @@ class Executor:
         priority: int,
         slice_: int,
         data: bytes | memoryview,
+        flags: int = 0,
     ) -> None:
+        """Queue a frame for a peer; the payload waits here under a token."""
         with self.lock:
-            event = MessageReady(peer, kind, step, priority, slice_, self.keep(data))
+            token = self._next_token
+            self._next_token += 1
+            self._messages[token] = data
+            event = MessageReady(peer, kind, step, priority, slice_, token, flags)
             instructions = self._machine.handle(event)
         self.execute(instructions)
 

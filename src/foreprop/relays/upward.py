@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from foreprop.core.frames import FailSession, MessageReady
+from foreprop.core.frames import FailSession
 from foreprop.core.manifest import Hyperparameters
 from foreprop.core.peers import SERVER
-from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
@@ -20,14 +19,12 @@ class Upward:
 
     def __init__(
         self,
-        machine: RelayMachine,
         executor: Executor,
         settings_at: Callable[[int], tuple[Hyperparameters, ...]],
     ) -> None:
         self.answer = executor.send
         """Queue a frame for a worker."""
         self.settings_at = settings_at
-        self._machine = machine
         self._executor = executor
         self._lock = executor.lock
         self._askers: dict[tuple[int, int, int], deque[Connection]] = {}
@@ -43,11 +40,7 @@ class Upward:
         flags: int = 0,
     ) -> None:
         """Queue a frame for the server."""
-        with self._lock:
-            token = self._executor.keep(data)
-            event = MessageReady(SERVER, kind, step, priority, slice_, token, flags)
-            instructions = self._machine.handle(event)
-        self._executor.execute(instructions)
+        self._executor.send(SERVER, kind, step, priority, slice_, data, flags)
 
     def pass_on(self, header: Header, payload: memoryview) -> None:
         place = (header.step, header.priority, header.slice)

@@ -101,7 +101,7 @@ class RelayWork:
         )
         self.stop = self._executor.stop
         self._settings = Settings(manifest, self._executor, pass_on=self._pass_on)
-        self._upward = Upward(self._machine, self._executor, self._settings.at)
+        self._upward = Upward(self._executor, self._settings.at)
         shards = manifest.shards(len(slices))
         self._rows = RelayRows(manifest, shards, self._upward, host.lock, peers, host.index)
         store = RelayStore(manifest, slices, host.index)
