@@ -19,28 +19,33 @@ PROGRAMS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q
 # but for those that measure, or wait for a short time limit, which are marked `alone`
-PARALLEL := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-programs demo check clean
+.PHONY: help setup test test-all test-programs demo check clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
 
 setup: $(STAMP) ## make .venv and install foreprop into it, with the development tools
 
-test: $(STAMP) ## run the whole test suite
+test: $(STAMP) ## run the tests but for the long ones, in under ten minutes on two cores
 ifeq ($(PYTEST_ARGS),)
-	@# what must hold for every architecture, once more over collectives
-	FOREPROP_ARCHITECTURE=ring $(PARALLEL) tests/conformance tests/faults/test_lost_peers.py
-	$(PARALLEL) tests/unit tests/conformance
-	$(PARALLEL) --dist worksteal --durations 15 -m 'not alone' tests/faults tests/process
-	$(BIN)/python -m pytest -q --durations 15 -m alone
+	$(PARALLEL) -m 'not long and not alone'
+	$(PYTEST) -m 'not long and alone'
 else
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 endif
+
+test-all: $(STAMP) ## run what `make test` leaves out: the long ones, the second architecture
+	$(PARALLEL) -m 'long and not alone'
+	@# what must hold for every architecture, once more over collectives; loaders open no session
+	FOREPROP_ARCHITECTURE=ring $(PARALLEL) --ignore-glob '*/test_shard_*.py' \
+	    tests/conformance tests/faults/test_lost_peers.py
+	$(PYTEST) --durations 15 -m 'long and alone'
 
 test-programs: $(STAMP) ## run other people's training programs beside DDP (docs/programs.md)
 	@[ -d $(PROGRAMS_DIR)/site ] || $(PIP) install -q --no-deps --target $(PROGRAMS_DIR)/site \
@@ -50,7 +55,7 @@ test-programs: $(STAMP) ## run other people's training programs beside DDP (docs
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
 	$(BIN)/foreprop demo
 
-check: $(STAMP) ## lint, format, types and unit tests, in under two minutes
+check: $(STAMP) ## lint, format, types and unit tests, in under a minute
 	scripts/check
 
 clean: ## remove .venv, caches and build output

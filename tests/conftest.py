@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -21,12 +23,21 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("foreprop")
 
 
+def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:  # every worker of pytest's has the same cores
+        sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # torch's objects, which each later collection would look at in vain
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Snapshot.take()
     yield
-    leaks = wait_for_leaks(before, float(request.config.getini("leak_grace_s")))
+    is_exempt = request.node.get_closest_marker("leaks_ok") is not None
+    grace_s = 0.0 if is_exempt else float(request.config.getini("leak_grace_s"))
+    leaks = wait_for_leaks(before, grace_s)
     leaks.kill_processes()
     reap_ended(before)
-    if leaks and request.node.get_closest_marker("leaks_ok") is None:
+    if leaks and not is_exempt:
         pytest.fail(leaks.describe(), pytrace=False)

@@ -65,3 +65,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"foreprop.{_LOADED_WHEN_USED[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """What users call; not the submodules that happen to be loaded."""
+    return [*__all__]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.cluster.world import World
 from tests.cluster import run_cluster
-from tests.conformance.parity import Batch, Build, batches_of, build_seeded
+from tests.conformance.parity import Batch, Build, batches_of, build_seeded, small_model
 
 _OWN = ("prev_loss",)
 """What LBFGS keeps of a rank's own."""
@@ -168,3 +168,11 @@ def backward(model: nn.Module, batch: Batch, scale: float = 1.0) -> None:
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def made_by(make: Callable[[Any], Any], model: Callable[[], nn.Module] = small_model) -> Build:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = model()
+        return made, make(made.parameters())
+
+    return build

@@ -33,6 +33,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 
 def _with(cls: Callable[..., torch.optim.Optimizer], **options: Any) -> Build:
@@ -116,7 +117,7 @@ def _resume(
 
 @every_build
 @pytest.mark.parametrize("when", ["before", "after", "pending"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, *long_cases(1)])
 def test_loads_back_with_any_world_size(name: str, when: str, size: int) -> None:
     """Saved by plain PyTorch or by two workers, resumed by one or two.
 

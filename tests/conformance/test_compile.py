@@ -21,6 +21,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
+from tests.tiers import long_cases
 
 # dynamo itself looks at the .grad of its inputs
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -136,7 +137,7 @@ def _compare(way: str, when: str, make: Any = _plain, **options: Any) -> None:
 WAYS = ["whole", "method", "function", "submodules", "submodule_methods"]
 
 
-@pytest.mark.parametrize("make", [_plain, _normed], ids=["plain", "normed"])
+@pytest.mark.parametrize("make", [_normed, *long_cases(_plain)], ids=["normed", "plain"])
 @pytest.mark.parametrize(("when", "fullgraph"), [("before", True), ("after", False)])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_compile(way: str, when: str, make: Any, fullgraph: bool) -> None:

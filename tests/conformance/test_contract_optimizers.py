@@ -19,8 +19,9 @@ from tests.conformance.averaging_by_hand import (
     ReadingLoop,
     backward,
     check_contract,
+    made_by,
 )
-from tests.conformance.parity import Batch, Build, small_model, with_sgd
+from tests.conformance.parity import Batch, small_model, with_sgd
 
 WORKERS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -44,14 +45,6 @@ def plainly(model: nn.Module, optimizer: Any, batches: Sequence[Batch], average:
         backward(model, batch)
         average(model)
         optimizer.step()
-
-
-def made_by(make: Callable[[Any], Any], model: Callable[[], nn.Module] = small_model) -> Build:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        made = model()
-        return made, make(made.parameters())
-
-    return build
 
 
 class Lion(torch.optim.Optimizer):

@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract
+from tests.conformance.averaging_by_hand import Average, ReadingLoop, check_contract, made_by
 from tests.conformance.parity import Batch, servers_only
-from tests.conformance.test_contract_optimizers import made_by
-from tests.conformance.test_grad_scaler import make_scaler
+from tests.conformance.scaler_runs import make_scaler
 
 CLOSE = 1e-5
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from tests.conformance.parity import (
     run_plain,
     servers_only,
 )
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names its architecture
 
@@ -105,7 +106,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("architecture", ["p2p", "hybrid", "auto", "ring"])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, *long_cases(torch.optim.Adagrad)])
 @pytest.mark.parametrize("name", MODELS)
 def test_step_by_step(name: str, cls: type[torch.optim.Optimizer], architecture: str) -> None:
     if name == "attention, tied" and cls is torch.optim.Adagrad:

@@ -20,6 +20,7 @@ from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from foreprop.relays.relay import Relay
 from tests.cluster import run_cluster
+from tests.conformance.aggregation_runs import LIMIT, check_each_step, data_of, wait_for
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -36,9 +37,9 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.test_aggregation import LIMIT, check_each_step, data_of, wait_for
-from tests.conformance.test_grad_scaler import BAD_STEP, alone, together
-from tests.conformance.test_sparse import Bags, Pairs, Words, ranks, with_optimizer, words_of
+from tests.conformance.scaler_runs import BAD_STEP, alone, together
+from tests.conformance.sparse_models import Bags, Pairs, Words, ranks, with_optimizer, words_of
+from tests.tiers import long_cases
 
 pytestmark = servers_only
 
@@ -294,8 +295,8 @@ def test_who_holds_up_a_step_is_named(
 # Tables that are held row by row.
 @pytest.mark.parametrize("settings", [{}, {"slice_elems": 13, "servers_per_node": 2}])
 @pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, *long_cases(torch.optim.SGD)])
+@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
 def test_tables_train_as_in_one_process_with_all_the_data(
     make: Callable[[], nn.Module],
     cls: type[torch.optim.Optimizer],
@@ -349,7 +350,7 @@ def test_tables_train_as_without(settings: dict[str, Any]) -> None:
 
 # What leaves the node.
 def _relays(session: foreprop.Session) -> list[Relay]:
-    handles = session._backend.connections.handles  # type: ignore[attr-defined]
+    handles = session._training.backend.connections.handles  # type: ignore[attr-defined]
     served = [handle._server for handle in handles]
     return [server for server in served if isinstance(server, Relay)]
 

@@ -122,7 +122,7 @@ def test_a_gradient_may_be_written_to_as_soon_as_its_reply_is_in() -> None:
     train(plain, plain_optimizer)
     model, optimizer = build_seeded(with_sgd(lr=0.01))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
-        for stream in session.engine._streams:
+        for stream in session._training.engine._streams:
             delay(stream)
         train(model, optimizer)
         check_same_bits(model.state_dict(), plain.state_dict())
@@ -388,7 +388,7 @@ def test_gan_gradients_are_pushed_during_the_backward_pass(loop: Any) -> None:
         foreprop.parallelize(nets.netG, nets.optG, world=world),
     ):
         handle = nets.optD.register_step_pre_hook(
-            lambda *_: early.append(all(p.left for p in first._parameters))
+            lambda *_: early.append(all(p.left for p in first._training.parameters))
         )
         loop(nets, make_batches(5))
         handle.remove()
@@ -400,7 +400,7 @@ def test_classifier_gradients_are_pushed_during_the_backward_pass() -> None:
     early: list[bool] = []
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
         handle = optimizer.register_step_pre_hook(
-            lambda *_: early.append(all(p.left for p in session._parameters))
+            lambda *_: early.append(all(p.left for p in session._training.parameters))
         )
         train_classifier(model, optimizer, make_batches(4))
         handle.remove()

@@ -32,7 +32,7 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.test_models import Attention, Recurrent, Tied, Transformer, UsedElsewhere
+from tests.conformance.sequence_models import Attention, Recurrent, Tied, Transformer, UsedElsewhere
 
 torch.sparse.check_sparse_tensor_invariants.disable()
 
@@ -259,7 +259,10 @@ def test_order_and_shapes_are_those_that_a_session_sees(make: Any) -> None:
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
         token_loss(model, tokens()).backward()
         optimizer.step()
-        infos = [session.engine.parameters[index] for index in session._use_order]
+        infos = [
+            session._training.engine.parameters[index]
+            for index in session._training.first.use_order
+        ]
     assert [(a.name, a.shape) for a in profile.arrays] == [(i.name, i.shape) for i in infos]
     assert all(
         array.forward_s is not None

@@ -24,7 +24,7 @@ from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.lookahead import lookahead
 from foreprop.tables.remote import RemoteTable
 from tests.cluster import run_cluster, worlds
-from tests.conformance import test_grad_scaler
+from tests.conformance import scaler_runs
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -37,7 +37,7 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-from tests.conformance.test_sparse import (
+from tests.conformance.sparse_models import (
     CLASSES,
     ROWS,
     SERVED,
@@ -48,8 +48,7 @@ from tests.conformance.test_sparse import (
     with_optimizer,
     words_of,
 )
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -120,8 +119,8 @@ def compare(
 
 
 # The same training.
-@pytest.mark.parametrize("architecture", SERVED)
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
+@pytest.mark.parametrize("count", [3, *long_cases(1)])
 @pytest.mark.parametrize(
     ("make", "cls"),
     [
@@ -265,10 +264,10 @@ def test_a_frozen_table() -> None:
 
 @pytest.mark.parametrize("architecture", SERVED)
 def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(architecture: str) -> None:
-    by_rank, bad = ranks(3), test_grad_scaler.BAD_STEP
+    by_rank, bad = ranks(3), scaler_runs.BAD_STEP
     settings = {"architecture": architecture, "bad_rank": 1, "clip_grad_norm": 0.1}
-    wanted = test_grad_scaler.together(with_optimizer(begun(Words)), by_rank, **settings)
-    got = test_grad_scaler.together(
+    wanted = scaler_runs.together(with_optimizer(begun(Words)), by_rank, **settings)
+    got = scaler_runs.together(
         with_optimizer(remote(Words)), by_rank, whole_tables="all", **settings
     )
     for ours, theirs in zip(got[0], wanted[0], strict=True):
@@ -347,7 +346,9 @@ def test_another_seed_or_name_makes_other_rows() -> None:
 
 
 # With several workers on a node, and relays between them and the servers.
-@pytest.mark.parametrize("settings", [{}, {"clip_grad_norm": 0.1}, {"wire_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "settings", [{"clip_grad_norm": 0.1}, *long_cases({}, {"wire_dtype": "bfloat16"})]
+)
 @pytest.mark.parametrize("architecture", SERVED)
 def test_it_trains_as_one_in_memory_through_relays(
     architecture: str, settings: dict[str, Any]
@@ -635,7 +636,7 @@ def test_a_row_that_is_not_there_is_named() -> None:
             with pytest.raises(IndexError, match=rf"row {bad} of table\.weight is looked up"):
                 model(torch.tensor([[3, bad]]))
         train_classifier(model, optimizer, words_of(0))
-        assert session.completed == 4
+        assert session.stats()["steps"] == 4
 
 
 def test_other_uses_are_an_error() -> None:

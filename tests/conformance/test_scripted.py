@@ -26,13 +26,14 @@ from tests.conformance.parity import (
     make_batches,
     merge,
 )
+from tests.tiers import long_cases
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning"
 )
 
 RING = Config.resolve().architecture == "ring"
-UPDATES = ["servers"] if RING else ["servers", "workers"]
+UPDATES = ["servers"] if RING else ["servers", *long_cases("workers")]
 SLOW: dict[str, Any] = {} if RING else {"link_rate_bits_per_s": 30_000}
 """A step's values take some 0.1 s: who does not wait for them reads old ones."""
 
@@ -150,7 +151,7 @@ def test_a_world_of_one_has_the_bits_of_plain_pytorch(reader: str, update: str) 
         check_same_bits(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", [next(iter(READERS)), *long_cases(*list(READERS)[1:])])
 def test_a_world_of_two_is_one_process_with_all_the_data(reader: str) -> None:
     by_rank = batches_of(2, count=4)
     plain, plain_optimizer = build_seeded(_build(READERS[reader]))

@@ -34,8 +34,9 @@ from tests.conformance.shares import (
     sharded,
     torchs_share,
 )
+from tests.tiers import long_cases
 
-RANKS = pytest.mark.parametrize("ranks", [2, 3, 4])
+RANKS = pytest.mark.parametrize("ranks", [3, *long_cases(2, 4)])
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 SIZE = 23
 

@@ -18,8 +18,9 @@ import foreprop
 from foreprop.data.sharedstream import SharedStream
 from tests.cluster import worlds
 from tests.conformance.shares import epoch_of, flat, in_batches, sharded, torchs_share
+from tests.tiers import long_cases
 
-RANKS = pytest.mark.parametrize("ranks", [2, 3, 4])
+RANKS = pytest.mark.parametrize("ranks", [3, *long_cases(2, 4)])
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 SIZE = 23
 
@@ -165,6 +166,7 @@ def test_one_that_shuffles_does_so_alike_on_all_ranks(workers: int, kind: Any) -
     assert flat(epoch_of(again)) == epochs[1][0]
 
 
+@pytest.mark.long
 def test_spawned_workers() -> None:
     loader = DataLoader(
         DividedByWorker(),

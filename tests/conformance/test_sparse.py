@@ -23,7 +23,6 @@ from foreprop.tables.rowparameter import RowParameter
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     Batch,
-    Build,
     build_seeded,
     check_close,
     check_same_bits,
@@ -34,74 +33,21 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
+from tests.conformance.sparse_models import (
+    CLASSES,
+    ROWS,
+    SERVED,
+    Bags,
+    Pairs,
+    Two,
+    Words,
+    ranks,
+    with_optimizer,
+    words_of,
+)
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
-
-ROWS, CLASSES = 40, 3
-SERVED = ("p2p", "hybrid")
-
-
-class Words(nn.Module):
-    """A classifier of short texts."""
-
-    def __init__(self, *, sparse: bool = True, **options: Any) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, 6, sparse=sparse, **options)
-        self.out = nn.Linear(6, CLASSES)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.out(self.table(words).tanh().mean(1))
-
-
-class Bags(nn.Module):
-    def __init__(self, *, sparse: bool = True) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, CLASSES, mode="sum", sparse=sparse)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.table(words)
-
-
-class Pairs(nn.Module):
-    """Looks into the same table twice, at other rows."""
-
-    def __init__(self, *, sparse: bool = True) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, CLASSES, sparse=sparse)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        left, right = words[:, :2], words[:, 2:]
-        return (self.table(left) * self.table(right).sigmoid()).sum(1)
-
-
-def with_optimizer(
-    make: Callable[[], nn.Module],
-    cls: type[torch.optim.Optimizer] = torch.optim.SGD,
-    **options: Any,
-) -> Build:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = make()
-        return model, cls(model.parameters(), **{"lr": 0.3, **options})  # type: ignore[call-arg]
-
-    return build
-
-
-def words_of(seed: int, count: int = 4, *, once: bool = False, length: int = 4) -> list[Batch]:
-    """Batches of 5 texts; ``once``: no word twice in a batch."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def words() -> torch.Tensor:
-        if once:
-            return torch.randperm(ROWS, generator=generator)[: 5 * length].view(5, length)
-        return torch.randint(ROWS, (5, length), generator=generator)
-
-    return [(words(), torch.randint(CLASSES, (5,), generator=generator)) for _ in range(count)]
-
-
-def ranks(count: int, **options: Any) -> list[list[Batch]]:
-    return [words_of(seed, **options) for seed in range(count)]
 
 
 # The same training.
@@ -127,7 +73,7 @@ def test_sgd_has_the_same_bits_where_no_row_comes_twice(architecture: str) -> No
 
 @pytest.mark.parametrize("architecture", [*SERVED, "ring"])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
 def test_three_ranks_train_as_one_process_with_all_the_data(
     make: Callable[[], nn.Module], cls: type[torch.optim.Optimizer], architecture: str
 ) -> None:
@@ -294,7 +240,7 @@ def test_rows_out_of_range_are_torch_s_error() -> None:
             with pytest.raises(IndexError):
                 model(torch.tensor([[bad]]))
         train_classifier(model, optimizer, words_of(0))
-        assert session.completed == 4
+        assert session.stats()["steps"] == 4
 
 
 def test_after_the_session_it_is_an_ordinary_parameter_with_all_rows() -> None:
@@ -563,21 +509,11 @@ def test_a_sparse_gradient_of_which_no_module_told() -> None:
 
 
 # Chosen by measurement.
-class Two(nn.Module):
-    """A large table of which little is used, and a small one that is used all over."""
-
-    def __init__(self, *, sparse: tuple[bool, bool]) -> None:
-        super().__init__()
-        self.large = nn.Embedding(400, 6, sparse=sparse[0])
-        self.small = nn.Embedding(4, 6, sparse=sparse[1])
-        self.norm = nn.BatchNorm1d(6)
-        self.out = nn.Linear(6, CLASSES)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm((self.large(words * 9) + self.small(words % 4)).mean(1)))
 
 
-@pytest.mark.parametrize("sparse", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    "sparse", [(False, True), *long_cases((True, True), (True, False), (False, False))]
+)
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
 def test_auto_chooses_by_the_share_of_touched_rows(
     cls: type[torch.optim.Optimizer], sparse: tuple[bool, bool], capfd: pytest.CaptureFixture[str]

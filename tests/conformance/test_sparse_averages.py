@@ -14,7 +14,9 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.cluster.world import World
 from tests.cluster import run_cluster, worlds
-from tests.conformance import test_grad_scaler
+from tests.conformance import scaler_runs
+from tests.conformance.aggregation_runs import check_each_step, train
+from tests.conformance.average_runs import DECAY, alone, together
 from tests.conformance.parity import (
     build_seeded,
     check_close,
@@ -23,9 +25,7 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-from tests.conformance.test_aggregation import check_each_step, train
-from tests.conformance.test_moving_average import DECAY, alone, together
-from tests.conformance.test_sparse import (
+from tests.conformance.sparse_models import (
     SERVED,
     Bags,
     Pairs,
@@ -35,8 +35,6 @@ from tests.conformance.test_sparse import (
     with_optimizer,
     words_of,
 )
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -100,12 +98,12 @@ def test_partitions_and_reading_leave_the_bits() -> None:
 @pytest.mark.parametrize("architecture", SERVED)
 def test_they_move_in_skipped_steps_and_of_rows_that_nobody_touches(architecture: str) -> None:
     model, optimizer = build_seeded(with_optimizer(Words))
-    scaler, seen = test_grad_scaler.make_scaler(), []
+    scaler, seen = scaler_runs.make_scaler(), []
     settings = {"architecture": architecture, "scaler": scaler, "ema": 0.5}
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **settings) as session:
         for _ in range(2):
             bad_step = len(seen) - 1  # the second time
-            test_grad_scaler.train(model, optimizer, scaler, words_of(0, 1), bad_step=bad_step)
+            scaler_runs.train(model, optimizer, scaler, words_of(0, 1), bad_step=bad_step)
             seen.append((copy.deepcopy(model.state_dict()), session.ema_state_dict()))
     (values, before), (again, after) = seen
     check_same_bits(again, values)

@@ -19,7 +19,15 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from tests.cluster import run_cluster, worlds
-from tests.conformance import test_grad_scaler
+from tests.conformance import scaler_runs
+from tests.conformance.aggregation_runs import (
+    Values,
+    alone,
+    check_each_step,
+    scaled_to,
+    together,
+    wait_for,
+)
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -30,16 +38,8 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-from tests.conformance.test_aggregation import (
-    Values,
-    alone,
-    check_each_step,
-    scaled_to,
-    together,
-    wait_for,
-)
-from tests.conformance.test_grad_scaler import BAD_STEP
-from tests.conformance.test_sparse import (
+from tests.conformance.scaler_runs import BAD_STEP
+from tests.conformance.sparse_models import (
     ROWS,
     SERVED,
     Bags,
@@ -50,8 +50,6 @@ from tests.conformance.test_sparse import (
     with_optimizer,
     words_of,
 )
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -336,8 +334,8 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(
     make: Make, cls: Any, count: int, architecture: str
 ) -> None:
     build, by_rank = with_optimizer(make, cls), ranks(count)
-    values, scales, states = test_grad_scaler.alone(build, by_rank, bad_step=BAD_STEP)
-    got = test_grad_scaler.together(
+    values, scales, states = scaler_runs.alone(build, by_rank, bad_step=BAD_STEP)
+    got = scaler_runs.together(
         build, by_rank, bad_rank=count - 1, architecture=architecture, servers_per_node=2
     )
     check_each_step(got[0], values)
@@ -352,9 +350,9 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(
 def test_with_clipping_by_norm(architecture: str) -> None:
     by_rank = ranks(2)
     dense = with_optimizer(lambda: Words(sparse=False))
-    values, scales, _ = test_grad_scaler.alone(dense, by_rank, bad_step=BAD_STEP, clip=LIMIT)
+    values, scales, _ = scaler_runs.alone(dense, by_rank, bad_step=BAD_STEP, clip=LIMIT)
     settings = {"clip_grad_norm": LIMIT, "architecture": architecture}
-    got = test_grad_scaler.together(with_optimizer(Words), by_rank, bad_rank=0, **settings)
+    got = scaler_runs.together(with_optimizer(Words), by_rank, bad_rank=0, **settings)
     check_each_step(got[0], values)
     assert got[1] == scales
 
@@ -382,18 +380,18 @@ def test_auto_tells_the_scaler_of_the_step_after_which_it_chose(bad_step: int) -
         return model
 
     build = with_optimizer(make)
-    wanted = test_grad_scaler.alone(build, by_rank, bad_step=bad_step)
+    wanted = scaler_runs.alone(build, by_rank, bad_step=bad_step)
 
-    def work(world: World) -> test_grad_scaler.Run:
+    def work(world: World) -> scaler_runs.Run:
         model, optimizer = build_seeded(build, seed=world.rank)
-        scaler = test_grad_scaler.make_scaler()
+        scaler = scaler_runs.make_scaler()
         bad = bad_step if world.rank == 1 else -1
         batches = by_rank[world.rank]
         with foreprop.parallelize(
             model, optimizer, world=world, scaler=scaler, architecture="auto"
         ) as session:
-            run = test_grad_scaler.train(model, optimizer, scaler, batches, bad_step=bad)
-            assert any(info.rows for info in session.engine.parameters)
+            run = scaler_runs.train(model, optimizer, scaler, batches, bad_step=bad)
+            assert any(info.rows for info in session._training.engine.parameters)
         return run
 
     for got in run_cluster(2, work):

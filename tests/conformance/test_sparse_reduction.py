@@ -16,7 +16,8 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.errors import ConfigError
 from tests.cluster import worlds
-from tests.conformance import test_grad_scaler
+from tests.conformance import scaler_runs
+from tests.conformance.aggregation_runs import Edit, Values, alone, check_each_step, together
 from tests.conformance.parity import (
     Batch,
     build_seeded,
@@ -24,11 +25,9 @@ from tests.conformance.parity import (
     servers_only,
     train_classifier,
 )
-from tests.conformance.test_aggregation import Edit, Values, alone, check_each_step, together
-from tests.conformance.test_grad_scaler import BAD_STEP
-from tests.conformance.test_sparse import Bags, Pairs, Two, Words, ranks, with_optimizer, words_of
-
-torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses
+from tests.conformance.scaler_runs import BAD_STEP
+from tests.conformance.sparse_models import Bags, Pairs, Two, Words, ranks, with_optimizer, words_of
+from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -57,7 +56,7 @@ def dense(make: Callable[..., nn.Module], cls: Any = torch.optim.SGD) -> Any:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("reduction", "sparse_reduction"), CHOICES)
-@pytest.mark.parametrize("make", [Words, Bags, Pairs])
+@pytest.mark.parametrize("make", [Words, *long_cases(Bags, Pairs)])
 def test_each_kind_by_itself(
     make: Callable[..., nn.Module], reduction: str, sparse_reduction: str, architecture: str
 ) -> None:
@@ -99,7 +98,7 @@ def test_with_a_scaler(architecture: str) -> None:
     by_rank = ranks(RANKS)
     kept = [[batch for step, batch in enumerate(rank) if step != BAD_STEP] for rank in by_rank]
     wanted = alone(dense(Words), kept, multiplied("mean", "sum"))
-    got, _, _ = test_grad_scaler.together(
+    got, _, _ = scaler_runs.together(
         with_optimizer(Words, lr=0.1),
         by_rank,
         bad_rank=1,

@@ -19,6 +19,7 @@ from foreprop.config import Config
 from foreprop.errors import HandshakeError
 from foreprop.path.tensors import DTYPES
 from tests.cluster import run_cluster, worlds
+from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -31,9 +32,8 @@ from tests.conformance.parity import (
     train_classifier,
     with_sgd,
 )
-from tests.conformance.test_aggregation import MODELS, Values, data_of, together, values_of
-from tests.conformance.test_grad_scaler import make_scaler
-from tests.conformance.test_sparse import Words, with_optimizer, words_of
+from tests.conformance.scaler_runs import make_scaler
+from tests.conformance.sparse_models import Words, with_optimizer, words_of
 
 HALVES = ("bfloat16", "float16")
 RING = Config.resolve().architecture == "ring"

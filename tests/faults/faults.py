@@ -91,7 +91,8 @@ class Faults:
                 return
 
     def _fire(self, fault: Fault) -> None:
-        connections = getattr(self._session._backend, "connections", None)  # a ring has none
+        backend = self._session._training.backend
+        connections = getattr(backend, "connections", None)  # a ring has none
         pids = [handle.pid for handle in connections.handles] if connections is not None else []
         done: dict[str, Any] = {"action": fault.action, "rank": fault.rank, "step": fault.step}
         done |= {"phase": fault.phase, "at_s": time.monotonic(), "servers": pids}

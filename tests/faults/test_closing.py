@@ -98,6 +98,7 @@ def with_suppressed_close(session: foreprop.Session) -> None:
         session.close()
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.alone
 @pytest.mark.timeout(120)

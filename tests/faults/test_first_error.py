@@ -32,7 +32,7 @@ def started(world: World, *, fails: bool = True, **settings: Any) -> foreprop.Se
         raise StepTimeout("rank 3 does not come")
 
     if fails:
-        session._settle_all = settle
+        session._training.settle_all = settle
     made: foreprop.Session = session
     return made
 

@@ -12,9 +12,8 @@ import pytest
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Kind
 from foreprop.path import reception, server
-from tests.faults.test_malformed import resident_bytes
-from tests.faults.test_malformed_to_relays import MANIFEST, node
-from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, session
+from tests.faults.relay_peers import MANIFEST, node
+from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, resident_bytes, session
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -62,7 +62,7 @@ def cut(world: World) -> None:
     session = train(world)
     session.flush()
     if world.rank == 1:
-        for stream in session._backend.connections.streams:
+        for stream in session._training.backend.connections.streams:
             stream.close()
     with pytest.raises(ForepropError):
         train_for_ever(session)
@@ -82,7 +82,10 @@ def paced(world: World) -> None:
 def real_servers(world: World) -> None:
     world.in_process = False
     session = train(world, steps=1)
-    assert all(isinstance(handle, ProcessServer) for handle in session._backend.connections.handles)
+    assert all(
+        isinstance(handle, ProcessServer)
+        for handle in session._training.backend.connections.handles
+    )
     session.close()
 
 

@@ -17,6 +17,7 @@ from foreprop.errors import ForepropError
 from tests.cluster import run_cluster
 from tests.process.harness import Zygote, workers
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +48,7 @@ def test_an_error_that_leaves_step_is_told_at_once(architecture: str, error: Bas
         step()
         session.flush()
         if world.rank == 1:
-            session.engine.end_step = raiser(error)
+            session._training.engine.end_step = raiser(error)
             with pytest.raises(type(error), match="odd"):
                 step()
             assert told.wait(30), "rank 0 is waiting"
@@ -81,7 +82,7 @@ def step_for_ever(step: Any) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+@pytest.mark.parametrize("architecture", ["ring", *long_cases("p2p")])
 def test_an_error_that_nobody_catches_in_a_process_with_threads(
     zygote: Zygote, tmp_path: Path, architecture: str
 ) -> None:

@@ -8,42 +8,19 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.faults.faults import EventInjector, Phase
-from tests.process.harness import Run, Zygote, workers
+from tests.faults.lost_peers import STEPS, TOLD_WITHIN_S, check_told, scenario
+from tests.process.harness import Zygote, workers
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
-TOLD_WITHIN_S = 5.0
-STEPS = 200
 
-
-def scenario(injector: EventInjector, **more: Any) -> Scenario:
-    return Scenario(**{"steps": STEPS, "faults": tuple(injector.plan), "pause_s": 0.02, **more})
-
-
-def check_told(run: Run, since_s: float, survivors: list[int], names: str) -> None:
-    """Every survivor raised in time, and its message names whom, stage, step and parameter."""
-    results = run.results()
-    for rank in survivors:
-        result = results[rank]
-        assert result.get("error") == "PeerLost", f"rank {rank}: {result}\n{run.output()}"
-        assert result["at_s"] - since_s < TOLD_WITHIN_S, f"rank {rank}: {result}\n{run.output()}"
-        assert re.search(names, result["message"]), f"rank {rank}: {result}"
-        check_place(result["message"])
-
-
-def check_place(message: str) -> None:
-    assert re.search(r"stage \w+", message), message
-    assert re.search(r"step \d+", message), message
-    assert re.search(r"\b[02]\.(weight|bias)\b", message), message
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward", "between"])
+@pytest.mark.parametrize("phase", ["backward", *long_cases("forward", "between")])
 def test_a_killed_worker_is_named_by_all_others(
     zygote: Zygote, tmp_path: Path, phase: Phase
 ) -> None:
@@ -58,9 +35,9 @@ def test_a_killed_worker_is_named_by_all_others(
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("norm", [{}, {"clip_grad_norm": 0.1}], ids=["", "norm"])
-@pytest.mark.parametrize("architecture", ["p2p", "hybrid"])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("norm", [{"clip_grad_norm": 0.1}, *long_cases({})], ids=["norm", ""])
+@pytest.mark.parametrize("architecture", ["hybrid", *long_cases("p2p")])
+@pytest.mark.parametrize("phase", ["backward", *long_cases("forward")])
 def test_a_killed_worker_of_a_model_with_a_table(
     zygote: Zygote, tmp_path: Path, phase: Phase, architecture: str, norm: dict[str, float]
 ) -> None:
@@ -75,7 +52,7 @@ def test_a_killed_worker_of_a_model_with_a_table(
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", ["small", *long_cases("large")])
 def test_a_worker_that_takes_its_server_with_it_is_named(
     zygote: Zygote, tmp_path: Path, size: str
 ) -> None:
@@ -87,6 +64,7 @@ def test_a_worker_that_takes_its_server_with_it_is_named(
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_the_only_server_s_worker_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=0, step=4, phase="forward").kill()
     with workers(zygote, tmp_path, 3, scenario(injector), local_size=3) as run:
@@ -97,7 +75,7 @@ def test_the_only_server_s_worker_is_killed(zygote: Zygote, tmp_path: Path) -> N
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["forward", *long_cases("backward")])
 def test_a_killed_server_is_named_by_all(zygote: Zygote, tmp_path: Path, phase: Phase) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).kill_server()
     with workers(zygote, tmp_path, 2, scenario(injector)) as run:
@@ -107,6 +85,7 @@ def test_a_killed_server_is_named_by_all(zygote: Zygote, tmp_path: Path, phase: 
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_a_kill_at_any_moment_ends_everybody(zygote: Zygote, tmp_path: Path) -> None:
     """Also while they start, join and say goodbye, where there may be no step to name yet."""
     dice = random.Random(20_24)

@@ -9,16 +9,17 @@ import pytest
 
 from tests.conformance.parity import servers_only
 from tests.faults.faults import EventInjector, Phase
-from tests.faults.test_lost_peers import check_told, scenario
+from tests.faults.lost_peers import check_told, scenario
 from tests.process.harness import Zygote, workers
+from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60), servers_only]
 
 NODE_1 = r"node 1 \(ranks 2, 3\) is gone"
 
 
-@pytest.mark.parametrize("size", ["small", "words"])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("size", ["words", *long_cases("small")])
+@pytest.mark.parametrize("phase", ["backward", *long_cases("forward")])
 def test_a_killed_worker_is_named_on_both_nodes(
     zygote: Zygote, tmp_path: Path, phase: Phase, size: str
 ) -> None:
@@ -31,6 +32,7 @@ def test_a_killed_worker_is_named_on_both_nodes(
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_a_worker_that_takes_its_server_and_relay_with_it(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase="backward").kill()
     with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
@@ -41,7 +43,7 @@ def test_a_worker_that_takes_its_server_and_relay_with_it(zygote: Zygote, tmp_pa
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["forward", *long_cases("backward")])
 def test_a_killed_relay_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -> None:
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase=phase).kill_relay()
     with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
@@ -52,6 +54,7 @@ def test_a_killed_relay_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -
         run.check_nothing_left()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_killed_server_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -> None:
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase=phase).kill_server()
@@ -62,6 +65,7 @@ def test_a_killed_server_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) 
         run.check_nothing_left()
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_stopped_worker_is_named(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=3, step=3, phase="backward").stop()
@@ -75,6 +79,7 @@ def test_a_stopped_worker_is_named(zygote: Zygote, tmp_path: Path) -> None:
         assert "waits for the push of node 1 (ranks 2, 3)" in results[0]["message"]
 
 
+@pytest.mark.long
 def test_all_ends_well_without_faults(zygote: Zygote, tmp_path: Path) -> None:
     told = scenario(EventInjector(tmp_path), steps=6, pause_s=0.0)
     with workers(zygote, tmp_path, 4, told, local_size=2) as run:

@@ -32,6 +32,7 @@ from tests.faults.wire_peers import (
     engine,
     gradient,
     manifest_of,
+    resident_bytes,
     session,
 )
 
@@ -137,11 +138,6 @@ def test_announced_bytes_take_no_memory_until_they_come() -> None:
         tracemalloc.stop()
         assert resident_bytes() - resident < MAX_CONTROL_BYTES
         running.say_goodbye()
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as status:
-        return int(status.read().split()[1]) * 4096
 
 
 JSON_GROUPS = msgspec.json.encode((GROUP,))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.faults.faults import EventInjector
-from tests.faults.test_lost_peers import check_place
+from tests.faults.lost_peers import check_place
 from tests.process.harness import Run, Zygote, free_port, running, workers
 from tests.process.train_script import Scenario
 
@@ -57,7 +57,10 @@ def check_stall_was_reported(run: Run, what: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("size", "phase"), [("small", "backward"), ("large", "between")])
+@pytest.mark.parametrize(
+    ("size", "phase"),
+    [("small", "backward"), pytest.param("large", "between", marks=pytest.mark.long)],
+)
 def test_a_stopped_worker_is_named_after_the_timeout(
     zygote: Zygote, tmp_path: Path, size: str, phase: Any
 ) -> None:
@@ -90,6 +93,7 @@ def test_a_stopped_server_is_named_and_ended_by_its_worker(zygote: Zygote, tmp_p
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_a_stopped_server_ends_when_its_worker_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     injector = EventInjector(tmp_path).at(rank=1, step=3).stop_server_and_die()
     with workers(zygote, tmp_path, 2, scenario(injector)) as run:
@@ -147,6 +151,7 @@ def cables(nodes: int) -> Iterator[Cables]:
         made.remove()
 
 
+@pytest.mark.long
 @pytest.mark.lab
 def test_an_unplugged_node_is_named_by_the_others(zygote: Zygote, tmp_path: Path) -> None:
     """No packet comes or goes any more, and nobody says so: node 1 holds a worker and a server."""

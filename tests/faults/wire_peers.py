@@ -254,3 +254,8 @@ def engine(
         made.close(failure=RuntimeError("the test is over"))
         for fake in fakes:
             fake.close()
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as status:
+        return int(status.read().split()[1]) * 4096

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,3 +225,10 @@ def workers(
             run.start(zygote, run.environment(scenario, **told, **more))
         yield run
     del store
+
+
+def wait_for(condition: Callable[[], object], run: Run, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, run.output()
+        time.sleep(0.05)

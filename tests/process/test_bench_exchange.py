@@ -7,7 +7,7 @@ import pytest
 from foreprop.bench.exchange import Exchange, measure_exchange
 from foreprop.errors import ConfigError
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.mark.lab]
 
 
 def test_every_node_sends_to_every_other_one_at_the_links_rate() -> None:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from foreprop.bench.tables import measure_tables
 from foreprop.cli.main import app
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(120)]
 
 
 def test_memory_is_taken_for_what_is_updated_and_never_twice() -> None:

@@ -125,6 +125,7 @@ def check_presets(output: str, report: Path) -> None:
     assert not (report.parents[1] / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.lab
 @pytest.mark.usefixtures("fashion_mnist", "namespaces")
 def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
@@ -141,6 +142,7 @@ def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
     assert "shaped by the kernel (tbf)" in page
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fashion_mnist")
 def test_without_namespaces_the_demo_paces_and_leaves_ddp_out(tmp_path: Path) -> None:
     report = tmp_path / "out" / "report.html"
@@ -153,6 +155,7 @@ def test_without_namespaces_the_demo_paces_and_leaves_ddp_out(tmp_path: Path) ->
     assert ">ddp<" not in report.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fashion_mnist")
 def test_ctrl_c_ends_the_demo_silently(tmp_path: Path) -> None:
     with start(tmp_path, *DEMO, "--steps", "5000") as process:
@@ -177,6 +180,7 @@ def test_bench_wire(tmp_path: Path) -> None:
         assert float(row(output, name)[1]) > 0
 
 
+@pytest.mark.long
 def test_bench_alone(tmp_path: Path) -> None:
     output, _ = run(tmp_path, "bench", "alone", "--rounds", "3", "--steps", "2")
     kinds = ("plain", "plain, again", "parallelize", "with a server")
@@ -186,6 +190,7 @@ def test_bench_alone(tmp_path: Path) -> None:
     assert [float(row[3]) for row in rows[:: len(kinds)]] == [1.0, 1.0]
 
 
+@pytest.mark.long
 def test_bench_loopback(tmp_path: Path) -> None:
     """Only p2p has servers, and all of them train."""
     sizes = ("--model", "gpt", "--rounds", "2", "--steps", "2")
@@ -205,6 +210,7 @@ def test_bench_loopback_of_a_model_that_is_not_there() -> None:
     assert "no model is called 'vgg'" in result.output
 
 
+@pytest.mark.long
 def test_bench_overhead(tmp_path: Path) -> None:
     sizes = ("--slices", "20", "--parameters", "5", "--steps", "2")
     output, _ = run(tmp_path, "bench", "overhead", *sizes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -28,33 +27,16 @@ from foreprop.doctor.records import Examination, Finding
 from foreprop.run.plan import Plan, hosts_here
 from foreprop.run.resources import parse_resources
 from foreprop.version import __version__
-from tests.process.harness import ROOT, Run, Zygote, free_port, running
-from tests.process.test_torchrun import wait_for
+from tests.process.harness import ROOT, Run, Zygote, free_port, running, wait_for
+from tests.process.light_probe import instead, light_python
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
 FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
 TORCHRUN = Path(torch.__path__[0]) / "distributed" / "run.py"
 LOCAL, FAR = "127.0.0.1", "198.51.100.2"
-LIGHT = (
-    "import sys, types; sys.modules['torch'] = torch = types.ModuleType('torch');"
-    " torch.__version__ = '2'; import foreprop.doctor.probe as probe"
-)
-"""A probe that does not spend seconds on loading torch."""
-
-
-def instead(change: str) -> str:
-    """A command that is a probe but for one thing."""
-    return "exec " + shlex.join([sys.executable, "-c", f"{LIGHT}; {change}; probe.main()"])
-
-
-def light_python(folder: Path) -> str:
-    """A program that is such a probe, whatever its arguments."""
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{instead('pass')}\n")
-    program.chmod(0o755)
-    return str(program)
 
 
 @dataclass
@@ -254,7 +236,7 @@ def test_an_error_is_exit_code_1_also_as_json(zygote: Zygote, tmp_path: Path) ->
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *long_cases(signal.SIGTERM, signal.SIGKILL)])
 def test_a_signal_leaves_nothing(zygote: Zygote, tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path) as run:
         doctor = start(zygote, run, f"{LOCAL}\n{FAR}\n", "--seconds", "10")
@@ -279,6 +261,7 @@ def torchrun(
     )
 
 
+@pytest.mark.long
 def test_torchruns_ranks_check_each_other(zygote: Zygote, tmp_path: Path) -> None:
     """One probe for each of the two nodes, of two workers each; rank 0 tells."""
     port = free_port()
@@ -297,6 +280,7 @@ def test_torchruns_ranks_check_each_other(zygote: Zygote, tmp_path: Path) -> Non
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_an_error_ends_torchrun_with_1(zygote: Zygote, tmp_path: Path) -> None:
     port = free_port()
     with running(tmp_path) as run:

@@ -27,10 +27,16 @@ from foreprop.run.resources import Host
 from foreprop.workload.network import Network
 from tests.process.detour import Detour
 from tests.process.harness import ROOT, Zygote, running
-from tests.process.test_doctor import light_python
+from tests.process.light_probe import light_python
 from tests.process.train_script import Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab, pytest.mark.timeout(110)]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.long,
+    pytest.mark.alone,
+    pytest.mark.lab,
+    pytest.mark.timeout(110),
+]
 
 RATE = 100e6
 PAYLOAD = 1448 / 1514

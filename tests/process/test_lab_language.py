@@ -52,6 +52,7 @@ def setting_of(folder: Path, **changes: object) -> LanguageSetting:
     return LanguageSetting(**(given | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.lab
 @pytest.mark.timeout(180)
@@ -75,6 +76,7 @@ def test_every_system_trains_it(tmp_path: Path) -> None:
     assert all(entry.record.iteration_s.median >= 0.09 for entry in entries.values())
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.lab
 @pytest.mark.timeout(180)
@@ -98,6 +100,7 @@ def test_several_workers_per_node_merge_their_rows(
     assert 0 < sent[HYBRID, "auto"] < sent[HYBRID, "off"]  # the ring's part is the same
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.lab
 @pytest.mark.timeout(180)

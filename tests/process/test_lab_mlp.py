@@ -9,7 +9,7 @@ from foreprop.errors import ConfigError
 from foreprop.lab.mlp import DDP, MLP_SYSTEMS, P2P, RING, SERVERS, MlpSetting
 from foreprop.lab.mlprun import run_mlp
 
-pytestmark = [pytest.mark.process, pytest.mark.lab]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.lab]
 
 
 @pytest.mark.timeout(400)

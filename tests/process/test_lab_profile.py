@@ -87,6 +87,7 @@ def test_a_measured_model_can_be_simulated(name: str, tmp_path: Path) -> None:
     assert len(read_records(tmp_path / "results.json")) == 4
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.lab
 @pytest.mark.parametrize("name", PROFILES)

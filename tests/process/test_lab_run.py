@@ -11,35 +11,21 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
-from foreprop.errors import ConfigError, PeerLost
-from foreprop.lab.run import LabResult, run_lab
+from foreprop.errors import PeerLost
+from foreprop.lab.run import run_lab
 from foreprop.simulate.slicesize import CANDIDATES
 from foreprop.workload import limit
-from foreprop.workload.profile import load_profile
 from foreprop.workload.records import read_records, write_records
-from foreprop.workload.setting import LabSetting
 from tests.process.harness import ROOT
+from tests.process.tiny_lab import SETTING, SYSTEMS
 
-SYSTEMS = ("p3", "kvstore", "ddp", "ddp-tuned")
-SETTING = LabSetting(
-    profile=load_profile("resnet110_cifar"),
-    systems=SYSTEMS,
-    nodes=2,
-    scale=16,
-    compute_s=0.1,
-    iterations=3,
-    warm_up=1,
-    sample_network=True,
-)
 MODEL_BYTES = limit.model_bytes(SETTING.layers)
 
-pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.lab]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.mark.lab]
 
 
 def check_samples(samples: list[tuple[float, int, int]]) -> None:
@@ -163,30 +149,12 @@ def test_a_node_that_dies_during_steps_is_named() -> None:
     kills[0].join()
 
 
-def tell(result: LabResult) -> dict[str, Any]:
-    return {
-        "records": msgspec.to_builtins(result.records),
-        "samples": result.samples,
-        "notices": result.notices,
-    }
-
-
-def fall_back() -> None:
-    """A program that is to run where there are no namespaces."""
-    try:
-        run_lab(replace(SETTING, systems=("ddp", "ddp-tuned")))
-    except ConfigError as error:
-        refusal = str(error)
-    result = run_lab(replace(SETTING, systems=("ddp", "p3")))
-    print(json.dumps(tell(result) | {"refusal": refusal}))
-
-
 def test_without_namespaces_paces_and_leaves_out_what_cannot() -> None:
     forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
     inside = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh"]
     if shutil.which("unshare") is None or subprocess.run([*inside, "true"]).returncode:
         pytest.skip("this user cannot make a user namespace and forbid things in it")
-    program = "from tests.process.test_lab_run import *; fall_back()"
+    program = "from tests.process.tiny_lab import fall_back; fall_back()"
     done = subprocess.run(
         [*inside, sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
     )

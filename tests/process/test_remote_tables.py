@@ -18,6 +18,7 @@ PLAIN_BYTES = 700 * 2**20
 """More than a process takes that has torch imported."""
 
 
+@pytest.mark.long
 def test_a_table_larger_than_a_worker_s_memory(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
         results = results_of(run, zygote)

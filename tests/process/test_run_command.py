@@ -28,9 +28,9 @@ from foreprop.run.plan import Plan, hosts_here
 from foreprop.run.records import START, Ready, decode
 from foreprop.run.resources import parse_resources
 from foreprop.run.run import Launcher, Outcome
-from tests.process.harness import ROOT, Run, Zygote, running
-from tests.process.test_torchrun import wait_for
+from tests.process.harness import ROOT, Run, Zygote, running, wait_for
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
@@ -209,7 +209,9 @@ def test_it_trains(zygote: Zygote, tmp_path: Path) -> None:
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *long_cases(signal.SIGTERM)], ids=["Ctrl-C", "SIGTERM"]
+)
 def test_a_signal_ends_all(zygote: Zygote, tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path) as run:
         launcher = start(zygote, run, "127.0.0.1\n198.51.100.2\n", SCRIPT, "all:sleep=600")
@@ -249,7 +251,7 @@ def test_a_second_ctrl_c_waits_for_no_one(zygote: Zygote, tmp_path: Path) -> Non
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("program", ["host", "agent"])
+@pytest.mark.parametrize("program", ["host", *long_cases("agent")])
 def test_a_killed_program_of_a_host_ends_all(zygote: Zygote, tmp_path: Path, program: str) -> None:
     with running(tmp_path) as run:
         start(zygote, run, LOCAL, SCRIPT, "all:sleep=600")

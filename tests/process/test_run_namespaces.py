@@ -41,6 +41,7 @@ def cluster() -> Iterator[Cluster]:
         yield started
 
 
+@pytest.mark.long
 def test_it_trains_on_two_hosts(zygote: Zygote, tmp_path: Path, cluster: Cluster) -> None:
     """The port is a free one of the first host, in whose namespace alone it can be known."""
     addresses = [NETWORK.address(node) for node in range(NETWORK.nodes)]

@@ -60,6 +60,7 @@ def test_exit_while_a_data_loader_s_workers_live(zygote: Zygote, tmp_path: Path)
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_a_worker_killed_while_its_data_loader_s_workers_live(
     zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from foreprop.cli.main import app
 from foreprop.cli.server import endpoint
 from foreprop.errors import ConfigError
-from tests.process.harness import ROOT, Zygote, free_port, running
-from tests.process.test_torchrun import wait_for
+from tests.process.harness import ROOT, Zygote, free_port, running, wait_for
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
@@ -86,6 +85,7 @@ def test_a_run_that_needs_no_server(zygote: Zygote, tmp_path: Path) -> None:
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_the_example_with_dedicated_servers(zygote: Zygote, tmp_path: Path) -> None:
     """As its docstring says, but for the port and the number of workers."""
     port = str(free_port())

@@ -6,22 +6,15 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.process.harness import Run, Zygote, free_port, running
+from tests.process.harness import Run, Zygote, free_port, running, wait_for
 from tests.process.train_script import Scenario
+from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
-
-
-def wait_for(condition: Callable[[], object], run: Run, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, run.output()
-        time.sleep(0.05)
 
 
 def the_sum(run: Run, ranks: int) -> str:
@@ -56,6 +49,7 @@ def test_torchrun_on_one_node(zygote: Zygote, tmp_path: Path) -> None:
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_two_torchruns_as_two_nodes(zygote: Zygote, tmp_path: Path, sums: dict[str, str]) -> None:
     where = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     with running(tmp_path) as run:
@@ -88,6 +82,7 @@ def test_dedicated_servers_join_by_the_workers_rendezvous(
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_dedicated_servers_with_torchrun_s_dynamic_rendezvous(
     zygote: Zygote, tmp_path: Path, sums: dict[str, str]
 ) -> None:
@@ -107,7 +102,7 @@ def test_dedicated_servers_with_torchrun_s_dynamic_rendezvous(
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("dedicated", [False, True])
+@pytest.mark.parametrize("dedicated", [False, *long_cases(True)])
 def test_ctrl_c_ends_everything(zygote: Zygote, tmp_path: Path, dedicated: bool) -> None:
     port = str(free_port())
     settings = {"dedicated_servers": 1} if dedicated else {}
@@ -128,6 +123,7 @@ def test_ctrl_c_ends_everything(zygote: Zygote, tmp_path: Path, dedicated: bool)
         run.check_nothing_left()
 
 
+@pytest.mark.long
 def test_torchrun_restarts_a_failed_script(zygote: Zygote, tmp_path: Path) -> None:
     """The second attempt meets in the same store, and must not find the first one's servers."""
     scenario = Scenario(raise_at={"1": 3}, only_first_attempt=True, late_s={"0": 1.0})

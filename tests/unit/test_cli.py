@@ -259,6 +259,13 @@ def test_config_shows_where_each_value_came_from(monkeypatch: pytest.MonkeyPatch
     assert shown["join_timeout_s"] == ("120 s", "default")
 
 
+def test_a_misspelt_setting_is_told_which_is_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "config", "slice_elem=1") == 1
+    assert capsys.readouterr().err.endswith("; did you mean 'slice_elems'?\n")
+
+
 def test_the_environment_chooses_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREPROP_PRESET", "wfbp")
     assert shown_settings()["granularity"] == ("array", "preset wfbp")

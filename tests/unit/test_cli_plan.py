@@ -16,6 +16,7 @@ from foreprop.cli import main as cli
 from foreprop.cli.plan import Plan
 from foreprop.config import PRESETS
 from foreprop.workload.profile import Profile
+from tests.tiers import long_cases
 
 COMMON = ("--nodes", "4", "--rate", "1Gbit", "--latency", "50us")
 
@@ -124,7 +125,9 @@ def test_json_has_all_and_nothing_else_is_printed(plan: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
-@pytest.mark.parametrize("what_if", ["rate=100Mbit..10Gbit", "nodes=2..5", "servers=1..3"])
+@pytest.mark.parametrize(
+    "what_if", ["servers=1..3", *long_cases("rate=100Mbit..10Gbit", "nodes=2..5")]
+)
 def test_pictures_show_a_curve_for_each_architecture(
     plan: Any, tmp_path: Path, what_if: str
 ) -> None:

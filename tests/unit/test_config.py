@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+import foreprop
 from foreprop.config import (
     PRESETS,
     Config,
+    Preset,
+    Settings,
     cache_directory,
     child_environment,
     launch_info,
@@ -229,6 +233,65 @@ def test_settings_are_read_from_text() -> None:
 
 def test_every_setting_says_what_it_is_for() -> None:
     assert all(spec.metadata["help"] for spec in fields(Config))
+
+
+def test_the_docstring_tells_what_each_setting_means() -> None:
+    told = " ".join((Config.__doc__ or "").split())
+    for spec in fields(Config):
+        assert f" {spec.name}: {spec.metadata['help']}" in told
+
+
+def test_the_settings_for_editors_are_the_fields() -> None:
+    typed, own = get_type_hints(Settings), get_type_hints(Config)
+    assert list(typed) == [spec.name for spec in fields(Config)]
+    assert typed == {name: own[name] for name in typed}
+    assert not Settings.__required_keys__
+    assert get_args(Preset) == tuple(PRESETS)
+
+
+def test_parallelize_takes_the_typed_settings() -> None:
+    parameter = inspect.signature(foreprop.parallelize).parameters["settings"]
+    assert parameter.annotation == "Unpack[Settings]"
+
+
+@pytest.mark.parametrize("misspelt", ["slice_elem", "slice_elms", "sliceelems"])
+def test_a_misspelt_setting_is_told_which_is_meant(misspelt: str) -> None:
+    advice = "; did you mean 'slice_elems'\\?$"
+    with pytest.raises(ConfigError, match=f"no setting is called '{misspelt}'; .*{advice}"):
+        Config.resolve(**{misspelt: 3})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{misspelt}'{advice}"):
+        Config(**{misspelt: 3})
+    with pytest.raises(TypeError, match=advice):
+        Config().replace(**{misspelt: 3})
+
+
+def test_what_is_like_no_setting_gets_no_advice() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.resolve(zzz=1)
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$"):
+        Config(zzz=1)
+    with pytest.raises(ConfigError, match=r"did you mean 'kvstore'\?$"):
+        Config.resolve("kv_store")
+
+
+def test_a_misspelt_variable_is_told_which_is_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLICE_ELEM", "ZZZ", "PRESETS"):
+        monkeypatch.setenv(f"FOREPROP_{name}", "1")
+    Config.resolve()
+    assert capsys.readouterr().err.splitlines() == [
+        "foreprop: FOREPROP_SLICE_ELEM is set, but is no setting; did you mean"
+        " 'FOREPROP_SLICE_ELEMS'?",
+        "foreprop: FOREPROP_ZZZ is set, but is no setting",
+        "foreprop: FOREPROP_PRESETS is set, but is no setting; did you mean 'FOREPROP_PRESET'?",
+    ]
+
+
+def test_the_package_lists_what_users_call() -> None:
+    assert dir(foreprop) == sorted(foreprop.__all__)
+    assert all(hasattr(foreprop, name) for name in dir(foreprop))
 
 
 def test_without_a_launcher_the_world_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from foreprop.core.wire import Flag
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import RemoteProtocolError
 from tests.simulator import Cluster, Setup, _Links, _Worker
+from tests.tiers import long_cases
 
 SEEDS = st.integers(0, 2**32 - 1)
 KNOBS = {
@@ -115,9 +116,10 @@ def sums_of(cluster: Cluster, node: int, server: int) -> Iterator[tuple[int, int
                     yield piece.number, step, own
 
 
+@pytest.mark.parametrize("examples", [30, *long_cases(150)])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_updates_every_parameter_once_per_step(preset: str) -> None:
-    @settings(max_examples=150, deadline=None)
+def test_every_preset_updates_every_parameter_once_per_step(preset: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
     @given(setups(preset), SEEDS)
     def run(setup: Setup, seed: int) -> None:
         check(setup, seed)
@@ -125,10 +127,14 @@ def test_every_preset_updates_every_parameter_once_per_step(preset: str) -> None
     run()
 
 
-@settings(max_examples=400, deadline=None)
-@given(setups(), SEEDS)
-def test_so_does_every_combination_of_knobs(setup: Setup, seed: int) -> None:
-    check(setup, seed)
+@pytest.mark.parametrize("examples", [100, *long_cases(400)])
+def test_so_does_every_combination_of_knobs(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(setups(), SEEDS)
+    def run(setup: Setup, seed: int) -> None:
+        check(setup, seed)
+
+    run()
 
 
 def example(preset: str, **changes: Any) -> Setup:
@@ -153,14 +159,15 @@ def example(preset: str, **changes: Any) -> Setup:
     return Setup(**{**setup, **changes})
 
 
+@pytest.mark.parametrize("seeds", [range(8), *long_cases(range(8, 40))])
 @pytest.mark.parametrize("workers_per_node", [1, 2])
 @pytest.mark.parametrize("needs_norm", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_updates_are_the_same_under_any_interleaving(
-    preset: str, needs_norm: bool, workers_per_node: int
+    preset: str, needs_norm: bool, workers_per_node: int, seeds: range
 ) -> None:
     setup = example(preset, needs_norm=needs_norm, workers_per_node=workers_per_node)
-    clusters = [check(setup, seed) for seed in range(40)]
+    clusters = [check(setup, seed) for seed in seeds]
     orders = {tuple(cluster.updates) for cluster in clusters}
     assert len(orders) > 1  # the schedules do differ
     assert len({tuple(sorted(order)) for order in orders}) == 1
@@ -295,11 +302,12 @@ def test_the_simulator_notices_a_norm_that_is_never_told(monkeypatch: pytest.Mon
         check(example("p3", needs_norm=True), 1)
 
 
+@pytest.mark.parametrize("seeds", [range(4), *long_cases(range(4, 20))])
 @pytest.mark.parametrize("workers_per_node", [1, 2])
 @pytest.mark.parametrize("measures", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_averages_are_the_same_under_any_interleaving(
-    preset: str, measures: bool, workers_per_node: int
+    preset: str, measures: bool, workers_per_node: int, seeds: range
 ) -> None:
     setup = example(
         preset,
@@ -309,7 +317,7 @@ def test_the_averages_are_the_same_under_any_interleaving(
         workers_per_node=workers_per_node,
         window_elems=2 if preset == "p3" else None,
     )
-    clusters = [check(setup, seed) for seed in range(20)]
+    clusters = [check(setup, seed) for seed in seeds]
     assert len({tuple(cluster.updates) for cluster in clusters}) > 1
 
 

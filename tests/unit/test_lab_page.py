@@ -23,6 +23,7 @@ from foreprop.lab.sweeps import FULL, plan_measurements
 from foreprop.report.palette import contrast
 from tests.unit.lab_example import ExampleLab, example_record
 
+pytestmark = pytest.mark.long
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PHONE_PX = 390
 

@@ -24,6 +24,7 @@ from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Layer, load_profile
+from tests.tiers import long_cases
 
 MBIT = 1e6
 IDEAL = Hosts(send_s=0, receive_s=0, update_s=0, sum_elem_s=0, update_elem_s=0, copy_byte_s=0)
@@ -318,12 +319,12 @@ def test_no_system_beats_the_limit(
     ("system", "at_most"),
     [("p3", 0.025), ("slicing", 0.025), ("kvstore", 0.08), ("ring", 0.025), ("ddp", 0.025)],
 )
-@pytest.mark.parametrize(("model", "balance"), [("sockeye", 1.5), ("sockeye", 0.75)])
+@pytest.mark.parametrize("balance", [0.75, *long_cases(1.5)])
 def test_steps_are_as_long_as_they_are_simulated(
-    model: str, balance: float, system: str, at_most: float
+    balance: float, system: str, at_most: float
 ) -> None:
     setting = SimulatedSetting(
-        profile=load_profile(model),
+        profile=load_profile("sockeye"),
         systems=(system,),
         nodes=4,
         compute_s=2.0,

@@ -30,6 +30,7 @@ from foreprop.simulate.slicesize import (
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import HEADER_FACTOR
 from foreprop.workload.profile import Profile, ProfiledArray
+from tests.tiers import long_cases
 
 AUTO = Config(architecture="auto")
 
@@ -132,6 +133,7 @@ def chosen(**changes: Any) -> Any:
     return choose_slice_elems(SMALL, **(fields | changes))
 
 
+@pytest.mark.long
 def test_the_chosen_size_is_among_the_best_of_those_that_were_tried() -> None:
     choice = chosen()
     assert choice.step_s[choice.slice_elems] <= 1.02 * min(choice.step_s.values())
@@ -157,6 +159,7 @@ def test_the_sessions_settings_count_not_the_environments(
     assert min(half.step_s.values()) < min(before.step_s.values())
 
 
+@pytest.mark.long
 def test_many_nodes_ask_for_smaller_slices() -> None:
     """48 slices of 50,000 elements leave most of 64 servers idle (docs/scale.md)."""
     many = chosen(nodes=64)
@@ -202,7 +205,7 @@ def test_who_could_not_measure_is_told() -> None:
         conclude(reports(1e9, error="no route"))
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("nodes", [2, *long_cases(3)])
 def test_all_nodes_measure_and_agree(nodes: int) -> None:
     board = Board(solitary_world(), "plan", timeout_s=20)
 

@@ -301,6 +301,7 @@ def test_ddp_then_the_default_then_a_ring_then_hybrid_then_servers_by_number() -
         del left[candidate]
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     rate=st.floats(0.02, 40),

@@ -44,6 +44,7 @@ from foreprop.tables.parts import (
     part_limit_bytes,
     pulled_shard,
 )
+from tests.tiers import long_cases
 
 SHARDS = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5)
 A, B = 5, 7  # server 0's shards, of the parameters "a" and "c"
@@ -283,7 +284,7 @@ def test_what_a_shard_waits_for() -> None:
 
 
 @pytest.mark.parametrize("needs_norm", [False, True])
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(40), *long_cases(*range(40, 200))])
 def test_random_schedules(seed: int, needs_norm: bool) -> None:
     """Whatever the order of arrival, each pull is answered once, with its step's rows.
 

@@ -83,6 +83,7 @@ def relative_error(record: Record) -> float:
     return simulated.iteration_s.median / record.iteration_s.median - 1
 
 
+@pytest.mark.long
 def test_steps_are_as_long_as_the_lab_measured_them() -> None:
     """Issue 5: the median absolute error is at most 5 %, the worst at most 12 %."""
     errors = {kept: relative_error(measured(*kept)) for kept in KEPT}
@@ -232,7 +233,8 @@ def test_updates_that_need_the_norm_begin_after_the_last_gradient(
 
 
 @pytest.mark.parametrize(
-    ("system", "free_s", "clipped_s"), [("p3", 1.068, 1.293), ("ring", 1.096, 1.427)]
+    ("system", "free_s", "clipped_s"),
+    [("p3", 1.068, 1.293), pytest.param("ring", 1.096, 1.427, marks=pytest.mark.long)],
 )
 def test_the_norm_s_barrier_costs_what_the_lab_measured(
     system: str, free_s: float, clipped_s: float, monkeypatch: pytest.MonkeyPatch

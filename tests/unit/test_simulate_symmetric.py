@@ -21,6 +21,7 @@ from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray
 from foreprop.workload.records import read_records
+from tests.tiers import long_cases
 
 COMPUTE_S = 0.2
 SMALL = Profile(
@@ -53,7 +54,7 @@ def step_s(system: str, nodes: int, hosts: Hosts | None = None, **changes: objec
 
 
 @pytest.mark.parametrize("system", ["ring", "ddp", "ddp-tuned"])
-@pytest.mark.parametrize("nodes", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("nodes", [2, 5, *long_cases(3, 4, 8, 16)])
 @pytest.mark.parametrize("balance", [0.5, 2.0])
 def test_a_collective_is_the_same_to_the_last_bit(system: str, nodes: int, balance: float) -> None:
     asked = setting(system, nodes, balance=balance, symmetric=False)
@@ -65,7 +66,7 @@ def test_a_collective_is_the_same_to_the_last_bit(system: str, nodes: int, balan
 
 
 @pytest.mark.parametrize("system", ["p3", "slicing"])
-@pytest.mark.parametrize("nodes", [2, 4, 8, 16])
+@pytest.mark.parametrize("nodes", [2, 4, *long_cases(8, 16)])
 @pytest.mark.parametrize("balance", [0.5, 1.0, 2.0])
 def test_served_steps_are_about_as_long(system: str, nodes: int, balance: float) -> None:
     every = step_s(system, nodes, balance=balance, symmetric=False)
@@ -121,7 +122,7 @@ def expected_slowest(nodes: int, jitter: float) -> float:
 
 
 @pytest.mark.parametrize("system", ["p3", "ddp"])
-@pytest.mark.parametrize("changes", [{}, {"representatives": 4}, {"symmetric": False}])
+@pytest.mark.parametrize("changes", [{}, {"representatives": 4}, *long_cases({"symmetric": False})])
 def test_a_step_has_the_slowest_of_all_draws(system: str, changes: dict[str, object]) -> None:
     """Where the network does not count."""
     asked = setting(system, 32, balance=0.001, step_jitter=0.3, slice_elems=200_000, **changes)
@@ -132,7 +133,7 @@ def test_a_step_has_the_slowest_of_all_draws(system: str, changes: dict[str, obj
     assert mean_s == pytest.approx(COMPUTE_S * expected_slowest(32, 0.3), rel=0.06)
 
 
-@pytest.mark.parametrize("system", ["p3", "ring", "ddp"])
+@pytest.mark.parametrize("system", ["ring", "ddp", *long_cases("p3")])
 def test_layers_jitter_hardly_adds_up(system: str) -> None:
     """Five layers' draws: not the slowest member of each layer, but the slowest over all."""
     asked = {"jitter": 0.3, "balance": 0.3, "iterations": 20}
@@ -217,7 +218,7 @@ def test_about_the_norm_servers_talk_to_rank_0_alone(monkeypatch: pytest.MonkeyP
     assert free_s < step_s("p3", 64, busy, **asked) < free_s + 0.25 * 64 * 1e-3
 
 
-@pytest.mark.parametrize("system", ["p3", "ring", "ddp"])
+@pytest.mark.parametrize("system", ["p3", "ddp", *long_cases("ring")])
 def test_several_workers_per_node_are_simulated_node_by_node(system: str) -> None:
     several = setting(
         system, 65, workers_per_node=2, symmetric=None, slice_elems=100_000, balance=0.1
@@ -284,6 +285,7 @@ def test_the_command_says_that_symmetry_was_used(tmp_path: Path) -> None:
     assert all(record.iteration_s.median > 1.2 * 2 for record in records)
 
 
+@pytest.mark.long
 @pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
 def test_the_study_of_scale_is_drawn_and_goes_on_where_it_was(tmp_path: Path) -> None:
     """benchmarks/scale.py, of two points."""

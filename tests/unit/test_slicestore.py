@@ -19,10 +19,7 @@ from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, Par
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
-from foreprop.path.slicestore import (
-    GradientBuffer,
-    SliceStore,
-)
+from foreprop.path.slicestore import GradientBuffer, SliceStore
 from foreprop.path.tensors import (
     DTYPES,
     GRADIENT,
@@ -31,6 +28,7 @@ from foreprop.path.tensors import (
     encode_state,
     state_limit_bytes,
 )
+from tests.tiers import long_cases
 
 ELEMS = 203
 SLICE_ELEMS = (1, 7, 50, 64, 1000)
@@ -414,7 +412,7 @@ def test_optimizers_give_the_same_bits_on_slices_as_on_the_whole_array(
         torch.testing.assert_close(whole, parameter.detach())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *long_cases("float16", "float64")])
 @pytest.mark.parametrize(("name", "group"), CASES)
 def test_no_type_s_bits_depend_on_where_a_slice_ends(
     name: str, group: Hyperparameters, dtype: str

@@ -15,9 +15,9 @@ from foreprop.auto.passes import Clock, HostClock, Passes, Watch, clock_of
 from foreprop.auto.untouched import Untouched
 from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
+from foreprop.hooks.managed import is_managed
 from foreprop.path.optimizer import named_parameters
 from foreprop.path.parameter import count_rows
-from foreprop.session.session import is_managed
 from foreprop.tables.embeddings import EMBEDDINGS
 from foreprop.workload.profile import Profile, ProfiledArray
 

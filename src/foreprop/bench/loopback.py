@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.bench.workers import run_workers
+from foreprop.config import Config
 from foreprop.session.contract import Session
 from foreprop.session.parallelize import parallelize
 
@@ -130,7 +131,8 @@ class _Loop:
         self._optimizer = make_optimizer(self._model)
         self._session: Session | None = None
         if architecture is not None:
-            self._session = parallelize(self._model, self._optimizer, architecture=architecture)
+            config = Config.resolve(architecture=architecture)
+            self._session = parallelize(self._model, self._optimizer, config=config)
         else:
             self._model = DistributedDataParallel(self._model)
 

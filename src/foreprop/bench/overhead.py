@@ -82,7 +82,7 @@ def measure_waiting(*, parameters: int, steps: int) -> WaitingCost:
             scalar.grad = torch.ones_like(scalar)
         for _ in range(steps + _WARM_UP):
             optimizer.step()
-            while not all(session.engine.is_complete(i) for i in range(parameters)):
+            while not all(session._training.engine.is_complete(i) for i in range(parameters)):
                 time.sleep(0.001)
             first_uses.append(_use_all(scalars))
             ordinary_uses.append(_use_all(scalars))
@@ -105,7 +105,7 @@ def _swap_us(session: ConnectedSession, scalars: list[torch.nn.Parameter]) -> fl
     times = []
     for _ in range(5):
         started = time.perf_counter()
-        for scalar, pending in zip(scalars, session._parameters, strict=True):
+        for scalar, pending in zip(scalars, session._training.parameters, strict=True):
             make_wait(scalar, pending)
         times.append(time.perf_counter() - started)
         for scalar in scalars:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.config import Config, parse_setting
+from foreprop.config import Config, did_you_mean, parse_setting
 from foreprop.errors import ConfigError
 
 
@@ -42,7 +42,10 @@ def settings_from(texts: list[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"{text!r} is not a setting; write it as NAME=VALUE")
         if name not in names:
-            raise ConfigError(f"no setting is called {name!r}; there are {', '.join(names)}")
+            advice = did_you_mean(name, names)
+            raise ConfigError(
+                f"no setting is called {name!r}; there are {', '.join(names)}{advice}"
+            )
         found[name] = parse_setting(name, value, hints[name])
     return found
 

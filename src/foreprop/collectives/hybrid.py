@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from foreprop.collectives.ring import RingBackend
-from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ForepropError, InternalError
 from foreprop.hooks.buffers import ModelBuffers
 from foreprop.observe.trace import TraceRecorder
-from foreprop.path.backend import Backend, Engine, RowEngine, Setup, Starting
+from foreprop.path.backend import Engine, RowEngine, Setup, Starting
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters, Progress
 from foreprop.path.slicememory import ParameterMemory
@@ -27,27 +26,6 @@ from foreprop.servers.served import ServedBackend
 from foreprop.tables.exchange import Pull
 from foreprop.tables.kept import KeptRows
 from foreprop.tables.parts import RowPart
-
-
-def connect(setup: Setup) -> Backend:
-    """The backend for the architecture that is asked for and the parameters that there are."""
-    rows = [info.rows for info in setup.infos]
-    if is_served(setup.config) or all(rows):
-        return ServedBackend(setup)
-    return HybridBackend(setup) if any(rows) else RingBackend(setup)
-
-
-def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
-    """Whether a session must connect anew for these settings, its parameters being as they are."""
-    if is_served(after) != is_served(before):
-        return True
-    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
-    return is_served(after) and len(sizes) > 1
-
-
-def is_served(config: Config) -> bool:
-    """Whether servers have the dense parameters, too, and not collectives."""
-    return config.architecture not in ("ring", "hybrid", "auto")
 
 
 class HybridBackend:

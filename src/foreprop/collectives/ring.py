@@ -13,9 +13,9 @@ import torch
 from foreprop.cluster.rendezvous import agree_on_session
 from foreprop.collectives.engine import RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
+from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalUpdater, comparable, settings_of
-from foreprop.collectives.sums import MOST_RANKS
 from foreprop.core.manifest import (
     RingKnobs,
     RingManifest,

@@ -102,10 +102,9 @@ class _PresetTraining:
         self._batches = _batches(data, setting)
 
     def block(self, steps: int) -> Block:
-        counters = self._session.engine.counters
-        waited_before = counters.waited_s
+        waited_before = self._session.stats()["waited_s"]
         step_s = _train(self._model, self._optimizer, self._batches, steps)
-        waited_s = counters.waited_s - waited_before
+        waited_s = self._session.stats()["waited_s"] - waited_before
         self._session.flush()
         return Block(step_s=step_s, waited_s=waited_s)
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from foreprop.cluster.world import World
+from foreprop.core.manifest import BUFFERS_BLOB
 from foreprop.errors import ConfigError
 from foreprop.hooks.compiled import WAITS_AT_ENTRY
 from foreprop.hooks.modelhooks import OwnHook
 from foreprop.path.tensors import bytes_of
+
+if TYPE_CHECKING:
+    from foreprop.path.backend import Engine
 
 
 class BufferSource(Protocol):
@@ -132,6 +137,34 @@ class ModelBuffers:
                 f"the model's buffers had {self.size_bytes} bytes at parallelize() and have"
                 f" {size_bytes} now; their shapes and types must stay"
             )
+
+
+class SharedBuffers:
+    """Rank 0's buffers of each step: left with a server, and fetched by who shows them."""
+
+    def __init__(self, buffers: ModelBuffers, engine: Engine, world: World) -> None:
+        self._buffers = buffers
+        self._engine = engine
+        self._rank = world.rank
+        self.publishes = world.rank == 0 and world.size > 1
+        self._shown_step = 0
+
+    def publish(self, step: int) -> None:
+        """Rank 0: these are the buffers after ``step``."""
+        self._buffers.check_size()
+        if tensors := self._buffers.now():
+            self._engine.publish_blob(BUFFERS_BLOB, step, pack(tensors))
+
+    def show(self, step: int) -> None:
+        """Make the local buffers rank 0's after ``step``."""
+        if self._rank != 0 and self._shown_step != step:
+            self._buffers.check_size()
+            self.fetch(step)
+            self._shown_step = step
+
+    def fetch(self, step: int) -> None:
+        if tensors := self._buffers.now():
+            unpack_into(tensors, self._engine.fetch_blob(BUFFERS_BLOB, step))
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -9,14 +9,12 @@ memory it has as a constant, as frozen modules do.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from foreprop.hooks.interception import Interception
 from foreprop.path.waiting import used, waiting_in, waiting_parameters
 
 _Module: Any = torch._C.ScriptModule
@@ -27,15 +25,12 @@ _constants: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDict
 """Of scripted functions and methods: where the memory of their constants begins."""
 
 
-def _entering(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        reached = list(_reached(args, kwargs))
-        if not reached:
-            return run(*args, **kwargs)
-        return used(reached, lambda: run(*args, **kwargs))
-
-    return wrapper
+def run_settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an entry of TorchScript's, once what its code can reach has been waited for."""
+    reached = list(_reached(args, kwargs))
+    if not reached:
+        return run(*args, **kwargs)
+    return used(reached, lambda: run(*args, **kwargs))
 
 
 def _reached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -97,29 +92,3 @@ def _address(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError):
         return tensor.untyped_storage().data_ptr()
     return 0  # sparse, or on another layout: it has no memory of this kind
-
-
-_ENTRIES = {
-    _Function: ("__call__", "save", "save_to_buffer"),
-    _Method: ("__call__",),
-    _Module: (
-        "save",
-        "save_to_buffer",
-        "_save_for_mobile",
-        "_save_to_buffer_for_mobile",
-        "__copy__",
-        "__deepcopy__",
-    ),
-    torch._C: ("_freeze_module", "_save_jit_module", "_save_jit_module_to_bytes"),
-}
-_INTERCEPTIONS = [
-    Interception(owner, name, _entering)
-    for owner, names in _ENTRIES.items()
-    for name in names
-    if hasattr(owner, name)
-]
-
-
-def watch_scripts() -> list[Callable[[], None]]:
-    """Have scripted code wait, in every thread; the returned functions end it."""
-    return [interception.hold() for interception in _INTERCEPTIONS]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks.interception import Interception
-from foreprop.session.session import is_managed
+from foreprop.hooks.managed import is_managed
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")

@@ -13,7 +13,6 @@ import torch
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
 from foreprop.errors import ConfigError
 from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
-from foreprop.tables.store import SPARSE_OPTIMIZERS
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
@@ -65,6 +64,8 @@ def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]
     """
     if not group_of:
         return
+    from foreprop.tables.store import SPARSE_OPTIMIZERS
+
     cls = type(optimizer)
     which = f"for the sparse gradients of {', '.join(sorted(group_of))}"
     if SPARSE_OPTIMIZERS.get(cls.__name__) is not cls:

@@ -22,7 +22,7 @@ HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
 _SLICE_UPDATED = SliceUpdated()
 
 
-class Settings:
+class AnnouncedNumbers:
     """Owns the optimizer's numbers, as each peer announces them.
 
     ``pass_on`` is a relay's: called with what its first worker says.

@@ -18,7 +18,7 @@ from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.services import Service, bounded, owners_of
 from foreprop.path.slices import Slices
-from foreprop.path.sliceupdates import Settings
+from foreprop.path.sliceupdates import AnnouncedNumbers
 from foreprop.path.spans import names_of
 from foreprop.relays.nodesums import Sums
 from foreprop.relays.passing import (
@@ -100,7 +100,7 @@ class RelayWork:
             f"foreprop-relay{host.index}-send",
         )
         self.stop = self._executor.stop
-        self._settings = Settings(manifest, self._executor, pass_on=self._pass_on)
+        self._settings = AnnouncedNumbers(manifest, self._executor, pass_on=self._pass_on)
         self._upward = Upward(self._executor, self._settings.at)
         shards = manifest.shards(len(slices))
         self._rows = RelayRows(manifest, shards, self._upward, host.lock, peers, host.index)

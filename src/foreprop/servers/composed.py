@@ -24,7 +24,7 @@ from foreprop.path.partoptimizer import unknown_optimizer
 from foreprop.path.services import Later, Service, owners_of
 from foreprop.path.slices import CheckGradient, Slices
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.sliceupdates import Settings, Updates
+from foreprop.path.sliceupdates import AnnouncedNumbers, Updates
 from foreprop.path.spans import names_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Composition:
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
         self._store = store_class(manifest, slices, host.index)
-        self._settings = Settings(manifest, self._executor)
+        self._settings = AnnouncedNumbers(manifest, self._executor)
         self._updates = Updates(
             self._machine, self._executor, self._store, self._settings.at, names
         )

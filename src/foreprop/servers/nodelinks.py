@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 from foreprop.config import Config
-from foreprop.link.pacing import Link, PacedStream
 from foreprop.link.stream import Stream
 
 
@@ -14,6 +13,8 @@ class NodeLinks:
     """The emulated network interface of one node, shared by its processes."""
 
     def __init__(self, session_id: str, node: int, workers_per_node: int, rate: float) -> None:
+        from foreprop.link.pacing import Link
+
         self._paths = _link_paths(session_id, node)
         self._links = [Link(rate, path) for path in self._paths]
         self._node = node
@@ -26,6 +27,8 @@ class NodeLinks:
     def wrap_to_node(self, stream: Stream, node: int) -> Stream:
         if node == self._node:
             return stream
+        from foreprop.link.pacing import PacedStream
+
         return PacedStream(stream, egress=self._links[0], ingress=self._links[1])
 
     def unlink(self) -> None:

@@ -18,7 +18,7 @@ from foreprop.config import Config, child_environment
 from foreprop.link.stream import SocketStream, Stream
 from foreprop.servers.nodelinks import node_links
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # most workers have them in processes of their own
     from foreprop.path.server import Server
     from foreprop.relays.relay import Relay
 

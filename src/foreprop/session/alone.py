@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -21,14 +20,6 @@ from foreprop.observe.trace import TraceRecorder, check_trace_folder, trace_path
 from foreprop.path.optimizer import named_parameters
 from foreprop.session.contract import Session
 from foreprop.session.lonesteps import LoneSteps
-
-
-def needs_servers(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
-) -> bool:
-    """Whether a world of one has to have servers: for remote tables, or as they are there."""
-    tensors = itertools.chain(_named(model, optimizer).values(), model.buffers())
-    return config.dedicated_servers > 0 or any(tensor.is_meta for tensor in tensors)
 
 
 def _named(
@@ -64,7 +55,7 @@ class LoneSession(Session):
         config: Config,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.config = config
+        self._config = config
         self._model = model
         self._optimizer = optimizer
         self._closed = False
@@ -90,6 +81,10 @@ class LoneSession(Session):
             self._trace = _LoneTrace(
                 Path(config.trace), _named(model, optimizer), model, self._step
             )
+
+    @property
+    def config(self) -> Config:
+        return self._config
 
     def _step(self) -> int:
         return 1 if self._steps is None else self._steps.count + 1
@@ -123,7 +118,7 @@ class LoneSession(Session):
         steps.replace_averages(averages_from(state, self._model, steps.parameters))
 
     def _averaging(self) -> LoneSteps:
-        if self._steps is None or self.config.ema is None:
+        if self._steps is None or self._config.ema is None:
             raise ConfigError(
                 "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
             )

@@ -18,15 +18,20 @@ class Session(abc.ABC):
     A class without behaviour, and no Protocol, whose ``isinstance`` would ask for values.
     """
 
-    config: Config
+    @property
+    @abc.abstractmethod
+    def config(self) -> Config:
+        """The settings, as they are now: ``architecture="auto"`` changes some."""
 
     @property
     @abc.abstractmethod
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's number among those that train."""
 
     @property
     @abc.abstractmethod
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """How many processes train."""
 
     @property
     @abc.abstractmethod

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from foreprop.cluster.world import World, current_world, is_alone
-from foreprop.config import Config
+from foreprop.config import Config, Preset, Settings
 from foreprop.errors import ConfigError
 from foreprop.hooks import wrappers
-from foreprop.session.alone import LoneSession, needs_servers
 from foreprop.session.contract import Session
+from foreprop.session.features import needs_servers
 from foreprop.session.session import ConnectedSession
 
 
@@ -20,11 +20,11 @@ def parallelize(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    preset: str | None = None,
+    preset: Preset | None = None,
     config: Config | None = None,
     world: World | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Session:
     """Train ``model`` with ``optimizer`` on all ranks in step; both are changed in place.
 
@@ -64,6 +64,8 @@ def parallelize(
     model = wrappers.bare_model(model)
     optimizer = wrappers.bare_optimizer(optimizer)
     if world is None and is_alone() and not needs_servers(model, optimizer, config):
+        from foreprop.session.alone import LoneSession
+
         return LoneSession(model, optimizer, config, scaler)
     return connect(model, optimizer, config, world=world, scaler=scaler)
 
@@ -79,7 +81,6 @@ def connect(
     """With servers, or a ring, in a world of one, too: for what measures them."""
     world = world or current_world(config.join_timeout_s)
     session = ConnectedSession(model, optimizer, world, config, scaler)
-    session.add_undo(*wrappers.watch())
     if session.rank == 0 and session.world_size > 1:
         print(f"foreprop: {session.describe()}", file=sys.stderr, flush=True)
     return session

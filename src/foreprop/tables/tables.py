@@ -156,8 +156,7 @@ class RemoteTables:
     @property
     def keeps_whole(self) -> bool:
         """Whether this rank gets all rows of tables, in a checkpoint."""
-        keepers = {"all": True, "rank0": self._world.rank == 0, "none": False}
-        return keepers[self._config.whole_tables or "all"]
+        return self._config.keeps_whole_tables(self._world.rank)
 
     def check_whole(self, name: str | None = None) -> None:
         """A checkpoint is made: raise if nobody has said who gets whole tables."""

@@ -1,4 +1,4 @@
-"""Settings and presets. The only module that reads the environment.
+"""Settings and presets.
 
 Precedence: an explicit argument beats the command line beats the environment beats the default.
 """
@@ -6,33 +6,30 @@ Precedence: an explicit argument beats the command line beats the environment be
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
-import math
-import os
-import sys
+import functools
+import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from foreprop.config.environment import preset_from_environment, settings_from_environment
+from foreprop.config.typed import (
+    Architecture,
+    Collectives,
+    LocalAggregation,
+    SliceElems,
+    UpdateBy,
+    Wait,
+    WholeTables,
+)
+from foreprop.config.values import check_value, did_you_mean
 from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.manifest import Knobs, Reply, WireDtype
 from foreprop.core.rowinit import check_table_init
 from foreprop.core.sendqueue import Order
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
-
-Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
-
-WholeTables = Literal["all", "rank0", "none"]
-SliceElems = int | Literal["auto"] | None
-Collectives = Literal["auto", "gloo", "nccl"]
-LocalAggregation = Literal["auto", "on", "off"]
-Wait = Literal["use", "modules"]
-UpdateBy = Literal["auto", "servers", "workers"]
-
-Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "p3": {
@@ -67,9 +64,6 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
-
-
-_OTHER_VARIABLES = frozenset({"FOREPROP_PRESET", "FOREPROP_DATA"})
 
 
 def _setting(default: Any, text: str, minimum: float | None = None) -> Any:
@@ -213,7 +207,7 @@ class Config:
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(Config)
         for spec in fields(self):
-            _check(spec, getattr(self, spec.name), hints[spec.name])
+            check_value(spec, getattr(self, spec.name), hints[spec.name])
         if self.servers_per_node == 0 and self.dedicated_servers == 0:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
@@ -282,11 +276,17 @@ class Config:
         names = {spec.name for spec in fields(cls)}
         for name in explicit:
             if name not in names:
-                raise ConfigError(f"no setting is called {name!r}; there are {sorted(names)}")
-        environment = _from_environment(cls)
-        name_of_preset = preset or os.environ.get("FOREPROP_PRESET") or "p3"
+                raise ConfigError(
+                    f"no setting is called {name!r}; there are {sorted(names)}"
+                    + did_you_mean(name, names)
+                )
+        environment = settings_from_environment(typing.get_type_hints(cls))
+        name_of_preset = preset or preset_from_environment() or "p3"
         if name_of_preset not in PRESETS:
-            raise ConfigError(f"preset is {name_of_preset!r}; it must be one of {list(PRESETS)}")
+            raise ConfigError(
+                f"preset is {name_of_preset!r}; it must be one of {list(PRESETS)}"
+                + did_you_mean(name_of_preset, PRESETS)
+            )
         chosen = PRESETS[name_of_preset]
         values: dict[str, Any] = {**chosen, **environment, **explicit}
         sources = {
@@ -328,6 +328,11 @@ class Config:
         size = self.slice_elems
         return size if isinstance(size, int) else usual_slice_elems(servers)
 
+    def keeps_whole_tables(self, rank: int) -> bool:
+        """Whether this rank gets all rows of tables, in a checkpoint: see ``whole_tables``."""
+        keepers = {"all": True, "rank0": rank == 0, "none": False}
+        return keepers[self.whole_tables or "all"]
+
     @property
     def most_collectives(self) -> int:
         """So many may be under way at once, if their chunks are small."""
@@ -346,162 +351,37 @@ class Config:
         )
 
 
-def _check(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
-    choices = _choices(hint)
-    kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
-    if choices and (value in choices or not set(kinds) - {type(None)}):
-        if value not in choices:
-            raise ConfigError(f"{spec.name} is {value!r}; it must be one of {list(choices)}")
-        return
-    if float in kinds:
-        kinds = (*kinds, int)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        named = ["nothing" if kind is type(None) else kind.__name__ for kind in kinds]
-        wanted = " or ".join([*named, *(repr(choice) for choice in choices if choice)])
-        raise ConfigError(f"{spec.name} is {value!r}; it must be {wanted}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{spec.name} is {value!r}; it must be a finite number")
-    minimum = spec.metadata["minimum"]
-    if minimum is not None and value is not None and not value >= minimum:
-        raise ConfigError(f"{spec.name} is {value!r}; it must be at least {minimum}")
+def _with_advice(make: Callable[..., None]) -> Callable[..., None]:
+    """Have Python's own error about an unknown argument name the setting that is close to it."""
+
+    @functools.wraps(make)
+    def __init__(self: Config, *values: Any, **settings: Any) -> None:
+        try:
+            make(self, *values, **settings)
+        except TypeError as error:
+            names = [spec.name for spec in fields(Config)]
+            unknown = next((name for name in settings if name not in names), None)
+            if unknown is None or not (advice := did_you_mean(unknown, names)):
+                raise
+            raise TypeError(f"{error}{advice}") from None
+
+    return __init__
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """What a Literal allows, or an optional one."""
-    if typing.get_origin(hint) is Literal:
-        return get_args(hint)
-    parts = get_args(hint)
-    inner = next((part for part in parts if typing.get_origin(part) is Literal), None)
-    nothing = (None,) if type(None) in parts else ()
-    return (*get_args(inner), *nothing) if inner is not None else ()
-
-
-def _from_environment(cls: type[Config]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
-    known = {f"FOREPROP_{spec.name.upper()}" for spec in fields(cls)} | _OTHER_VARIABLES
-    for variable in os.environ:
-        if variable.startswith("FOREPROP_") and variable not in known:
-            print(f"foreprop: {variable} is set, but is no setting", file=sys.stderr)
-    for spec in fields(cls):
-        variable = f"FOREPROP_{spec.name.upper()}"
-        text = os.environ.get(variable)
-        if text is not None:
-            found[spec.name] = parse_setting(variable, text, hints[spec.name])
-    return found
-
-
-def parse_setting(name: str, text: str, hint: Any) -> Any:
-    """Read a setting from text (environment, command line); names it in the error."""
-    kinds = get_args(hint) or (hint,)
-    if type(None) in kinds and text.lower() in {"", "none"}:
-        return None
-    if text in _choices(hint):
-        return text
-    if hint is bool:
-        return _parse_switch(name, text)
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError as error:
-                number = "a whole number" if kind is int else "a number"
-                wanted = " or ".join([number, *map(repr, filter(None, _choices(hint)))])
-                raise ConfigError(f"{name} is {text!r}; it must be {wanted}") from error
-    return text
-
-
-def _parse_switch(name: str, text: str) -> bool:
-    meant = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-    if text.lower() not in meant:
-        raise ConfigError(f"{name} is {text!r}; it must be one of {list(meant)}")
-    return meant[text.lower()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchInfo:
-    """What torchrun (or nobody) says about this process."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    master_address: str
-    master_port: int | None
-    attempt: int
-    launched: bool
-
-
-def launch_info() -> LaunchInfo:
-    """Read torchrun's variables; without them the world is this process alone."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    world_size = _int_variable("WORLD_SIZE", 1) if launched else 1
-    return LaunchInfo(
-        rank=_int_variable("RANK", 0) if launched else 0,
-        local_rank=_int_variable("LOCAL_RANK", 0) if launched else 0,
-        world_size=world_size,
-        local_world_size=_int_variable("LOCAL_WORLD_SIZE", world_size) if launched else 1,
-        master_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_int_variable("MASTER_PORT", 29500) if "MASTER_PORT" in os.environ else None,
-        attempt=_int_variable("TORCHELASTIC_RESTART_COUNT", 0),
-        launched=launched,
+def _described(cls: type[Config]) -> str:
+    """The docstring, with what each setting means."""
+    meanings = (
+        textwrap.fill(
+            f"{spec.name}: {spec.metadata['help']}",
+            width=92,
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_long_words=False,
+        )
+        for spec in fields(cls)
     )
+    return f"{cls.__doc__}\n    Settings:\n" + textwrap.indent("\n".join(meanings), "    ") + "\n"
 
 
-def _int_variable(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; it must be a whole number") from error
-
-
-def foreign_setting(name: Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]) -> str | None:
-    """A variable of torch's, for ``foreprop doctor`` to show; None if it is not set."""
-    return os.environ.get(name)
-
-
-def child_environment() -> dict[str, str]:
-    """The environment for a server that this process starts: it takes no part in torchrun."""
-    ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ours and not name.startswith(("FOREPROP_", "TORCHELASTIC_"))
-    } | {"OMP_NUM_THREADS": "1"}
-
-
-def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
-    """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
-
-    An ``interface`` that is an address is this machine's alone, and stays here. Raises
-    `ConfigError`.
-    """
-    found = {name: value for name, value in os.environ.items() if name.startswith("FOREPROP_")}
-    if _is_address(found.get("FOREPROP_INTERFACE", "")):
-        del found["FOREPROP_INTERFACE"]
-    for text in names:
-        name, equals, value = text.partition("=")
-        if not name.isidentifier() or not name.isascii():
-            raise ConfigError(f"env is {text!r}; it must be NAME or NAME=VALUE")
-        if not equals and name not in os.environ:
-            raise ConfigError(f"env is {text!r}, which is not set here; set it or say {name}=VALUE")
-        found[name] = value if equals else os.environ[name]
-    return found
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def cache_directory() -> Path:
-    """Where downloaded data sets are kept."""
-    chosen = os.environ.get("FOREPROP_DATA")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "foreprop"
+Config.__init__ = _with_advice(Config.__init__)  # type: ignore[method-assign]
+Config.__doc__ = _described(Config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from foreprop.collectives.gradientsums import GradientSums
 from foreprop.collectives.local_update import LocalUpdater
-from foreprop.collectives.sums import GradientSums
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.wire import Flag

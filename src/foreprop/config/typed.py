@@ -1,0 +1,63 @@
+"""The settings' types, for editors and type checkers."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from foreprop.core.aggregation import Reduction
+from foreprop.core.manifest import Reply, WireDtype
+from foreprop.core.sendqueue import Order
+from foreprop.core.slicing import Granularity, Placement
+
+Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
+WholeTables = Literal["all", "rank0", "none"]
+SliceElems = int | Literal["auto"] | None
+Collectives = Literal["auto", "gloo", "nccl"]
+LocalAggregation = Literal["auto", "on", "off"]
+Wait = Literal["use", "modules"]
+UpdateBy = Literal["auto", "servers", "workers"]
+Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
+
+
+class Settings(TypedDict, total=False):
+    """What `parallelize` takes by name: the fields of `Config`, which says what each means."""
+
+    architecture: Architecture | None
+    update: UpdateBy
+    granularity: Granularity
+    order: Order
+    reply: Reply
+    placement: Placement
+    slice_elems: SliceElems
+    big_array_elems: int
+    placement_seed: int
+    servers_per_node: int
+    dedicated_servers: int
+    workers_per_node: int | None
+    local_aggregation: LocalAggregation
+    interface: str | None
+    link_rate_bits_per_s: float | None
+    unsent_bytes: int
+    push_window_bytes: int
+    chunk_elems: int
+    chunks_in_flight: int
+    collectives: Collectives
+    sparse_parameters: str | None
+    dense_parameters: str | None
+    whole_tables: WholeTables | None
+    table_init: str | None
+    table_seed: int
+    backward_passes: int | None
+    reduction: Reduction
+    sparse_reduction: Reduction | None
+    clip_grad_norm: float | None
+    clip_grad_value: float | None
+    ema: float | None
+    wire_dtype: WireDtype | None
+    wait: Wait
+    check_stale: bool
+    check_finite: bool
+    step_timeout_s: float
+    join_timeout_s: float
+    stall_report_s: float
+    trace: str | None

@@ -1,0 +1,169 @@
+"""The user's model and optimizer become a session's, and are given back when it ends."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foreprop.gradients.settlingstate import give_plain_state
+from foreprop.hooks import buffers, compiled, wrappers
+from foreprop.hooks.modelhooks import (
+    BeforeModule,
+    CallingHook,
+    before_forward,
+    before_loading,
+    keep_copies_plain,
+)
+from foreprop.hooks.optimizercopies import OWN_ATTRIBUTES, keep_copy_plain
+from foreprop.hooks.scripts import watch_scripts
+from foreprop.session.advice import give_advice
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+
+def adopt(training: Training) -> None:
+    """Raises `ForepropError`; what has been adopted by then is given back with the rest."""
+    add_undo = training.life.add_undo
+    _adopt_optimizer(training)
+    _adopt_model(training)
+    if training.loss_scale is not None:
+        alive = training.reference()
+        add_undo(training.loss_scale.adopt(lambda: alive().grad_norm))
+    add_undo(*give_advice(), compiled.watch_entries(training), *watch_scripts())
+    add_undo(*keep_copies_plain(), *wrappers.watch())
+    if training.stale_readers is not None:
+        add_undo(training.stale_readers.watch())
+    if training.user.row_wise or training.user.candidates:
+        from foreprop.tables.lookahead import lookahead
+
+        add_undo(lookahead.join())
+
+
+def _adopt_optimizer(training: Training) -> None:
+    """The user's optimizer object stays; its step and zero_grad become ours."""
+    optimizer = training.user.optimizer
+    own = {name: getattr(optimizer, name) for name in OWN_ATTRIBUTES}
+    before = {k: v for k, v in vars(optimizer).items() if k in OWN_ATTRIBUTES}
+    _put_step(optimizer, own["step"], training.reference())
+    _put_zero_grad(optimizer, own["zero_grad"], training.reference())
+
+    def restore() -> None:
+        for name in OWN_ATTRIBUTES:
+            if name in before:
+                setattr(optimizer, name, own[name])
+            else:
+                vars(optimizer).pop(name, None)
+        give_plain_state(optimizer)
+
+    training.life.add_undo(restore)
+    if not training.by_workers:
+        training.state.watch()
+    _watch_state(training, before)
+
+
+def _put_step(
+    optimizer: torch.optim.Optimizer, own_step: Callable[..., Any], alive: Callable[[], Training]
+) -> None:
+    @torch.optim.Optimizer.profile_hook_step
+    def served(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """A step that servers make, or that is made later."""
+        if "grad_scale" in vars(self) and not alive().by_workers:
+            _refuse_scaler(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        training = alive()
+        try:
+            training.step()
+        except BaseException as error:
+            training.life.give_up(error)
+            raise
+        return loss
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        training = alive()
+        training.stepped = True
+        if training.choice is None and "grad_scale" in vars(self):
+            training.first.need("a GradScaler leaves it to the optimizer to unscale gradients")
+            training.first.end()
+        if training.by_workers and training.makes_whole_steps():
+            with training.life.told_if_it_fails():
+                result = training.step_whole(own_step, *args, **kwargs)
+        else:
+            result = served(self, *args, **kwargs)
+        self._opt_called = True  # type: ignore[attr-defined]  # schedulers look at this
+        return result
+
+    if hasattr(own_step, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    from foreprop.numerics.loss_scale import refuse_scaler
+
+    refuse_scaler(optimizer)
+
+
+def _put_zero_grad(
+    optimizer: torch.optim.Optimizer, own: Callable[..., None], alive: Callable[[], Training]
+) -> None:
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        alive().discard_gradients(set_to_none)
+        own(set_to_none=set_to_none)
+
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+def _watch_state(training: Training, before: dict[str, Any]) -> None:
+    """Checkpoints and copies have the state; ``before``: the user's own attributes."""
+    optimizer, alive = training.user.optimizer, training.reference()
+
+    def pull_state(*_: Any) -> None:
+        alive().state.lend()
+
+    def drop_state(*_: Any) -> None:
+        alive().state.take_back()
+
+    training.life.add_undo(keep_copy_plain(optimizer, before, pull_state, drop_state))
+    handles = [
+        optimizer.register_state_dict_pre_hook(CallingHook(pull_state)),
+        optimizer.register_state_dict_post_hook(CallingHook(drop_state)),
+        optimizer.register_load_state_dict_pre_hook(
+            # the updates so far go by the old state
+            CallingHook(lambda *_: alive().settle_all())
+        ),
+        optimizer.register_load_state_dict_post_hook(CallingHook(lambda _: alive().state.loaded())),
+    ]
+    training.life.add_undo(*(handle.remove for handle in handles))
+
+
+def _adopt_model(training: Training) -> None:
+    model: Any = training.user.model
+    if training.trace is not None:
+        from foreprop.hooks.compute_trace import ComputeTrace
+
+        trace = ComputeTrace(model, training.trace, lambda: training.completed + 1)
+        training.compute_trace = trace
+        training.life.add_undo(trace.remove)
+    handles = [
+        before_loading(module, buffers.BeforeLoadStateDict(training))
+        for module in model.modules()  # a part may be loaded by itself
+        if next(module.parameters(recurse=False), None) is not None
+    ]
+    if training.config.wait == "modules":
+        handles += [before_forward(module, BeforeModule()) for module in model.modules()]
+    if training.config.whole_tables not in (None, "all"):
+        handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(training)))
+        handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(training)))
+    if training.remote is not None and training.user.embeddings is not None:
+        handles += training.remote.watch(training.user.embeddings.modules_of)
+    if training.user.buffers:
+        handles.append(before_forward(model, buffers.BeforeForward(training)))
+        handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(training)))
+    training.life.add_undo(*(handle.remove for handle in handles))

@@ -1,0 +1,124 @@
+"""What a session's checkpoints are made of: averages, masters, tables, the optimizer's state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foreprop.errors import ConfigError, TrainingLoopError
+from foreprop.numerics.moving_average import averaged_state_dict, averages_from
+from foreprop.session.connecting import remote_tables
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+    from foreprop.tables.tables import RemoteTables
+
+
+class Checkpoints:
+    """Between the steps of one session. Training thread."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def ema_state_dict(self) -> dict[str, Any]:
+        from foreprop.path.tensors import AVERAGE
+
+        training = self._training
+        self._check_averages()
+        training.flush()
+        averages = training.backend.pull_averages(training.completed)
+        with self._tables_aside(averages, AVERAGE) as averages:
+            return averaged_state_dict(training.user.model, self._own_parameters(), averages)
+
+    def load_ema_state_dict(self, state: Mapping[str, Any]) -> None:
+        training = self._training
+        self._check_averages()
+        training.flush()
+        with self._remote_aside():
+            averages = averages_from(state, training.user.model, self._own_parameters())
+        training.backend.replace_averages(training.completed, averages)
+
+    def master_state_dict(self) -> dict[str, Any]:
+        from foreprop.tables.kept import VALUES
+
+        training = self._training
+        training.flush()
+        masters = training.backend.pull_masters(training.completed)
+        with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
+            return averaged_state_dict(training.user.model, self._own_parameters(), masters)
+
+    def _check_averages(self) -> None:
+        if self._training.config.ema is None:
+            raise ConfigError(
+                "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
+            )
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return [synchronised.parameter for synchronised in self._training.parameters]
+
+    @contextlib.contextmanager
+    def _tables_aside(
+        self, values: Sequence[torch.Tensor], entry: str
+    ) -> Iterator[Sequence[torch.Tensor]]:
+        """While a state dict is made with other values: with those of the remote tables, too."""
+        remote = self._training.remote
+        if remote is None:
+            yield [value.detach() for value in values]
+            return
+        remote.check_whole()
+        with remote.aside():
+            yield remote.put_whole(values, entry)
+
+    def _remote_aside(self) -> contextlib.AbstractContextManager[None]:
+        remote = self._training.remote
+        return contextlib.nullcontext() if remote is None else remote.aside()
+
+    # Tables row by row.
+    def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        training = self._training
+        found = next((own for own in training.parameters if own.name == name), None)
+        if found is None:
+            names = [own.name for own in training.parameters]
+            raise ConfigError(f"no parameter is called {name!r}; there are {names}")
+        for table in training.tables:
+            if table is found and training.engine.parameters[table.index].init is not None:
+                rows: torch.Tensor = table.rows(numbers)  # type: ignore[union-attr]
+                return rows
+        with torch.no_grad():
+            on_its_device = numbers.to(found.parameter.device)
+            return torch.nn.functional.embedding(on_its_device, found.parameter)
+
+    def set_rows(self, name: str, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        self._remote_tables().set_rows(name, numbers, values)
+
+    def save_tables(self, folder: str | os.PathLike[str]) -> None:
+        self._remote_tables().save(folder)
+
+    def load_tables(self, folder: str | os.PathLike[str]) -> None:
+        self._remote_tables().load(folder)
+
+    def _remote_tables(self) -> RemoteTables:
+        return self._training.remote or remote_tables(self._training)
+
+    # Optimizer state passes through the user's optimizer for checkpoints.
+    def pull_state(self) -> None:
+        training = self._training
+        if training.remote is not None:
+            training.remote.check_whole()
+        if training.settings.announced_step > training.completed and not training.by_workers:
+            raise TrainingLoopError(
+                "the optimizer's state is used between backward() and step(), in step"
+                f" {training.completed + 1}: servers have been sent gradients, and some may be of"
+                " the next state already. Use it after step(), or set parallelize(...,"
+                " update='workers')."
+            )
+        training.settle_all()
+        training.backend.pull_state(training.completed)
+
+    def replace_state(self) -> None:
+        self._training.settle_all()  # the updates so far go by the old state
+        self._training.backend.replace_state(self._training.completed)

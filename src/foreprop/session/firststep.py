@@ -1,0 +1,149 @@
+"""What the first step shows: the order of first uses, and who can update."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from foreprop.gradients.update import Needs, SettingsMark, agree
+from foreprop.hooks.buffers import FirstForward
+from foreprop.hooks.modelhooks import before_forward
+from foreprop.path.parameter import Watched
+from foreprop.path.waiting import is_differentiable
+from foreprop.session.features import served_instead
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+
+class FirstStep:
+    """From a backend's connection to the first gradient that leaves. Training thread."""
+
+    def __init__(self, training: Training, needs: Needs) -> None:
+        """``needs``: what earlier backends' first steps have shown."""
+        self.is_over = False
+        self.needs = needs
+        self.use_order: list[int] = []
+        self._training = training
+        self._in_forward = False
+        self._hook: RemovableHandle | None = None
+        self._settings: SettingsMark | None = None  # when the first gradient came
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Be told of the model's first forward pass."""
+        self._hook = before_forward(model, FirstForward(self._training))
+
+    def unwatch(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def forward_started(self) -> None:
+        """What was used before the model's first forward pass (a copy, a print) does not count."""
+        if not self._in_forward:
+            self._in_forward = True
+            self.use_order.clear()
+            for parameter in self._training.parameters:
+                parameter.watch()
+
+    def is_use(self, parameter: Watched, result: Any) -> bool:
+        """Whether an operation's result makes this the parameter's first use; notes the order."""
+        if not self._in_forward and not is_differentiable(result):
+            return False
+        if self._training.probe is not None:
+            self._training.probe.used(parameter)
+        self.use_order.append(parameter.index)
+        return True
+
+    def mark_settings(self) -> None:
+        """Autograd has computed a gradient: from now on settings are not to be set."""
+        if self._settings is None:
+            self._settings = SettingsMark(self._training.user.optimizer)
+
+    def need(self, reason: str, *, norm: bool = False) -> None:
+        """The first step shows something that servers cannot do."""
+        if self.needs.reason is None:
+            self.needs = Needs(reason, norm)
+
+    def end(self) -> None:
+        """Before the first gradient leaves: who updates, and the priorities."""
+        if self.is_over:
+            return
+        self.is_over = True
+        training = self._training
+        if training.choice is None or training.by_workers:
+            self._choose()
+        self._learn_priorities()
+
+    def _choose(self) -> None:
+        """What the first step has shown, on whatever rank, decides."""
+        training = self._training
+        self._look()
+        training.state.take()
+        choice = agree(training.board("update"), self.needs, training.choice)
+        training.choose(choice)
+        training.report(choice.text)
+        if choice.by_workers:
+            if training.averaging is not None:
+                training.averaging.measures = choice.norm and training.backend.can_measure
+            with training.state.quietly():
+                training.backend.leave_updates()
+            training.state.end()
+            return
+        self._let_servers_update()
+        if training.planning:
+            training.begin_planning()
+
+    def _let_servers_update(self) -> None:
+        training, averaging = self._training, self._training.averaging
+        if averaging is None:
+            return
+        for averaged in [p for p in averaging.parameters if p.index < training.user.optimized]:
+            averaging.parameters.remove(averaged)
+            training.parameters[averaged.index] = served_instead(training, averaged)
+        if not averaging.parameters:
+            training.averaging = None
+
+    def _look(self) -> None:
+        """What leaves no other trace."""
+        averaging = self._training.averaging
+        averaged = [] if averaging is None else averaging.parameters
+        replaced = [parameter.name for parameter in averaged if parameter.is_replaced]
+        if replaced:
+            self.need(f"the gradient of {replaced[0]} is replaced after backward()")
+        several = [p.passes for p in averaged if p.passes - p.discards > 1]
+        if several and self._training.fixed_passes is None:
+            self.need(f"{max(several)} backward passes make the first step, and may vary")
+        if self._settings is not None and self._settings.is_set():
+            self.need("the optimizer's settings (lr, ...) change between backward() and step()")
+
+    def _learn_priorities(self) -> None:
+        """Rank 0's order of first use becomes everybody's priorities."""
+        training = self._training
+        board = training.board("priorities")
+        for parameter in training.parameters:
+            parameter.unwatch()
+        self.unwatch()
+        if training.world.rank == 0:
+            used = set(self.use_order)
+            rest = [i for i in range(len(training.parameters)) if i not in used]
+            order = self.use_order + rest
+            board.publish("order", json.dumps(order))
+        else:
+            what = "rank 0's first step (its forward pass gives the priorities)"
+            order = json.loads(board.lookup("order", what))
+        training.engine.learn_priorities(order)
+
+    def missing_steps(self) -> str | None:
+        """What to say of a loop that never made a step with the optimizer that was given."""
+        averaging = self._training.averaging
+        averaged = [] if averaging is None else averaging.parameters
+        if self._training.stepped or not any(parameter.passes for parameter in averaged):
+            return None
+        text = "step() of the optimizer that was given to parallelize() was never called"
+        if self.is_over:
+            return f"{text}: gradients were averaged when they were read, with no overlap"
+        return f"{text}, and no gradient was read: nothing has been synchronised, ranks may differ"

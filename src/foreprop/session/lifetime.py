@@ -1,0 +1,158 @@
+"""How a session ends: closed, broken off by an error, or with its process.
+
+The error that ended a loop stays the one that is seen, whatever fails after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from foreprop.cluster.world import World
+from foreprop.errors import ForepropError
+from foreprop.hooks import managed
+from foreprop.path.backend import part
+from foreprop.session import opened
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+
+class Lifetime:
+    """One session's. The training thread ends it, and other threads at the process's exit."""
+
+    def __init__(self, training: Training, world: World) -> None:
+        self.world = world
+        self.thread_id = threading.get_ident()
+        self.closed = False
+        self.connected = False
+        self._training = training
+        self._handled_before = sys.exception()
+        self._undo: list[Callable[[], None]] = []
+
+    def add_undo(self, *functions: Callable[[], None]) -> None:
+        """Call these when the session ends, the last ones first."""
+        self._undo += functions
+
+    def close(self) -> None:
+        first = _error_under_way(self._handled_before)
+        try:
+            self._close(first)
+        except ForepropError as error:
+            if first is None:
+                raise
+            _put_behind(first, error)
+
+    def _close(self, first: BaseException | None) -> None:
+        if self.closed:
+            return
+        training = self._training
+        try:
+            if not training.engine.failed:
+                training.settle_all()
+                training.saving(True)
+                training.settle_tables()
+        except ForepropError as error:
+            self.release(failure=first or error)
+            raise
+        self.release(failure=None)
+
+    def leave(self, error: BaseException | None) -> None:
+        """The end of a ``with`` statement, which ``error`` has ended."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.release(failure=error)
+        except ForepropError as second:
+            _put_behind(error, second)
+
+    def release(self, *, failure: BaseException | None) -> None:
+        """Leave; ``failure`` is why nothing is finished first."""
+        if self.closed:
+            return
+        self.closed = True
+        opened.leave(self)
+        training = self._training
+        if failure is None:
+            training.report(training.first.missing_steps())
+        try:
+            if self.connected:
+                with training.state.quietly():
+                    self.disconnect(failure)
+        finally:
+            self.let_go()
+            for undo in reversed(self._undo):
+                undo()
+            self._undo.clear()
+            if training.trace is not None:
+                training.trace.write()  # last: it may raise
+
+    def disconnect(self, failure: BaseException | None) -> None:
+        engine, backend = self._training.engine, self._training.backend
+        failed = failure is not None or engine.failed
+        self.connected = False
+        partings = self.world.partings
+        backend.close(failed=failed)
+        if self.closed and not failed and opened.has_siblings(self.world):
+            partings.begin(lambda: part(engine, backend))
+            return
+        part(engine, backend, failure)
+        if not failed:
+            partings.wait()
+
+    def let_go(self) -> None:
+        """The parameters are ordinary ones again."""
+        training = self._training
+        training.first.unwatch()
+        for parameter in training.parameters:
+            parameter.detach()
+            managed.release(parameter.parameter, training)
+
+    @contextlib.contextmanager
+    def told_if_it_fails(self) -> Iterator[None]:
+        """What is broken off here cannot be gone on with: the other ranks need not wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank's training has ended with an error: tell the others, whatever comes after."""
+        engine = self._training.engine
+        if self.connected and not engine.failed:
+            engine.give_up(error)
+
+    def forget_in_child(self) -> None:
+        self._training.backend.forget_in_child()
+
+
+def _error_under_way(before: BaseException | None) -> BaseException | None:
+    """What is being handled, as in a ``finally`` that an error leads through.
+
+    ``before``: what was being handled when the session began, which is not its loop's.
+    """
+    found = sys.exception()
+    return None if found is before else found
+
+
+def _put_behind(first: BaseException, second: ForepropError) -> None:
+    """Tell the second beside the first, instead of raising it."""
+    if second is first or second in _causes_of(first):
+        return
+    text = f"closing the foreprop session failed, too: {type(second).__name__}: {second}"
+    first.add_note(text)
+    print(f"foreprop: {text}", file=sys.stderr, flush=True)
+
+
+def _causes_of(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in found:
+        found.append(following)
+        following = following.__cause__ or following.__context__
+    return found

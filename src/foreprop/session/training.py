@@ -1,0 +1,366 @@
+"""The machinery of a session: what its parameters, its hooks and the optimizer's `step()` call."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foreprop.cluster.rendezvous import Board, step_board
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.core.manifest import NO_GROUP
+from foreprop.core.norm import SquareSum
+from foreprop.errors import TrainingLoopError
+from foreprop.gradients.shownstate import ShownState
+from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
+from foreprop.hooks import managed
+from foreprop.hooks.buffers import SharedBuffers
+from foreprop.path.backend import Backend, Engine
+from foreprop.path.memory import Memory
+from foreprop.path.optimizer import check_row_wise
+from foreprop.path.parameter import Watched
+from foreprop.session import opened
+from foreprop.session.adopting import adopt
+from foreprop.session.belongings import Belongings
+from foreprop.session.connecting import connect
+from foreprop.session.features import is_served, stale_readers_for
+from foreprop.session.firststep import FirstStep
+from foreprop.session.lifetime import Lifetime
+from foreprop.session.settingswatch import SettingsWatch
+
+if TYPE_CHECKING:  # what only some sessions need
+    from foreprop.auto.stepprobe import StepProbe
+    from foreprop.gradients.averaging import Averaging
+    from foreprop.hooks.compute_trace import ComputeTrace
+    from foreprop.numerics.loss_scale import LossScale
+    from foreprop.observe.trace import TraceRecorder
+    from foreprop.session.automatic import Automatic
+    from foreprop.session.checkpoints import Checkpoints
+    from foreprop.session.features import Synchronised
+    from foreprop.tables.remote import RemoteTable
+    from foreprop.tables.rowparameter import RowParameter
+    from foreprop.tables.tables import RemoteTables
+
+
+class Training:
+    """One session. The model's hooks and parameters keep it alive, whoever drops the `Session`."""
+
+    engine: Engine
+    backend: Backend
+    settings: SettingsWatch
+    first: FirstStep
+    buffers: SharedBuffers
+    publishes_buffers: bool
+    """Of the present connection, as `session.connecting` makes them."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        config: Config,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.life = Lifetime(self, world)
+        self.completed = 0  # steps since the backend was connected
+        self.completed_before = 0
+        self.fixed_passes = config.backward_passes
+        self.reduces_by_kind = config.sparse_reduction not in (None, config.reduction)
+        self.leaves_rows = False
+        self.stepped = optimizer is None  # or there is nothing to step
+        self.choice: UpdateChoice | None = None
+        """Who updates; None until the first step has shown it."""
+        self.by_workers = False
+        """Whether it is settled that workers update all but tables by rows."""
+        self.averaging: Averaging | None = None
+        self.remote: RemoteTables | None = None
+        self.probe: StepProbe | None = None
+        self.compute_trace: ComputeTrace | None = None
+        self.loss_scale: LossScale | None = None
+        self.stale_readers = stale_readers_for(config)
+        self.parameters: list[Synchronised] = []
+        self.tables: list[RowParameter | RemoteTable] = []
+        self._automatic: Automatic | None = None
+        self._checkpoints: Checkpoints | None = None
+        self.norm_before: float | None = None  # of the last step before the backend was connected
+        self.trace: TraceRecorder | None = None
+        self._begin(model, optimizer, scaler)
+
+    # The start.
+    def _begin(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        config = self.config
+        self.user = Belongings(model, optimizer, config)
+        self.life.add_undo(self.user.restore)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.choose(
+            settled_beforehand(
+                config,
+                optimizer,
+                scaler=scaler is not None,
+                dense=self.user.has_dense,
+                collectives=not is_served(config),
+            )
+        )
+        if scaler is not None and not self.by_workers:
+            from foreprop.numerics.loss_scale import LossScale
+
+            self.loss_scale = LossScale(scaler, self.user.optimizer)
+        self.user.take()
+        self.state = self._shown_state()
+        try:
+            connect(self, self.user.row_wise, Needs())
+            if self.world.rank != 0:
+                self.buffers.fetch(0)
+            adopt(self)
+            opened.enter(self.life)
+        except BaseException as error:
+            self.life.release(failure=error)
+            raise
+        self.begin_planning()
+
+    def choose(self, choice: UpdateChoice | None) -> None:
+        self.choice = choice
+        self.by_workers = choice is not None and choice.by_workers
+
+    def _shown_state(self) -> ShownState:
+        alive = self.reference()
+        return ShownState(
+            self.user.optimizer,
+            fetch=lambda: alive().checkpoints.pull_state(),
+            forget=lambda: alive().backend.drop_state(),
+            replace=lambda: alive().checkpoints.replace_state(),
+        )
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        if self._checkpoints is None:
+            from foreprop.session.checkpoints import Checkpoints
+
+            self._checkpoints = Checkpoints(self)
+        return self._checkpoints
+
+    def begin_planning(self) -> None:
+        """``architecture="auto"``, ``slice_elems="auto"``: from the parameters as they are now."""
+        config = self.config
+        if self.world.size > 1 and "auto" in (config.architecture, config.slice_elems):
+            from foreprop.session.automatic import Automatic
+
+            self._automatic = Automatic(self)
+
+    @property
+    def grad_norm(self) -> float | None:
+        return self.engine.grad_norm(self.completed) if self.completed else self.norm_before
+
+    @property
+    def planning(self) -> bool:
+        return self._automatic is not None and self._automatic.is_planning
+
+    def reference(self) -> Callable[[], Training]:
+        """For what must not keep the session alive; raises when it is over."""
+        weak = weakref.ref(self)
+
+        def alive() -> Training:
+            found = weak()
+            if found is None or found.life.closed:
+                raise TrainingLoopError("this optimizer's foreprop session has been closed")
+            return found
+
+        return alive
+
+    def board(self, key: str) -> Board:
+        about = f"{key}/{self.backend.session_id}"
+        return step_board(self.world, self.config, about, self.engine.raise_if_failed)
+
+    def report(self, text: str | None) -> None:
+        if text and self.world.rank == 0:
+            print(f"foreprop: {text}", file=sys.stderr, flush=True)
+
+    # What a parameter asks, on a gradient's way and at its use: see `path.parameter.SessionState`.
+    @property
+    def eager(self) -> bool:
+        """With several models in one process (a GAN) the first step shows only half the loop."""
+        return self.completed >= (1 if self.world.sessions < 2 else 2)
+
+    def gradient_ready(self, parameter: Watched) -> None:
+        if self.choice is None:
+            self.first.mark_settings()
+        if self.compute_trace is not None:
+            self.compute_trace.gradient_ready(parameter.name)
+        if self.probe is not None:
+            self.probe.ready(parameter)
+
+    def begin_pushing(self) -> None:
+        """Announce the optimizer's numbers before a step's first push, if they have changed."""
+        step = self.completed + 1
+        if self.settings.announced_step == step:
+            return
+        self.state.take()
+        if not self.first.is_over:
+            self.first.end()
+        if self.by_workers and not self.tables:
+            return
+        self.settings.announce(step)
+
+    def check_layout(self, parameter: int, layout: torch.layout) -> None:
+        from foreprop.tables.embeddings import check_kind
+
+        info = self.engine.parameters[parameter]
+        sparse = layout != torch.strided
+        if sparse and info.group != NO_GROUP and not self.by_workers:
+            check_row_wise(self.user.optimizer, {info.name: info.group})
+        check_kind(info, self.config.aggregation, sparse=sparse)
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        return self.backend.memory_of(parameter)
+
+    def first_use_begins(self, parameter: Watched) -> None:
+        if self.probe is not None:
+            self.probe.asked(parameter)
+
+    def is_first_use(self, parameter: Watched, result: Any) -> bool:
+        return self.first.is_use(parameter, result)
+
+    def aggregated_gradient(self, parameter: int) -> torch.Tensor:
+        """What the last update of the parameter was made with, flat, from who made it."""
+        return self.backend.pull_gradient(parameter, self.completed)
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        return self.backend.square_sums(round_)
+
+    def gradients_read(self, parameter: Watched, *, norm: bool = False) -> None:
+        """Somebody reads or edits this rank's own gradient: have it averaged, and the others'."""
+        every = self.engine.every_parameter
+        # collectives average all or nothing, and what they update themselves is not to be had yet
+        if parameter.index < self.user.optimized or every:
+            what = "the norm of gradients is taken" if norm else f"{parameter.name}.grad is used"
+            self.first.need(f"{what} between backward() and step()", norm=norm)
+        self.first.end()
+        if self.averaging is not None:
+            self.averaging.average_all(every=every)
+
+    # What the model's hooks call.
+    def forward_started(self) -> None:
+        self.first.forward_started()
+
+    def synchronise_buffers(self) -> None:
+        self.buffers.show(self.completed)
+
+    def saving(self, begins: bool) -> None:
+        """What is read until it ends is a checkpoint's: see `Config.whole_tables`."""
+        self.leaves_rows = begins and not self.config.keeps_whole_tables(self.world.rank)
+
+    def compiled_code_entered(self) -> None:
+        """Compiled code must see ordinary parameters, and evaluation rank 0's buffers."""
+        if self.probe is not None:
+            self.probe.compiled_code_entered()
+        for parameter in self.parameters:
+            parameter.unwatch()
+            parameter.settle_if_stepped()
+        if self.user.buffers and not self.user.model.training:
+            self.synchronise_buffers()
+
+    def flush(self) -> None:
+        self.settle_all()
+        self.settle_tables()
+
+    def settle_all(self) -> None:
+        """Wait for what the servers send by themselves."""
+        self.engine.raise_if_failed()
+        self.engine.start_step()
+        for parameter in self.parameters:
+            parameter.check_stepped()
+            parameter.settle()
+
+    def settle_tables(self) -> None:
+        for parameter in self.parameters:
+            parameter.settle_whole()
+
+    # What the optimizer's methods call.
+    def discard_gradients(self, set_to_none: bool) -> None:
+        for parameter in self.parameters:
+            parameter.gradient_discarded(dropped=set_to_none)
+            if not set_to_none:
+                parameter.replace_busy_gradient()
+
+    def makes_whole_steps(self) -> bool:
+        """Whether the user's own step is called, when all gradients are here."""
+        return self.by_workers and not (self.averaging is not None and self.averaging.defers())
+
+    def step_whole(self, own_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The user's own `step()`, on averaged gradients; it may have a closure that makes them."""
+        self.engine.raise_if_failed()
+        if not (args or kwargs):
+            self._finish_rounds()
+            if self.averaging is not None:
+                self.averaging.receive_all()
+        result = own_step(*args, **kwargs)
+        if args or kwargs:
+            self._finish_rounds()
+        self._end_step()
+        return result
+
+    def step(self) -> None:
+        self.engine.raise_if_failed()
+        self.leaves_rows = False  # if a state_dict() was broken off
+        if self.loss_scale is not None:
+            self.loss_scale.check_stepping()
+        if self.tables or not self.by_workers:
+            self.settings.check_unchanged(self.completed + 1)
+        if self.settings.announced_step > self.completed:
+            self.state.check_unedited()
+        self._finish_rounds()
+        if self.by_workers and self.averaging is not None:
+            self.averaging.defer_step()
+        self._end_step()
+
+    def _finish_rounds(self) -> None:
+        """All gradients of the step leave that have not left."""
+        if self.probe is not None:
+            self.probe.end()
+        if not self.first.is_over:
+            self.first.end()
+        step = self.completed + 1
+        if self.settings.announced_step != step:
+            self.begin_pushing()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.finish_step(step)
+
+    def _end_step(self) -> None:
+        step = rounds = self.completed + 1
+        if self.averaging is not None:
+            self.averaging.end_step(learning=not self.eager)
+            rounds = self.averaging.rounds.step - 1
+        self.completed = step
+        for table in self.tables:
+            table.prefetch()
+        if self.publishes_buffers:
+            self.buffers.publish(step)
+        self.engine.end_step(rounds)
+        if self._automatic is not None:
+            self._automatic.end_step()
+
+    # The end.
+    def give_away(self, parameter: torch.Tensor) -> bool:
+        """Another session's optimizer has it; False if this one's has it too."""
+        averaging = self.averaging
+        if averaging is None:
+            return False
+        for averaged in averaging.parameters:
+            if averaged.parameter is parameter and averaged.index >= self.user.optimized:
+                averaging.parameters.remove(averaged)
+                averaged.give_away()
+                managed.release(parameter, self)
+                return True
+        return False

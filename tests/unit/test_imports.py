@@ -1,0 +1,71 @@
+"""Features load when they are used: what a plain training process imports is counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+MOST_MODULES = 98
+MOST_LINES = 13_600
+"""To come down to 50 and 10,000."""
+
+NEVER = ("tables", "relays", "collectives", "auto", "analytic", "simulate", "lab", "doctor", "cli")
+"""Folders of which a plain training uses nothing, but for `STILL`."""
+STILL = {"tables.exchange", "tables.kept", "tables.parts"}
+"""What the engine imports of them today."""
+
+TRAINING = """
+import json, sys
+import torch
+import foreprop
+from tests.cluster import worlds
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+world = worlds(1)[0]
+world.in_process = False  # its server is a process, as any server is
+with foreprop.parallelize(model, optimizer, world=world):
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+own = [module for name, module in sys.modules.items() if name.partition(".")[0] == "foreprop"]
+print(json.dumps({module.__name__: module.__file__ for module in own}))
+"""
+
+
+@cache
+def loaded() -> dict[str, Path]:
+    """The modules that a plain training loads, in a process of its own, and their files."""
+    run = subprocess.run(
+        [sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True, timeout=100
+    )
+    found = json.loads(run.stdout.splitlines()[-1])
+    return {name.removeprefix("foreprop."): Path(file) for name, file in found.items()}
+
+
+def test_a_plain_training_loads_few_modules() -> None:
+    assert len(loaded()) <= MOST_MODULES, sorted(loaded())
+
+
+def test_a_plain_training_loads_few_lines() -> None:
+    lines = {name: len(file.read_text().splitlines()) for name, file in loaded().items()}
+    assert sum(lines.values()) <= MOST_LINES, lines
+
+
+def test_a_plain_training_loads_no_feature() -> None:
+    features = {name for name in loaded() if name.partition(".")[0] in NEVER}
+    assert features <= {"tables"} | STILL
+    servers_side = {"path.server", "path.slices", "core.server_machine", "core.rows_machine"}
+    assert not servers_side & loaded().keys()
+    unused = {"hooks.scripted", "hooks.compute_trace", "session.checkpoints", "session.automatic"}
+    assert not unused & loaded().keys()
+
+
+def test_the_package_by_itself_loads_no_torch() -> None:
+    subprocess.run(
+        [sys.executable, "-c", "import sys, foreprop; sys.exit('torch' in sys.modules)"], check=True
+    )

@@ -1,0 +1,52 @@
+"""What users see of a session is what they call."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import foreprop
+from foreprop.session.alone import LoneSession
+from foreprop.session.session import ConnectedSession
+from tests.cluster import worlds
+
+CALLED = {
+    "close",
+    "config",
+    "describe",
+    "ema_state_dict",
+    "flush",
+    "grad_norm",
+    "load_ema_state_dict",
+    "load_tables",
+    "master_state_dict",
+    "planning",
+    "rank",
+    "rows",
+    "save_tables",
+    "set_rows",
+    "stats",
+    "world_size",
+}
+
+
+@pytest.mark.parametrize("kind", [foreprop.Session, ConnectedSession, LoneSession])
+def test_a_session_has_nothing_but_what_users_call(kind: type) -> None:
+    assert {name for name in dir(kind) if not name.startswith("_")} == CALLED
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_neither_has_the_object(alone: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = None if alone else worlds(1)[0]
+    with foreprop.parallelize(model, optimizer, world=world) as session:
+        assert {name for name in dir(session) if not name.startswith("_")} == CALLED
+        assert session.config == foreprop.Config()
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
+def test_help_says_what_each_is_for(name: str) -> None:
+    assert inspect.getdoc(getattr(foreprop.Session, name))

@@ -1,0 +1,32 @@
+"""The tests' own order: what is shared, and what may run together."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.tiers import long_cases
+
+TESTS = Path(__file__).parents[1]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The last parts of the modules that a file imports, and of the names from them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            yield from (name.rpartition(".")[2] for name in names)
+
+
+def test_no_test_file_is_imported() -> None:
+    files = sorted(TESTS.rglob("*.py"))
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
+    assert len(tests) > 100
+    found = {path.name: tests.intersection(imported(path)) for path in files}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_long_cases_are_marked() -> None:
+    ((value,), marks, _) = long_cases(3)[0]
+    assert (value, [mark.name for mark in marks]) == (3, ["long"])
