@@ -13,12 +13,11 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from foreprop.config import Config
-from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.manifest import Hyperparameters
 from foreprop.link.tcp import listen
-from foreprop.path.peer import SessionHost
 from foreprop.path.server import Server
-from foreprop.path.slices import ServerSession
 from foreprop.path.slicestore import SliceStore
+from foreprop.servers.composed import ServerComposer
 from foreprop.servers.launch import dedicated_key
 
 _ANNOUNCED_S = timedelta(seconds=60)
@@ -76,12 +75,9 @@ class StillServer:
             self._process.join(_JOIN_S)
 
 
-def _still_session(manifest: Manifest, host: SessionHost) -> ServerSession:
-    return ServerSession(manifest, host, StillStore)
-
-
 def _serve(session_id: str, config: Config, tell: object) -> None:
     listener: socket.socket = listen("127.0.0.1")
     tell(f"127.0.0.1 {listener.getsockname()[1]}")  # type: ignore[operator]
     gc.freeze()  # as a real server does
-    Server(index=0, session_id=session_id, config=config, make_session=_still_session).run(listener)
+    composer = ServerComposer(StillStore)
+    Server(index=0, session_id=session_id, config=config, composer=composer).run(listener)

@@ -29,7 +29,7 @@ from foreprop.numerics.moving_average import LocalAverages
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
-from foreprop.path.slicestore import DTYPES
+from foreprop.path.tensors import DTYPES
 from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
 
 if TYPE_CHECKING:

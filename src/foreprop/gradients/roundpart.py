@@ -14,7 +14,7 @@ from foreprop.errors import TrainingLoopError
 from foreprop.gradients.landing import Landing
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.memory import HeldGradient
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 from foreprop.path.value import check_same_kind
 
 

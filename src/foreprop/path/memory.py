@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.errors import InternalError
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 
 Ready = Callable[[Any], None]
 """Takes a gradient's bytes: a memoryview, or of `DeviceMemory` a tensor."""

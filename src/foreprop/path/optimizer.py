@@ -12,7 +12,7 @@ import torch
 
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
 from foreprop.errors import ConfigError
-from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""

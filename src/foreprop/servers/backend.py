@@ -25,7 +25,7 @@ from foreprop.hooks.buffers import packed_bytes
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
-from foreprop.path.worker import ParameterMemory
+from foreprop.path.slicememory import ParameterMemory
 from foreprop.version import __version__
 
 if TYPE_CHECKING:  # what a training loads that uses it
