@@ -36,8 +36,7 @@ UP: set[str] = set()
 """Imports that go up, by file and folder."""
 TWICE: set[str] = set()
 """Names of files and classes that occur more than once in `RUNTIME`."""
-LONG: dict[str, int] = {
-}
+LONG: dict[str, int] = {}
 """Lines of files and functions that are too long; they must not grow."""
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import typer
 
-import foreprop
 from foreprop.errors import ConfigError
 
-REPOSITORY = Path(foreprop.__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 """Where the package lies in ``src``; of an installed wheel this is some folder of Python's."""
 
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
