@@ -104,8 +104,8 @@ class FirstStep:
         for averaged in [p for p in averaging.parameters if p.index < training.user.optimized]:
             averaging.parameters.remove(averaged)
             training.parameters[averaged.index] = served_instead(training, averaged)
-        if not averaging.parameters:
-            training.averaging = None
+        if len(training.parameters) == training.user.optimized:
+            training.averaging = None  # others, also those given away, go by its rounds
 
     def _look(self) -> None:
         """What leaves no other trace."""
