@@ -255,7 +255,7 @@ class SliceStore:
     ) -> None:
         optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        if self._clips:
+        if self._clips or coefficient != 1.0:
             clip(total, self._aggregation, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
