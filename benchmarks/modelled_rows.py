@@ -1,6 +1,6 @@
 """The refined model of tables beside what `foreprop lab language` measured (docs/performance.md).
 
-python benchmarks/modelled_rows.py
+python -m benchmarks.modelled_rows
 """
 
 import statistics
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from experiments.language.training import LanguageSetting, Text, lstm_profile
 from foreprop.config import Config
-from foreprop.lab.language import LanguageSetting, Text, lstm_profile
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
 from foreprop.model.refined import predict
 from foreprop.workload.buckets import BUCKET_BYTES

@@ -19,6 +19,7 @@ SYSTEMS = ("p3", "slicing", "kvstore", "wfbp", "tensorflow", "ring", "ddp")
 MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
 NODES = (2, 4, 8)
 BALANCES = (0.5, 0.75, 1.0, 1.5, 2.0)
+Point = dict[str, float | str]
 
 
 def main(
@@ -27,7 +28,7 @@ def main(
     models: tuple[str, ...] = MODELS,
     nodes: tuple[int, ...] = NODES,
     balances: tuple[float, ...] = BALANCES,
-) -> list[dict[str, float | str]]:
+) -> list[Point]:
     """Writes the points to ``path``; prints the errors by system. ``results``: of the lab."""
     print("beside the lab")
     show(measured(results))
@@ -44,7 +45,7 @@ def main(
     return points
 
 
-def compare(model: str, nodes: int, balance: float) -> list[dict[str, float | str]]:
+def compare(model: str, nodes: int, balance: float) -> list[Point]:
     setting = SimulatedSetting(
         profile=load_profile(model),
         systems=SYSTEMS,
@@ -67,9 +68,9 @@ def compare(model: str, nodes: int, balance: float) -> list[dict[str, float | st
     ]
 
 
-def measured(results: str) -> list[dict[str, float | str]]:
+def measured(results: str) -> list[Point]:
     """All records with the usual slices that were not CPU-bound."""
-    points = []
+    points: list[Point] = []
     for record in read_records(Path(results)):
         if record.system not in SYSTEMS or not record.has_usual_slices or record.cpu_bound:
             continue
@@ -95,14 +96,14 @@ def measured(results: str) -> list[dict[str, float | str]]:
     return points
 
 
-def show(points: list[dict[str, float | str]]) -> None:
+def show(points: list[Point]) -> None:
     for system in SYSTEMS:
         of_system = [p for p in points if p["system"] == system]
         if of_system:
             print(system, describe(of_system))
 
 
-def describe(points: list[dict[str, float | str]]) -> str:
+def describe(points: list[Point]) -> str:
     errors = [float(p["modelled_s"]) / float(p["step_s"]) - 1 for p in points]
     absolute = [abs(error) for error in errors]
     worst = max(points, key=lambda p: abs(float(p["modelled_s"]) / float(p["step_s"]) - 1))
@@ -114,4 +115,4 @@ def describe(points: list[dict[str, float | str]]) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2])

@@ -21,7 +21,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from foreprop.core.slicing import SLICE_ELEMS
-from foreprop.lab.charts import STYLES, Style
+from foreprop.report.charts import STYLES, Style
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
@@ -64,7 +64,7 @@ LOOKS = {
     "p3-fine": Style("#2458b0", "#6ea5f5", "*", "--"),
 }
 Point = dict[str, Any]
-DISTURBANCES: dict[str, dict[str, float]] = {
+DISTURBANCES: dict[str, Point] = {
     "none": {},
     "one node 10 % slower": {"slow_nodes": 1, "slowdown": 0.1},
     "one node 50 % slower": {"slow_nodes": 1, "slowdown": 0.5},
@@ -273,7 +273,7 @@ def _nodes_axis(ax: Axes) -> None:
 
 def draw_slices(points: Sequence[Point], name: str) -> None:
     figure, ax = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
-    for nodes, shade in zip(NODES, pyplot.colormaps["viridis"].colors[::45], strict=False):
+    for nodes, shade in zip(NODES, pyplot.colormaps["viridis"](range(0, 256, 45)), strict=False):
         chosen = sorted(
             (p["size"], p["step_s"])
             for p in points

@@ -77,4 +77,4 @@ def step_s(case: Case, *, symmetric: bool = True, representatives: int = 1) -> f
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -10,6 +10,7 @@ python examples/train_language_model.py --profile mine.json    # measure it, for
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +19,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import foreprop
-from foreprop.wikitext import wikitext2
+
+sys.path.append(str(Path(__file__).parents[1]))
+from experiments.wikitext import wikitext2  # noqa: E402: beside this folder, in no package
 
 LENGTH, DRAWN, HELD_OUT = 20, 1024, 4000
 

@@ -1,7 +1,8 @@
 """Fashion-MNIST, fetched when asked for, checked, and cached outside the repository.
 
 Kept unpacked in ``fashion-mnist`` under ``FOREPROP_DATA``, or else ``$XDG_CACHE_HOME/foreprop``, or
-else ``~/.cache/foreprop``. ``python -m foreprop.datasets`` fetches it and prints where it is.
+else ``~/.cache/foreprop``. ``python -m foreprop.datasets`` fetches it and prints where it is. It
+comes from its authors' address by https; where that cannot be reached, from Debian's package.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
-import hashlib
-import http.client
 import math
 import os
 import shutil
@@ -18,10 +17,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -38,65 +35,36 @@ Source = Callable[[Path, Sequence[str]], None]
 
 MEAN = 0.2860
 STD = 0.3530
+ADDRESS = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 PACKAGE = "dataset-fashion-mnist"
 PACKAGE_FOLDER = Path("usr/share/datasets/fashion-mnist")
-ADDRESSES = (
-    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-)
-CONNECT_TIMEOUT_S = 30
-APT_TIMEOUT_S = 600
-CHUNK_BYTES = 1 << 20
-FETCH_ERRORS = (
-    OSError,
-    ValueError,
-    EOFError,
-    zlib.error,
-    http.client.HTTPException,
-    subprocess.SubprocessError,
-)
+FILES: Mapping[Split, Mapping[str, str]] = {
+    "train": {
+        "train-images-idx3-ubyte": (
+            "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"
+        ),
+        "train-labels-idx1-ubyte": (
+            "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"
+        ),
+    },
+    "test": {
+        "t10k-images-idx3-ubyte": (
+            "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"
+        ),
+        "t10k-labels-idx1-ubyte": (
+            "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
+        ),
+    },
+}
+"""Images and labels of each split, with the SHA-256 of unpacked bytes: who packs, packs anew."""
+
+_CONNECT_TIMEOUT_S = 30
+_COMMAND_TIMEOUT_S = 600
+_FETCH_ERRORS = (OSError, ValueError, EOFError, zlib.error, subprocess.SubprocessError)
 
 
 class DatasetUnavailable(ForepropError, RuntimeError):
     """The data set is neither here nor to be had; says what was tried and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """One file of the data set, as it is when unpacked."""
-
-    name: str
-    size_bytes: int
-    sha256: str
-
-
-FILES: Mapping[Split, tuple[DataFile, DataFile]] = {
-    "train": (
-        DataFile(
-            name="train-images-idx3-ubyte",
-            size_bytes=47_040_016,
-            sha256="c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-        ),
-        DataFile(
-            name="train-labels-idx1-ubyte",
-            size_bytes=60_008,
-            sha256="bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-        ),
-    ),
-    "test": (
-        DataFile(
-            name="t10k-images-idx3-ubyte",
-            size_bytes=7_840_016,
-            sha256="5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-        ),
-        DataFile(
-            name="t10k-labels-idx1-ubyte",
-            size_bytes=10_008,
-            sha256="0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-        ),
-    ),
-}
-"""Images and labels of each split. The sums are of unpacked bytes: mirrors pack as they like."""
 
 
 def fashion_mnist(split: Split, root: Path | None = None) -> TensorDataset:
@@ -115,7 +83,7 @@ def load_arrays(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Images (N, 28, 28) and labels (N,) as they are in the files; else as `fashion_mnist`."""
     folder = ensure_files(root)
-    images, labels = (read_idx(folder / file.name) for file in FILES[split])
+    images, labels = (read_idx(folder / name) for name in FILES[split])
     return images, labels
 
 
@@ -151,66 +119,76 @@ def data_folder() -> Path:
 def ensure_files(
     root: Path | None = None,
     *,
-    files: Sequence[DataFile] = (*FILES["train"], *FILES["test"]),
+    files: Mapping[str, str] | None = None,
     sources: Mapping[str, Source] | None = None,
 ) -> Path:
-    """The folder that holds `files`, each checked; what is missing or damaged is fetched first.
-
-    Processes and threads that call this at the same time fetch once: the others wait. A file
-    appears under its name whole or not at all. Raises `DatasetUnavailable`.
-    """
+    """The folder that holds Fashion-MNIST's files, or these of them; otherwise as `ensure`."""
+    files = files or {**FILES["train"], **FILES["test"]}
     folder = (data_folder() if root is None else root) / "fashion-mnist"
-    names = ", ".join(f"{file.name}.gz" for file in files)
     advice = (
-        f"on a machine that has them, get {names} (https://github.com/zalandoresearch/"
-        f"fashion-mnist, or Debian's package {PACKAGE}) and put them into {folder}; or set"
+        f"on a machine that has them, get {', '.join(f'{name}.gz' for name in files)} (from"
+        f" {ADDRESS}, or Debian's package {PACKAGE}) and put them into {folder}; or set"
         " FOREPROP_DATA to a folder whose fashion-mnist/ has them."
     )
     ensure(folder, files, sources or default_sources(folder), what="Fashion-MNIST", advice=advice)
     return folder
 
 
+def default_sources(folder: Path) -> dict[str, Source]:
+    """What is tried, in order: copies on this machine, the public address, Debian's package."""
+    return {
+        str(folder): from_folder(folder),
+        str("/" / PACKAGE_FOLDER): from_folder("/" / PACKAGE_FOLDER),
+        ADDRESS: from_address(ADDRESS),
+        f"Debian package {PACKAGE}": from_debian,
+    }
+
+
+# Data sets of any kind.
 def ensure(
     folder: Path,
-    files: Sequence[DataFile],
+    files: Mapping[str, str],
     sources: Mapping[str, Source],
     *,
     what: str,
     advice: str,
 ) -> None:
-    """Have `files` in `folder`, as `ensure_files` says; `what` is the data set's name."""
+    """Have ``files``, given with their SHA-256, in ``folder``; ``what`` is the data set's name.
+
+    What is missing or damaged comes from the first source that works. Processes and threads that
+    call this at the same time fetch once: the others wait. A file appears under its name whole or
+    not at all. Raises `DatasetUnavailable`.
+    """
     if _are_whole(folder, files):
         return
     with _locked(folder):
-        if not _are_whole(folder, files):
-            _fetch(folder, files, sources, what, advice)
+        if _are_whole(folder, files):
+            return
+        for stale in folder.glob(".fetch-*"):  # its process was killed: we hold the lock
+            shutil.rmtree(stale, ignore_errors=True)
+        failures = []
+        for name, source in sources.items():
+            try:
+                _fetch(source, folder, files)
+            except _FETCH_ERRORS as error:
+                failures.append(f"  {name}: {error}")
+            else:
+                return
+    raise DatasetUnavailable(
+        f"{what} is not here and could not be fetched. Tried:\n"
+        + "\n".join(failures)
+        + f"\nWhat to do: {advice}"
+    )
 
 
-def default_sources(folder: Path) -> dict[str, Source]:
-    """What is tried, in order: copies on this machine, Debian's package, public addresses."""
-    return {
-        str(folder): from_folder(folder),
-        str("/" / PACKAGE_FOLDER): from_folder("/" / PACKAGE_FOLDER),
-        f"Debian package {PACKAGE}": from_debian,
-        **{address: from_address(address) for address in ADDRESSES},
-    }
+def _are_whole(folder: Path, files: Mapping[str, str]) -> bool:
+    import pooch  # here: a command that needs no data starts without it
 
+    def is_whole(name: str) -> bool:
+        path = folder / name
+        return path.is_file() and pooch.file_hash(str(path)) == files[name]
 
-def _are_whole(folder: Path, files: Sequence[DataFile]) -> bool:
-    return all(maybe_fault(folder / file.name, file) is None for file in files)
-
-
-def maybe_fault(path: Path, file: DataFile) -> str | None:
-    """Why the plain file at `path` is not `file`; None if it is."""
-    try:
-        size_bytes = path.stat().st_size
-        if size_bytes != file.size_bytes:
-            return f"{path.name} has {size_bytes} bytes, not {file.size_bytes}"
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        return f"{path.name}: {error.strerror or error}"
-    return None if digest == file.sha256 else f"{path.name} has another SHA-256 sum, {digest}"
+    return all(is_whole(name) for name in files)
 
 
 @contextlib.contextmanager
@@ -229,58 +207,30 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(
-    folder: Path, files: Sequence[DataFile], sources: Mapping[str, Source], what: str, advice: str
-) -> None:
-    """Fill `folder` from the first source that works; call with the lock held."""
-    for stale in folder.glob(".fetch-*"):  # its process was killed: we hold the lock
-        shutil.rmtree(stale, ignore_errors=True)
-    failures = []
-    for name, source in sources.items():
-        try:
-            _fetch_from(source, folder, files)
-        except FETCH_ERRORS as error:
-            failures.append(f"  {name}: {error}")
-        else:
-            return
-    raise DatasetUnavailable(
-        f"{what} is not here and could not be fetched. Tried:\n"
-        + "\n".join(failures)
-        + f"\nWhat to do: {advice}"
-    )
+def _fetch(source: Source, folder: Path, files: Mapping[str, str]) -> None:
+    import pooch
 
-
-def _fetch_from(source: Source, folder: Path, files: Sequence[DataFile]) -> None:
+    pooch.get_logger().setLevel("WARNING")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as name:
-        packed, plain = Path(name, "packed"), Path(name, "plain")
-        packed.mkdir()
-        plain.mkdir()
-        source(packed, [file.name for file in files])
-        for file in files:
-            _unpack(packed, plain, file)
-        for file in files:
-            (plain / file.name).replace(folder / file.name)
+        packed = Path(name)
+        source(packed, list(files))
+        for file, sha256 in files.items():
+            pooch.retrieve(
+                url=file,
+                known_hash=f"sha256:{sha256}",
+                fname=file,
+                path=folder,
+                downloader=lambda file, out, _: _unpack(packed, file, Path(out)),
+            )
+            (folder / file).chmod(0o644)  # pooch's temporary file was for this user alone
 
 
-def _unpack(packed: Path, plain: Path, file: DataFile) -> None:
-    """Unpack and check one file; raises ValueError, or what gzip raises, if it is not `file`."""
-    target = plain / file.name
-    if (packed / file.name).exists():
-        (packed / file.name).replace(target)
-    else:
-        with gzip.open(packed / f"{file.name}.gz") as stream:
-            _copy_at_most(stream, target, file.size_bytes)
-    fault = maybe_fault(target, file)
-    if fault is not None:
-        raise ValueError(fault)
-
-
-def _copy_at_most(stream: gzip.GzipFile, target: Path, limit_bytes: int) -> None:
-    """Copy up to one byte more than the limit, so that the size check sees the excess."""
-    left_bytes = limit_bytes + 1
-    with target.open("wb") as out:
-        while left_bytes and (chunk := stream.read(min(CHUNK_BYTES, left_bytes))):
-            left_bytes -= out.write(chunk)
+def _unpack(packed: Path, name: str, out: Path) -> None:
+    if (packed / name).exists():
+        shutil.copyfile(packed / name, out)
+        return
+    with gzip.open(packed / f"{name}.gz") as stream, out.open("wb") as target:
+        shutil.copyfileobj(stream, target)
 
 
 def from_folder(folder: Path) -> Source:
@@ -302,23 +252,26 @@ def from_address(address: str) -> Source:
 
     def fetch(into: Path, names: Sequence[str]) -> None:
         for name in names:
-            with (
-                urllib.request.urlopen(f"{address}{name}.gz", timeout=CONNECT_TIMEOUT_S) as reply,
-                (into / f"{name}.gz").open("wb") as out,
-            ):
-                shutil.copyfileobj(reply, out, CHUNK_BYTES)
+            download(f"{address}{name}.gz", into / f"{name}.gz")
 
     return fetch
 
 
+def download(address: str, into: Path) -> None:
+    import pooch
+
+    pooch.HTTPDownloader(timeout=_CONNECT_TIMEOUT_S)(address, str(into), None)
+
+
 def from_debian(into: Path, names: Sequence[str]) -> None:
-    """Debian's package, downloaded and unpacked without root and without installing anything."""
+    """Debian's package, downloaded and unpacked by the plain user; nothing is installed."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise FileNotFoundError("no apt-get and dpkg-deb on this machine")
     with tempfile.TemporaryDirectory(prefix="foreprop-apt-") as name:
         folder = Path(name)
+        folder.chmod(0o755)  # root's apt downloads as another user, who has to get in
         try:
-            _apt(folder, "download", PACKAGE)
+            run_quietly(folder, "apt-get", "-q", "download", PACKAGE)
         except subprocess.SubprocessError:  # the machine's package lists are empty or too old
             _download_with_own_lists(folder)
         (package,) = folder.glob(f"{PACKAGE}_*.deb")
@@ -330,14 +283,9 @@ def _download_with_own_lists(folder: Path) -> None:
     lists, cache = folder / "lists", folder / "cache"
     (lists / "partial").mkdir(parents=True)
     (cache / "archives" / "partial").mkdir(parents=True)
-    own = ("-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}")
-    _apt(folder, *own, "update")
-    _apt(folder, *own, "download", PACKAGE)
-
-
-def _apt(folder: Path, *arguments: str) -> None:
-    # As root, apt would hand downloads to a user that cannot enter this private folder.
-    run_quietly(folder, "apt-get", "-q", "-o", "APT::Sandbox::User=root", *arguments)
+    own = ("-q", "-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}")
+    run_quietly(folder, "apt-get", *own, "update")
+    run_quietly(folder, "apt-get", *own, "download", PACKAGE)
 
 
 def run_quietly(folder: Path, *command: str) -> None:
@@ -350,7 +298,7 @@ def run_quietly(folder: Path, *command: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=APT_TIMEOUT_S,
+        timeout=_COMMAND_TIMEOUT_S,
         check=False,
     )
     if done.returncode != 0:

@@ -19,7 +19,7 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
-from foreprop.path.worker import WorkerEngine
+from foreprop.tables.exchange import RowExchange
 from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.lookahead import lookahead
 from foreprop.tables.remote import RemoteTable
@@ -297,9 +297,9 @@ def test_the_next_batch_s_rows_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch
     """A world of one is not sharded: as in a larger one, through its loader."""
     asked: list[tuple[int, bool]] = []
     ahead = [False]
-    pull, prefetch = WorkerEngine.pull_rows, RemoteTable.prefetch
+    pull, prefetch = RowExchange.pull_rows, RemoteTable.prefetch
 
-    def spy(self: WorkerEngine, parameter: int, step: int, numbers: torch.Tensor) -> Any:
+    def spy(self: RowExchange, parameter: int, step: int, numbers: torch.Tensor) -> Any:
         asked.append((step, ahead[0]))
         return pull(self, parameter, step, numbers)
 
@@ -308,7 +308,7 @@ def test_the_next_batch_s_rows_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch
         prefetch(self)
         ahead[0] = False
 
-    monkeypatch.setattr(WorkerEngine, "pull_rows", spy)
+    monkeypatch.setattr(RowExchange, "pull_rows", spy)
     monkeypatch.setattr(RemoteTable, "prefetch", prefetching)
     model, optimizer = build_seeded(with_optimizer(remote(Words)))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.path.worker import WorkerEngine
+from foreprop.tables.exchange import RowExchange
 from foreprop.tables.rowparameter import RowParameter
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
@@ -260,13 +260,13 @@ def test_after_the_session_it_is_an_ordinary_parameter_with_all_rows() -> None:
 def test_a_flush_is_no_change_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """After which rank 0 would send the whole table."""
     sent: list[int] = []
-    send = WorkerEngine.send_row_values
+    send = RowExchange.send_row_values
 
-    def spy(self: WorkerEngine, parameter: int, step: int, table: torch.Tensor) -> None:
+    def spy(self: RowExchange, parameter: int, step: int, table: torch.Tensor) -> None:
         sent.append(step)
         send(self, parameter, step, table)
 
-    monkeypatch.setattr(WorkerEngine, "send_row_values", spy)
+    monkeypatch.setattr(RowExchange, "send_row_values", spy)
     model, optimizer = build_seeded(with_optimizer(Words))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
         for batch in words_of(0):

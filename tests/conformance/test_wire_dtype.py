@@ -17,7 +17,7 @@ from foreprop import PRESETS
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import HandshakeError
-from foreprop.path.slicestore import DTYPES
+from foreprop.path.tensors import DTYPES
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
 from tests.conformance.parity import (

@@ -17,7 +17,7 @@ from foreprop.cluster.world import World
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Kind
 from foreprop.errors import ForepropError, HandshakeError
-from foreprop.path import server
+from foreprop.path import joining
 from foreprop.servers.served import ServedBackend
 from tests.cluster import run_cluster
 from tests.faults import wire_peers
@@ -150,7 +150,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch, field: str, value: str
 
 def test_a_server_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dedicated one may come from another installation."""
-    monkeypatch.setattr(server, "__version__", "0.0.1")
+    monkeypatch.setattr(joining, "__version__", "0.0.1")
     check_refused(lambda _: {}, r"foreprop: rank 0 has '.*', server \d '?0.0.1")
 
 

@@ -21,6 +21,8 @@ from foreprop.link.tcp import listen
 from foreprop.path.reception import greeting
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine
+from foreprop.servers.composed import ServerComposer
+from foreprop.servers.workers import Worker
 from foreprop.version import __version__
 
 SESSION = "a-session"
@@ -133,7 +135,9 @@ class Session:
         self.listener = listen("127.0.0.1")
         self.port = self.listener.getsockname()[1]
         chosen = {"join_timeout_s": 20.0, "step_timeout_s": 10.0, **settings}
-        self.server = Server(index=0, session_id=SESSION, config=Config(**chosen))
+        self.server = Server(
+            index=0, session_id=SESSION, config=Config(**chosen), composer=ServerComposer()
+        )
         self.failure: list[Failure | None] = []
         self._thread = threading.Thread(target=self._run, name="server under test")
         self._thread.start()
@@ -238,7 +242,7 @@ def engine(
     config = Config(**{"step_timeout_s": 10.0, "join_timeout_s": 10.0, **settings})
     manifest = manifest_of(servers=servers, knobs=config.knobs(servers))
     streams = [SocketStream(near, f"server {i}") for i, (near, _) in enumerate(pairs)]
-    made = WorkerEngine(manifest, [Memory(), Memory()], streams, rank=0, config=config)
+    made = Worker(manifest, [Memory(), Memory()], streams, rank=0, config=config).engine
     try:
         for fake in fakes:
             fake.send(Kind.WELCOME)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.bench.exchange import Exchange, measure_exchange
+from benchmarks.exchange import Exchange, measure_exchange
 from foreprop.errors import ConfigError
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.mark.lab]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from foreprop.bench.tables import measure_tables
+from benchmarks.tables import measure_tables
 from foreprop.cli.main import app
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(120)]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreprop.errors import ConfigError
-from foreprop.lab.ablation import ABLATION
-from foreprop.lab.language import (
+from experiments.language.ablation import ABLATION
+from experiments.language.records import with_bytes
+from experiments.language.training import (
     DDP_DENSE,
     DDP_SPARSE,
     FEW_SERVERS,
@@ -18,9 +18,10 @@ from foreprop.lab.language import (
     SERVERS,
     LanguageSetting,
     Text,
+    build_system,
     lstm_profile,
 )
-from foreprop.lab.languagerecords import with_bytes
+from foreprop.errors import ConfigError
 from foreprop.lab.run import run_lab, sampled_steps
 
 SYSTEMS = (HYBRID, FEW_SERVERS, RING, DDP_SPARSE, DDP_DENSE)
@@ -58,7 +59,7 @@ def setting_of(folder: Path, **changes: object) -> LanguageSetting:
 @pytest.mark.timeout(180)
 def test_every_system_trains_it(tmp_path: Path) -> None:
     setting = setting_of(tmp_path)
-    result = run_lab(setting)
+    result = run_lab(setting, build=build_system)
     if result.notices:
         pytest.skip(result.notices[0])
     entries = {
@@ -89,7 +90,7 @@ def test_several_workers_per_node_merge_their_rows(
         monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", aggregated)
         systems = (SERVERS, FEW_SERVERS, HYBRID)
         setting = setting_of(tmp_path, systems=systems, workers_per_node=2, samples=400)
-        result = run_lab(setting)
+        result = run_lab(setting, build=build_system)
         if result.notices:
             pytest.skip(result.notices[0])
         for entry in with_bytes(result, sampled_steps=sampled_steps(setting)):
@@ -107,7 +108,7 @@ def test_several_workers_per_node_merge_their_rows(
 def test_each_technique_of_parallax_saves_its_bytes(tmp_path: Path) -> None:
     systems = tuple(ABLATION)
     setting = setting_of(tmp_path, systems=systems, workers_per_node=2, samples=400)
-    result = run_lab(setting)
+    result = run_lab(setting, build=build_system)
     if result.notices:
         pytest.skip(result.notices[0])
     entries = {

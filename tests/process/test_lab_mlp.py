@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.mlp.run import run_mlp
+from experiments.mlp.training import DDP, MLP_SYSTEMS, P2P, RING, SERVERS, MlpSetting
 from foreprop.datasets import DatasetUnavailable
 from foreprop.errors import ConfigError
-from foreprop.lab.mlp import DDP, MLP_SYSTEMS, P2P, RING, SERVERS, MlpSetting
-from foreprop.lab.mlprun import run_mlp
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.lab]
 

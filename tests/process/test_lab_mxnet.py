@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from foreprop.lab.mxnet import MxnetSystem
+from experiments.mxnet import MxnetSystem
 from foreprop.lab.systems import Steps
 from foreprop.workload.profile import load_profile
 from foreprop.workload.setting import MXNET, LabSetting

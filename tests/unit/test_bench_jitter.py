@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.bench.jitter import simulate_jitter
+from benchmarks.jitter import simulate_jitter
 from foreprop.workload import limit
 from foreprop.workload.profile import Layer, load_profile
 

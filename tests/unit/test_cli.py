@@ -17,6 +17,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner, Result
 
+from benchmarks.command import bench
+from experiments.figures import command as figures
+from experiments.language import command as language
+from experiments.mlp import command as mlp
 from foreprop.cli import main as cli
 from foreprop.cli.config import settings_from, value_text
 from foreprop.cli.presets import presets_from
@@ -49,6 +53,14 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+FROM_CLONE = {
+    ("bench",): bench,
+    ("lab", "figures"): figures.app,
+    ("lab", "language"): language.app,
+    ("lab", "mlp"): mlp.app,
+}
+for name, group in FROM_CLONE.items():
+    COMMANDS |= commands(typer.main.get_command(group), name)
 
 
 # Help.
@@ -335,3 +347,30 @@ def test_trace_says_where_it_cannot_write(
     target = tmp_path / "no" / "folder.json"
     assert run_main(monkeypatch, "trace", str(tmp_path), "--out", str(target)) == 1
     assert f"cannot write {target}" in capsys.readouterr().err
+
+
+# Commands from a clone of the repository.
+def test_a_command_from_the_clone_says_that_it_needs_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("foreprop.cli.clone.REPOSITORY", tmp_path)
+    for arguments in (["bench", "wire", "--slices", "5"], ["lab", "mlp", "--help"]):
+        assert run_main(monkeypatch, *arguments) == 1
+        error = capsys.readouterr().err
+        assert f"{' '.join(arguments[:1])}" in error
+        assert "needs a clone of foreprop's repository" in error
+        assert error.count("\n") == 1
+
+
+def test_a_library_that_is_missing_is_named_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("import no_such_library\n")
+    monkeypatch.setattr("foreprop.cli.clone.REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert run_main(monkeypatch, "bench") == 1
+    told = "needs no_such_library, which is not installed: pip install 'foreprop[lab]'"
+    assert told in capsys.readouterr().err

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from experiments import wikitext
 from foreprop import datasets
-from foreprop.datasets import DataFile, DatasetUnavailable, Source, ensure_files, read_idx
+from foreprop.datasets import DatasetUnavailable, Source, ensure_files, read_idx
 
 
 def idx_bytes(shape: Sequence[int]) -> bytes:
@@ -30,12 +33,7 @@ LABELS = idx_bytes((3,))
 CONTENTS = {"train-images": IMAGES, "train-labels": LABELS}
 
 
-def describe(name: str) -> DataFile:
-    data = CONTENTS[name]
-    return DataFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-FILES = (describe("train-images"), describe("train-labels"))
+FILES = {name: hashlib.sha256(data).hexdigest() for name, data in CONTENTS.items()}
 
 
 class CountingSource:
@@ -96,9 +94,9 @@ def test_the_next_source_is_tried(tmp_path: Path) -> None:
         (lambda packed: packed[:-12], "ended before the end-of-stream marker"),
         (lambda packed: b"<html>not here</html>", "Not a gzipped file"),
         (lambda packed: packed[:10] + b"\xff" * 8 + packed[18:], "invalid block type"),
-        (lambda packed: gzip.compress(b"short"), "has 5 bytes, not 2368"),
-        (lambda packed: gzip.compress(bytes(99_999)), "has 2369 bytes, not 2368"),
-        (lambda packed: gzip.compress(bytes(len(IMAGES))), "another SHA-256 sum"),
+        (lambda packed: gzip.compress(b"short"), "does not match the known hash"),
+        (lambda packed: gzip.compress(bytes(99_999)), "does not match the known hash"),
+        (lambda packed: gzip.compress(bytes(len(IMAGES))), "does not match the known hash"),
     ],
     ids=["truncated", "a web page", "garbled", "too short", "too long", "other bytes"],
 )
@@ -153,12 +151,35 @@ def test_files_put_there_by_hand_are_taken_packed_or_plain(tmp_path: Path) -> No
         ensure(tmp_path / "other", here=datasets.from_folder(tmp_path))
 
 
-def test_an_address_is_read(tmp_path: Path) -> None:
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """The test's output is not for it."""
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """Of a server of what lies in the test's folder."""
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_address_is_read(tmp_path: Path, address: str) -> None:
     CountingSource()(tmp_path, list(CONTENTS))
-    folder = ensure(tmp_path / "root", address=datasets.from_address(tmp_path.as_uri() + "/"))
+    folder = ensure(tmp_path / "root", address=datasets.from_address(address))
     assert (folder / "train-labels").read_bytes() == LABELS
-    with pytest.raises(DatasetUnavailable, match="No such file"):
-        ensure(tmp_path / "other", address=datasets.from_address(tmp_path.as_uri() + "/no/"))
+    with pytest.raises(DatasetUnavailable, match="404"):
+        ensure(tmp_path / "other", address=datasets.from_address(f"{address}no/"))
+
+
+def test_where_no_address_can_be_reached_a_mirror_is_asked(tmp_path: Path) -> None:
+    nobody = datasets.from_address("http://127.0.0.1:9/")
+    folder = ensure(tmp_path, address=nobody, mirror=CountingSource())
+    assert (folder / "train-images").read_bytes() == IMAGES
 
 
 APT_GET = """#!/bin/sh
@@ -257,8 +278,13 @@ def test_where_data_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert datasets.data_folder() == tmp_path / "data"
 
 
+def test_every_public_address_is_https() -> None:
+    assert datasets.ADDRESS.startswith("https://")
+    assert wikitext.ADDRESS.startswith("https://")
+
+
 def test_the_real_files_are_described() -> None:
     assert set(datasets.FILES) == {"train", "test"}
-    for images, labels in datasets.FILES.values():
-        assert images.size_bytes - 16 == (labels.size_bytes - 8) * 28 * 28
-        assert len(images.sha256) == len(labels.sha256) == 64
+    for files in datasets.FILES.values():
+        assert ["idx3" in name for name in files] == [True, False]
+        assert all(len(sha256) == 64 for sha256 in files.values())

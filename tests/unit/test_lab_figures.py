@@ -12,20 +12,19 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from foreprop.errors import ConfigError, TransportError
-from foreprop.lab.charts import Chart
-from foreprop.lab.comparison import maybe_best, points_of
-from foreprop.lab.curves import bandwidth_panels, utilisation_panels
-from foreprop.lab.figures import Figures, Pace, duration, make_figures
-from foreprop.lab.keptruns import (
+from experiments.figures.campaign import Figures, Pace, duration, make_figures
+from experiments.figures.comparison import maybe_best, points_of
+from experiments.figures.curves import bandwidth_panels, utilisation_panels
+from experiments.figures.keptruns import (
     KeptRun,
     maybe_read_run,
     timelines_from,
     typical_pair,
     write_run,
 )
-from foreprop.lab.pictures import write_chart
-from foreprop.lab.sweeps import FULL, QUICK, Effort, Measurement, plan_measurements
+from experiments.figures.sweeps import FULL, QUICK, Effort, Measurement, plan_measurements
+from foreprop.errors import ConfigError, TransportError
+from foreprop.report.charts import Chart, write_chart
 from foreprop.workload.records import Record, Spread, read_records
 from foreprop.workload.setting import LabSetting
 from tests.unit.lab_example import ExampleLab, example_record

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from experiments.mlp import run as mlprun
+from experiments.mlp import training as mlp
+from experiments.mlp.run import Epochs, MlpRecord, errors_of, predict_epochs, symbols
+from experiments.mlp.training import MLP_SYSTEMS, Images, Mlp, MlpSetting, mlp_profile
 from foreprop.cli.main import app
 from foreprop.errors import ConfigError
-from foreprop.lab import mlp, mlprun
-from foreprop.lab.mlp import MLP_SYSTEMS, Images, Mlp, MlpSetting, mlp_profile
-from foreprop.lab.mlprun import Epochs, MlpRecord, errors_of, predict_epochs, symbols
 from foreprop.workload import limit
 from foreprop.workload.records import Spread
 
@@ -167,7 +168,7 @@ def test_the_command_writes_records_errors_and_figures(
         asked.append(setting)
         return [record(name, setting.workers, 90.0) for name in setting.systems]
 
-    monkeypatch.setattr("foreprop.cli.mlp.run_mlp", measured)
+    monkeypatch.setattr("experiments.mlp.command.run_mlp", measured)
     options = f"lab mlp --quick --systems 1ps,ring --rate-mbit 50 --out {tmp_path}".split()
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 0, result.output

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments import mxnet, mxnet_worker
+from experiments.mxnet import MxnetSystem
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
-from foreprop.lab import accelerator, mxnet, mxnet_worker
-from foreprop.lab.mxnet import MxnetSystem
+from foreprop.lab import accelerator
 from foreprop.workload.profile import Profile, ProfiledArray
 from foreprop.workload.setting import LabSetting
 

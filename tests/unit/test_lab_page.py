@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from foreprop.lab.charts import STYLES
-from foreprop.lab.comparison import points_of
-from foreprop.lab.figures import PAGE, make_figures
-from foreprop.lab.pagetables import best_section, points_table
-from foreprop.lab.sweeps import FULL, plan_measurements
+from experiments.figures.campaign import PAGE, make_figures
+from experiments.figures.comparison import points_of
+from experiments.figures.pagetables import best_table, points_table
+from experiments.figures.sweeps import FULL, plan_measurements
+from foreprop.report.charts import STYLES
 from foreprop.report.palette import contrast
 from tests.unit.lab_example import ExampleLab, example_record
 
@@ -133,9 +133,10 @@ def test_every_figure_is_written_in_three_forms(folder: Path) -> None:
 def test_mxnet_is_shown_where_it_was_measured() -> None:
     plan = plan_measurements(FULL, traces=Path(), only=[1], mxnet_python=Path("python"))
     points = points_of([example_record(m.setting, s) for s in m.setting.systems] for m in plan)
-    words = words_of(best_section(points) + points_table(points, "balance"))
-    assert "over mxnet-p3" in words
-    assert "mxnet-kvstore / limit" in words
+    best = best_table(points)
+    assert best is not None
+    assert "over mxnet-p3" in best.names
+    assert "mxnet-kvstore / limit" in points_table(points, "balance", "").names
 
 
 def test_paced_links_and_notices_are_told(tmp_path: Path) -> None:

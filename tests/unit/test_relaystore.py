@@ -80,7 +80,7 @@ def test_values_of_the_start_and_of_the_first_step_do_not_mix() -> None:
     for step in (0, 1):
         buffer = relay.take_buffer(0, value=True)
         buffer.tensor.fill_(step + 5)
-        relay.put_value(0, step, buffer)
+        relay.put_value(0, buffer, step=step)
     relay.install_value(0)
     passed_on = [relay.take_value(0, step) for step in (0, 1)]
     assert [float(torch.frombuffer(each, dtype=torch.float32)[0]) for each in passed_on] == [5, 6]

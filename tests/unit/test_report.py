@@ -13,7 +13,7 @@ import pytest
 
 from foreprop.errors import ConfigError
 from foreprop.report import palette
-from foreprop.report.markup import milliseconds, percent, rate, size
+from foreprop.report.numbers import milliseconds, percent, rate, size
 from foreprop.report.report import RunSummary, headline, render_report, same_weights, write_report
 from foreprop.report.timeline import Timeline
 from foreprop.report.timeline_shapes import Shape, plan_shapes

@@ -8,7 +8,10 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.numerics.wirecasts import WireCasts
-from foreprop.path.slicestore import DTYPES, bytes_of
+from foreprop.path.tensors import (
+    DTYPES,
+    bytes_of,
+)
 
 ELEMS = 100_000
 """More than torch gives to one thread at a time."""

@@ -37,7 +37,7 @@ from foreprop.model.planner import (
 )
 from foreprop.model.planner import choose as choose_candidate
 from foreprop.model.refined import step_s
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 from foreprop.quantities import rate_text, time_text
 from foreprop.simulate.slicesize import choose_slice_elems
 from foreprop.workload.profile import Profile

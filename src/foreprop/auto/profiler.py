@@ -17,7 +17,7 @@ from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.managed import is_managed
 from foreprop.path.optimizer import named_parameters
-from foreprop.path.parameter import count_rows
+from foreprop.path.servedgradient import count_rows
 from foreprop.tables.embeddings import EMBEDDINGS
 from foreprop.workload.profile import Profile, ProfiledArray
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from foreprop.cluster.rendezvous import Board
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 
 _HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
 

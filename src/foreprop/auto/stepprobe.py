@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 from foreprop.workload.profile import Profile
 
 

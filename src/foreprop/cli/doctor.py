@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from foreprop.cli.run import plan_run
-from foreprop.config import LaunchInfo, environment_for_hosts, launch_info
+from foreprop.cli.options import Shown
+from foreprop.cli.run import asking_for_hosts, hosts_from
+from foreprop.config import LaunchInfo, launch_info
 from foreprop.doctor.examine import Questions, examine
 from foreprop.doctor.findings import find
 from foreprop.doctor.hosts import HostsPanel
@@ -19,21 +19,22 @@ from foreprop.doctor.records import Examination, Examined, Failure
 from foreprop.doctor.show import report, show, to_json
 from foreprop.errors import ConfigError
 from foreprop.run.plan import Plan
-from foreprop.run.resources import Host, read_resources
 
 _FILE_WIDTH = 120
 """Characters per line where the report goes to no terminal."""
 
 
+@asking_for_hosts(
+    resources=Shown(
+        help="The hosts, as foreprop run takes them. Without a file: under torchrun the ranks'"
+        " machines, else this machine alone."
+    ),
+    port=Shown(help="The rendezvous' port, if foreprop run is to be given one."),
+    env=Shown(help="A variable for all hosts, as for foreprop run. May be repeated."),
+    directory=Shown(help="Where training is to start; by default the current directory."),
+)
 def doctor(
-    resources: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The hosts, as foreprop run takes them. Without a file: under torchrun the ranks'"
-            " machines, else this machine alone.",
-        ),
-    ] = None,
+    *,
     seconds: Annotated[
         float,
         typer.Option(min=0.1, max=10.0, help="Seconds for each measurement of a rate."),
@@ -41,42 +42,10 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print findings and all measurements as JSON.")
     ] = False,
-    workers_per_node: Annotated[
-        int, typer.Option(min=1, help="Workers of a host whose line does not say.")
-    ] = 1,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=65535, help="The rendezvous' port, if foreprop run is to be given one."
-        ),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address of the first host, for the other hosts; by default as in the file.",
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=VALUE]",
-            help="A variable for all hosts, as for foreprop run. May be repeated.",
-        ),
-    ] = None,
-    python: Annotated[
-        str, typer.Option(help="Python on every host, with foreprop; by default this one's path.")
-    ] = sys.executable,
-    directory: Annotated[
-        Path | None,
-        typer.Option(help="Where training is to start; by default the current directory."),
-    ] = None,
-    ssh: Annotated[
-        str, typer.Option(help="Command that gets USER@HOST and a shell command as arguments.")
-    ] = "ssh",
     wait: Annotated[
         float, typer.Option(min=1.0, help="Seconds that a host has to start and answer.")
     ] = 60.0,
+    **given: Any,
 ) -> None:
     """Check hosts before training: names, addresses, ports, versions, clocks, links, rates.
 
@@ -87,7 +56,7 @@ def doctor(
     With --resources, probes are started as foreprop run starts workers. Or let the ranks of a run
     check each other: torchrun ... -m foreprop doctor, or foreprop run ... -m foreprop doctor.
     """
-    info = launch_info()
+    info, resources = launch_info(), given["resources"]
     if info.launched and resources is not None:
         raise ConfigError(
             f"resources is {str(resources)!r}, but this is rank {info.rank} of torchrun's; leave it"
@@ -98,23 +67,7 @@ def doctor(
         if found is None:
             return
     else:
-        plan = plan_run(
-            hosts=(
-                (Host(name="127.0.0.1", workers=workers_per_node),)
-                if resources is None
-                else read_resources(resources, workers_per_node=workers_per_node)
-            ),
-            script=[],
-            module=False,
-            port=port,
-            master_addr=master_addr,
-            environment=environment_for_hosts(env or ()),
-            python=python,
-            directory=directory,
-            ssh=ssh,
-            grace_s=0.0,
-        )
-        found = examine_hosts(plan, seconds=seconds, wait_s=wait)
+        found = examine_hosts(hosts_from(given).plan(), seconds=seconds, wait_s=wait)
     shown = report(found, find(found))
     if as_json:
         print(to_json(shown), flush=True)

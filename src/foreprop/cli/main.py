@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from foreprop import errors
-from foreprop.cli.bench import bench
+from foreprop.cli.clone import add_from_clone
 from foreprop.cli.config import config
 from foreprop.cli.demo import demo
 from foreprop.cli.doctor import doctor
@@ -35,7 +35,7 @@ app.command("doctor")(doctor)
 app.command("server")(server)
 app.command("plan")(plan)
 app.add_typer(lab, name="lab")
-app.add_typer(bench, name="bench")
+add_from_clone(app, "bench", "benchmarks.command:bench", "Measure foreprop itself.")
 app.command("config")(config)
 app.command("trace")(trace)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -12,6 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from foreprop.cli.clone import missing_extra
+from foreprop.cli.options import Shown, filling
 from foreprop.errors import ConfigError
 from foreprop.model.planner import Forecast, PlanSetting, enough_servers, forecasts
 from foreprop.model.recommendation import Recommendation, recommend
@@ -52,9 +55,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     what_if: WhatIf | None
 
 
+@filling(
+    PlanSetting,
+    rate_bits_per_s=Shown(name="rate", kind=str, read=partial(parse_rate, "rate")),
+    latency_s=Shown(name="latency", kind=str, default="100us", read=partial(parse_time, "latency")),
+    servers=Shown(kind=str, default="0", read=partial(parse_counts, "servers")),
+    server_rate_bits_per_s=Shown(
+        name="server_rate", kind=str | None, read=partial(parse_rate, "server_rate")
+    ),
+)
 def plan(
-    nodes: Annotated[int, typer.Option(help="Machines with workers.")],
-    rate: Annotated[str, typer.Option(help="Each node's link, each way, as 10Gbit or 800Mbit.")],
     model: Annotated[str | None, typer.Option(help=f"One of {', '.join(profile_names())}.")] = None,
     profile: Annotated[
         Path | None,
@@ -69,29 +79,7 @@ def plan(
             " measured, if the profile says."
         ),
     ] = None,
-    latency: Annotated[
-        str, typer.Option(help="From one machine to another, as 50us; half a ping.")
-    ] = "100us",
-    workers_per_node: Annotated[int, typer.Option(help="Workers on each node.")] = 1,
-    servers: Annotated[
-        str,
-        typer.Option(
-            help="Dedicated servers to consider, as 2, 0..8 or 0,2,4; 0: beside the workers."
-        ),
-    ] = "0",
-    server_rate: Annotated[
-        str | None, typer.Option(help="Each dedicated server's link, if it is another one.")
-    ] = None,
-    dense_gradients: Annotated[
-        bool,
-        typer.Option(
-            "--dense-gradients",
-            help="Embeddings have sparse=False: all of their rows are sent in every step.",
-        ),
-    ] = False,
-    batch: Annotated[
-        int | None, typer.Option(help="Samples per worker and step, for throughput in samples/s.")
-    ] = None,
+    *,
     what_if_range: Annotated[
         str | None,
         typer.Option(
@@ -104,6 +92,7 @@ def plan(
         Path | None, typer.Option(help="Draw the curves of --what-if: a .png or .svg file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    **given: Any,
 ) -> None:
     """Predict each architecture and preset on a cluster, and say which to use and why.
 
@@ -111,20 +100,7 @@ def plan(
     is recommended wherever it is as good.
     """
     chosen = _profile(model, profile)
-    setting = PlanSetting(
-        profile=chosen,
-        compute_s=_compute_s(chosen, compute),
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        rate_bits_per_s=parse_rate("rate", rate),
-        latency_s=parse_time("latency", latency),
-        servers=parse_counts("servers", servers),
-        server_rate_bits_per_s=(
-            None if server_rate is None else parse_rate("server_rate", server_rate)
-        ),
-        batch=batch,
-        dense_gradients=dense_gradients,
-    )
+    setting = PlanSetting(profile=chosen, compute_s=_compute_s(chosen, compute), **given)
     varied = None if what_if_range is None else parse_what_if(what_if_range)
     draw = None if out is None else _drawing(out, what_if_range)
     with Console(stderr=True).status("") as status:
@@ -170,12 +146,10 @@ def _drawing(out: Path, what_if_range: str | None) -> Callable[[str, WhatIf], No
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"out is {out}, which cannot be written: no such folder, or itself one")
     try:
-        from foreprop.lab.pictures import draw_picture
-        from foreprop.lab.plancharts import what_if_chart
+        from foreprop.report.charts import draw_picture
+        from foreprop.report.plancharts import what_if_chart
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--out needs {error.name}, which is not installed: pip install 'foreprop[lab]'"
-        ) from error
+        raise missing_extra("--out", error) from error
     return lambda heading, curves: draw_picture(out, what_if_chart(heading, curves))
 
 

@@ -6,18 +6,94 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from foreprop.cli.options import Command, Shown, filling
 from foreprop.config import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host, read_resources
 from foreprop.run.run import Launcher
+from foreprop.workload.options import option
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Where to run, and how to get there: the options of ``foreprop run`` and ``doctor``."""
+
+    resources: Path | None = option(
+        "The hosts, one per line: HOST, HOST workers=4 or HOST:0,1,2,3 (GPU ids); the first has the"
+        " rendezvous. Without a file: this machine.",
+        None,
+    )
+    workers_per_node: int = option("Workers of a host whose line does not say.", 1, least=1)
+    port: int | None = option(
+        "Port of the rendezvous on the first host; by default a free one.",
+        None,
+        least=1,
+        most=65535,
+    )
+    master_addr: str | None = option(
+        "Address of the first host, for the other hosts; by default as in the file.", None
+    )
+    env: tuple[str, ...] = option(
+        "A variable for all workers; without a value as it is here. Settings (FOREPROP_...) are"
+        " passed on anyway. May be repeated.",
+        (),
+    )
+    python: str = option(
+        "Python on every host, with foreprop; by default this one's path.", sys.executable
+    )
+    directory: Path | None = option(
+        "Where to start on every host; by default the current directory.", None
+    )
+    ssh: str = option("Command that gets USER@HOST and a shell command as arguments.", "ssh")
+
+    def plan(self, script: Sequence[str] = (), *, module: bool = False, grace_s: float = 0) -> Plan:
+        """Raises `ConfigError`."""
+        hosts: tuple[Host, ...] = (Host(name="127.0.0.1", workers=self.workers_per_node),)
+        if self.resources is not None:
+            hosts = read_resources(self.resources, workers_per_node=self.workers_per_node)
+        environment = environment_for_hosts(self.env)
+        here = hosts_here(hosts)
+        if self.master_addr is None:
+            check_reachable(hosts, here)
+        return Plan(
+            hosts=hosts,
+            here=here,
+            script=tuple(script),
+            module=module,
+            port=self.port,
+            master_address=self.master_addr or hosts[0].name,
+            environment=environment,
+            python=_absolute(self.python),
+            directory=os.path.abspath(self.directory or "."),
+            ssh=_ssh_words(self.ssh),
+            grace_s=grace_s,
+        )
+
+
+def asking_for_hosts(**shown: Shown) -> Callable[[Command], Command]:
+    """Options for `Hosts`, with other help than ``foreprop run`` has for some."""
+    forms = {
+        "resources": Shown(metavar="FILE", help=shown.pop("resources", Shown()).help),
+        "master_addr": Shown(metavar="ADDRESS"),
+        "env": Shown(
+            kind=list[str] | None,
+            default=None,
+            metavar="NAME[=VALUE]",
+            help=shown.pop("env", Shown()).help,
+        ),
+    }
+    return filling(Hosts, **forms, **shown)
+
+
+@asking_for_hosts()
 def run(
     script: Annotated[
         list[str],
@@ -26,53 +102,10 @@ def run(
             help="The training script, and its arguments: all that follows is the script's.",
         ),
     ],
-    resources: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The hosts, one per line: HOST, HOST workers=4 or HOST:0,1,2,3 (GPU ids); the"
-            " first has the rendezvous. Without a file: this machine.",
-        ),
-    ] = None,
-    workers_per_node: Annotated[
-        int, typer.Option(min=1, help="Workers of a host whose line does not say.")
-    ] = 1,
+    *,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after python -m.")
     ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help="Port of the rendezvous on the first host; by default a free one.",
-        ),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address of the first host, for the other hosts; by default as in the file.",
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=VALUE]",
-            help="A variable for all workers; without a value as it is here. Settings"
-            " (FOREPROP_...) are passed on anyway. May be repeated.",
-        ),
-    ] = None,
-    python: Annotated[
-        str, typer.Option(help="Python on every host, with foreprop; by default this one's path.")
-    ] = sys.executable,
-    directory: Annotated[
-        Path | None,
-        typer.Option(help="Where to start on every host; by default the current directory."),
-    ] = None,
-    ssh: Annotated[
-        str, typer.Option(help="Command that gets USER@HOST and a shell command as arguments.")
-    ] = "ssh",
     grace: Annotated[
         float,
         typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers that have to end."),
@@ -80,6 +113,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what to type for the same with torchrun.")
     ] = False,
+    **given: Any,
 ) -> None:
     """Train on several machines: start torchrun on every host of a file, and watch over it.
 
@@ -90,22 +124,7 @@ def run(
     ssh has to work without a password; hosts that are this machine need none. docs/run.md
     describes the file.
     """
-    plan = plan_run(
-        hosts=(
-            (Host(name="127.0.0.1", workers=workers_per_node),)
-            if resources is None
-            else read_resources(resources, workers_per_node=workers_per_node)
-        ),
-        script=script,
-        module=module,
-        port=port,
-        master_addr=master_addr,
-        environment=environment_for_hosts(env or ()),
-        python=python,
-        directory=directory,
-        ssh=ssh,
-        grace_s=grace,
-    )
+    plan = hosts_from(given).plan(script, module=module, grace_s=grace)
     if dry_run:
         typer.echo(describe(plan))
         return
@@ -116,36 +135,8 @@ def run(
         raise typer.Exit(outcome.code)
 
 
-def plan_run(
-    *,
-    hosts: tuple[Host, ...],
-    script: list[str],
-    module: bool,
-    port: int | None,
-    master_addr: str | None,
-    environment: dict[str, str],
-    python: str,
-    directory: Path | None,
-    ssh: str,
-    grace_s: float,
-) -> Plan:
-    """Raises `ConfigError`."""
-    here = hosts_here(hosts)
-    if master_addr is None:
-        check_reachable(hosts, here)
-    return Plan(
-        hosts=hosts,
-        here=here,
-        script=tuple(script),
-        module=module,
-        port=port,
-        master_address=master_addr or hosts[0].name,
-        environment=environment,
-        python=_absolute(python),
-        directory=os.path.abspath(directory or "."),
-        ssh=_ssh_words(ssh),
-        grace_s=grace_s,
-    )
+def hosts_from(given: dict[str, Any]) -> Hosts:
+    return Hosts(**given | {"env": tuple(given["env"] or ())})
 
 
 def _absolute(python: str) -> str:

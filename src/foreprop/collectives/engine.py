@@ -52,7 +52,7 @@ from foreprop.numerics.norms import GradientNorms
 from foreprop.observe.stages import RingStage
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.progress import Progress
-from foreprop.path.worker import ParameterMemory
+from foreprop.path.slicememory import ParameterMemory
 
 _LEAVE_S = 1.0
 _KEPT_BLOBS = 3

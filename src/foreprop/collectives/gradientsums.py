@@ -17,9 +17,9 @@ from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, TrainingLoopError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.slicestore import DTYPES
+from foreprop.path.slicememory import ParameterMemory
 from foreprop.path.summing import finish_sum
-from foreprop.path.worker import ParameterMemory
+from foreprop.path.tensors import DTYPES
 
 _MARKS = 2 + DIGEST_BITS
 """Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,

@@ -17,15 +17,17 @@ from foreprop.core.norm import SquareSum
 from foreprop.errors import ForepropError, InternalError
 from foreprop.hooks.buffers import ModelBuffers
 from foreprop.observe.trace import TraceRecorder
-from foreprop.path.backend import Engine, RowEngine, Setup, Starting
+from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters, Progress
-from foreprop.path.worker import ParameterMemory
+from foreprop.path.slicememory import ParameterMemory
+from foreprop.servers.backend import Setup, Starting
 from foreprop.servers.launch import Connections
 from foreprop.servers.served import ServedBackend
 from foreprop.tables.exchange import Pull
 from foreprop.tables.kept import KeptRows
 from foreprop.tables.parts import RowPart
+from foreprop.tables.rowengine import RowEngine
 
 
 class HybridBackend:
@@ -52,7 +54,7 @@ class HybridBackend:
         return dataclasses.replace(
             _part(self._setup, chosen),
             make_trace=self._make_trace,
-            send_sum=lambda step, part: self._sparse.engine.add_norm_part(step, part),
+            send_sum=lambda step, part: self._sparse.norm.add_part(step, part),
         )
 
     def _sparse_setup(self, chosen: Sequence[int]) -> Setup:
@@ -201,7 +203,7 @@ class HybridEngine:
         self._row_number = {whole: own for own, whole in enumerate(sparse_numbers)}
         # whoever waits for one of them learns of the other's failure
         if self._dense.chunks:
-            self._sparse.share_norm(self._dense)
+            sparse.norm.share(self._dense)
         self._dense.progress.beside.append(self._sparse.progress)
         self._sparse.progress.beside.append(self._dense.progress)
 

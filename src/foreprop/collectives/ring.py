@@ -6,7 +6,7 @@ import io
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,11 +26,14 @@ from foreprop.core.manifest import (
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ConfigError, HandshakeError, InternalError
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
-from foreprop.path.slicestore import DTYPES
+from foreprop.path.tensors import DTYPES
+from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
+
+if TYPE_CHECKING:
+    from foreprop.tables.rowengine import RowEngine
 
 _NO_VALUES = memoryview(b"")
 

@@ -23,6 +23,7 @@ from foreprop.datasets import fashion_mnist
 from foreprop.demo.model import SmallVgg, accuracy
 from foreprop.lab.systems import join_process_group
 from foreprop.session.parallelize import connect
+from foreprop.workload.options import option
 
 DDP = "ddp"
 BLOCK_STEPS = 12
@@ -40,12 +41,16 @@ MIN_STEPS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSetting:
-    workers: int = 4
-    steps: int = 72
-    batch_size: int = 512
-    presets: tuple[str, ...] = ("kvstore", "p3")
-    rate_bits_per_s: float | None = None
-    """Of each node's link; None: so that communication takes as long as computation."""
+    steps: int = option("Steps with each system.", 72, least=MIN_STEPS)
+    workers: int = option("Nodes, each with a worker and a server.", 4, least=2)
+    batch_size: int = option("Images per worker and step.", 512, least=1, most=MAX_BATCH_SIZE)
+    rate_bits_per_s: float | None = option(
+        "Rate of each node's link in Mbit/s; by default such that communication takes as long as"
+        " computation.",
+        None,
+        least=1.0,
+    )
+    presets: tuple[str, ...] = option("Presets to compare, separated by commas.", ("kvstore", "p3"))
     paced: bool = False
     """The sockets are paced, for want of links of such a rate."""
     folder: str = "runs/demo"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from foreprop.core.rounds import Rounds
 from foreprop.gradients.averaged import AveragedParameter
-from foreprop.gradients.localstep import LocalStepper
+
+if TYPE_CHECKING:
+    from foreprop.gradients.localstep import LocalStepper
 
 
 class Averaging:
@@ -27,11 +31,17 @@ class Averaging:
         self.parameters: list[AveragedParameter] = []
         self._averaged: tuple[int, bool, bool] | None = None
         """The round of which nothing is left to be averaged, and how it was."""
-        self._stepper = LocalStepper(optimizer, self.settle)
+        self._optimizer = optimizer
 
     @property
     def _wanted(self) -> Iterator[AveragedParameter]:
         return (parameter for parameter in self.parameters if parameter.wanted)
+
+    @cached_property
+    def _stepper(self) -> LocalStepper:
+        from foreprop.gradients.localstep import LocalStepper  # if the workers update
+
+        return LocalStepper(self._optimizer, self.settle)
 
     def defers(self) -> bool:
         """Whether the step that is called now may be made later, parameter by parameter."""
@@ -85,4 +95,4 @@ class Averaging:
         most = max(self.parameters, key=lambda parameter: parameter.passes, default=None)
         self.rounds.end_step(0 if most is None else most.discards, learning=learning)
         for parameter in self.parameters:
-            parameter.end_step()
+            parameter.passes = parameter.discards = 0

@@ -8,11 +8,11 @@ before the last average has come back; a factor is applied to each gradient when
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from foreprop.core.norm import SquareSum
+from foreprop.gradients.scalable import Scalable, Scaling
 
 _Tensor = torch.Tensor
 _TORCH: Any = torch
@@ -29,24 +29,6 @@ _SCALINGS: Mapping[Callable[..., Any], Callable[[Any, Any], Any]] = {
 }
 _OF_LISTS = frozenset({_TORCH._foreach_mul_, _TORCH._foreach_div_})
 _TWO = (2, 2.0, "fro", None)
-
-Scaling = tuple[Callable[[Any, Any], Any], Any]
-"""A tensor's method, and the number or the tensor of one element to call it with."""
-
-
-class Scalable(Protocol):
-    """A waiting gradient, as one parameter's."""
-
-    def squares(self) -> SquareSum | None:
-        """The sum of the average's squares, if the servers tell it; blocks until they have."""
-
-    @property
-    def scalings(self) -> Sequence[Scaling]:
-        """By which the average is, or is to be, multiplied, in order."""
-
-    def scale(self, scaling: Scaling) -> None:
-        """Apply it to the average, when that is here."""
-
 
 Find = Callable[[Any], Scalable | None]
 """The parameter whose waiting gradient something is."""

@@ -16,7 +16,6 @@ import torch
 from foreprop.cluster.rendezvous import Board
 from foreprop.config import Config
 from foreprop.errors import ConfigError
-from foreprop.gradients.localstep import treats_each_alone
 from foreprop.path.optimizer import check_groups, hyperparameters, why_not_elementwise
 
 
@@ -102,6 +101,8 @@ def _check_none(asked: Sequence[str], config: Config, why: str | None) -> None:
 
 
 def _why_not_alone(optimizer: torch.optim.Optimizer) -> str | None:
+    from foreprop.gradients.localstep import treats_each_alone  # collectives ask
+
     if treats_each_alone(optimizer):
         check_groups(optimizer)
         return None

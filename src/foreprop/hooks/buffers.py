@@ -18,10 +18,10 @@ from foreprop.core.manifest import BUFFERS_BLOB
 from foreprop.errors import ConfigError
 from foreprop.hooks.compiled import WAITS_AT_ENTRY
 from foreprop.hooks.modelhooks import OwnHook
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from foreprop.path.backend import Engine
+    from foreprop.path.engines import Engine
 
 
 class BufferSource(Protocol):

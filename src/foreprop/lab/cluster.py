@@ -69,7 +69,8 @@ class Cluster:
         workers_per_node: int = 1,
     ) -> None:
         port = _free_port() if network is None else _RENDEZVOUS_PORT
-        task = pickle.dumps((work, argument, network, port, workers_per_node))
+        task = pickle.dumps(sys.path)  # where the work's module may be
+        task += pickle.dumps((work, argument, network, port, workers_per_node))
         self._workers_per_node = workers_per_node
         self.connections: list[Connection] = []
         theirs: list[Connection] = []
@@ -172,6 +173,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller; its end is ours
     *workers, report = (Connection(int(number)) for number in sys.argv[1].split(","))
+    sys.path[:] = pickle.load(sys.stdin.buffer)
     work, argument, network, port, workers_per_node = pickle.load(sys.stdin.buffer)
     try:
         if network is not None:

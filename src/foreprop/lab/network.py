@@ -11,10 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
-
 from foreprop.workload.network import NETWORK_PREFIX, Network
+
+try:
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+except ModuleNotFoundError:  # it comes with the extra lab
+    IPRoute, NetlinkError = None, OSError
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
@@ -38,6 +41,8 @@ def enter_namespaces() -> None:
     As root, or else inside a user namespace where this user is root. The first child is the
     process namespace's init: all others end with it. Raises `NetworkUnavailable`.
     """
+    if IPRoute is None:
+        raise NetworkUnavailable("pyroute2 is not installed: pip install 'foreprop[lab]'")
     user, group = os.geteuid(), os.getegid()
     try:
         _unshare(CLONE_NEWNET | CLONE_NEWPID)

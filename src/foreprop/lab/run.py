@@ -11,24 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab.ablation import ABLATION
 from foreprop.lab.cluster import Cluster
-from foreprop.lab.language import DDP_DENSE, DDP_SPARSE, LanguageSetting, LanguageSystem
 from foreprop.lab.machine import busy_s
-from foreprop.lab.mxnet import MxnetSystem
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__
 from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES, CANDIDATE_BUCKETS_BYTES
+from foreprop.workload.buckets import BUCKET_BYTES, best_bucket
 from foreprop.workload.network import Network
-from foreprop.workload.records import CPU_BOUND_SHARE, Record, Spread
+from foreprop.workload.records import CPU_BOUND_SHARE, Record, record_of
 from foreprop.workload.setting import (
     AUTO,
     DDP,
@@ -37,7 +34,6 @@ from foreprop.workload.setting import (
     MXNET,
     SIZE_MARK,
     LabSetting,
-    local_aggregation,
 )
 
 Progress = Callable[[str], None]
@@ -49,9 +45,6 @@ _TUNING_STEPS = 2
 _PLANNING_STEPS = 4 + 5
 """What `auto.planning` measures, and what the new connections need to settle."""
 _SAMPLE_S = 0.01
-_MXNET_PORT = 29600
-_OTHERS = (DDP, DDP_TUNED, DDP_SPARSE, DDP_DENSE, *MXNET)
-"""Systems that are not foreprop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +57,32 @@ class LabResult:
     notices: list[str]
 
 
-def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabResult:
-    """Measure all systems of the setting in one cluster, their steps interleaved."""
-    network = _network(setting)
+class Build(Protocol):
+    """Makes one of a setting's systems on a worker: a module's function."""
+
+    def __call__(
+        self, name: str, rank: int, setting: Any, *, paced: bool, bucket_bytes: int | None
+    ) -> System: ...
+
+
+def run_lab(
+    setting: LabSetting, *, build: Build | None = None, progress: Progress = lambda _: None
+) -> LabResult:
+    """Measure all systems of the setting in one cluster, their steps interleaved.
+
+    ``build``: for systems that the lab does not know.
+    """
+    build = build or build_system
+    network = network_of(setting)
     notices: list[str] = []
     each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
     progress(f"{setting.nodes} nodes{each} at {setting.rate / 1e6:.0f} Mbit/s")
     try:
-        cluster = _cluster(setting, network)
+        cluster = _cluster(setting, build, network)
     except NetworkUnavailable as error:
         notices.append(f"no links made by the kernel ({error}): foreprop paces its own sockets")
         setting = _without_peers(setting, notices)
-        cluster = _cluster(setting, None)
+        cluster = _cluster(setting, build, None)
     with cluster:
         run = _Run(setting, cluster, paced=bool(notices), progress=progress)
         run.build()
@@ -84,10 +91,10 @@ def run_lab(setting: LabSetting, *, progress: Progress = lambda _: None) -> LabR
     return LabResult(records=run.records(), samples=run.samples, notices=notices)
 
 
-def _cluster(setting: LabSetting, network: Network | None) -> Cluster:
+def _cluster(setting: LabSetting, build: Build, network: Network | None) -> Cluster:
     return Cluster(
         serve_worker,
-        (setting, network is None),
+        (setting, build, network is None),
         nodes=setting.nodes,
         network=network,
         workers_per_node=setting.workers_per_node,
@@ -99,7 +106,7 @@ def sampled_steps(setting: LabSetting) -> int:
     return min(_BLOCK_STEPS, setting.iterations) + DISCARDED_STEPS
 
 
-def _network(setting: LabSetting) -> Network:
+def network_of(setting: LabSetting) -> Network:
     return Network(
         nodes=setting.nodes,
         rate_bits_per_s=setting.rate,
@@ -153,26 +160,20 @@ class _Run:
             if name == DDP:
                 tally.bucket_bytes = self._setting.scaled(BUCKET_BYTES)
             elif name == DDP_TUNED:
-                tally.bucket_bytes = self._best_bucket()
+                tally.bucket_bytes = best_bucket(self._setting, self._tuning_step_s)
             tally.version = self._build(name, tally.bucket_bytes)
 
     def _build(self, name: str, bucket_bytes: int | None) -> str:
         versions: list[str] = self._cluster.ask_all(("build", name, bucket_bytes))
         return versions[0]
 
-    def _best_bucket(self) -> int:
-        """The bucket size with the shortest steps, each tried for a few."""
-        seconds: dict[int, float] = {}
-        for candidate in CANDIDATE_BUCKETS_BYTES:
-            size = self._setting.scaled(candidate)
-            if seconds and size > 2 * limit.model_bytes(self._setting.layers):
-                break  # one bucket holds everything
-            self._progress(f"{DDP_TUNED}: trying buckets of {candidate >> 20} MB")
-            self._build(DDP_TUNED, size)
-            steps, _ = self._block(DDP_TUNED, _TUNING_STEPS, sample=False)
-            seconds[size] = statistics.median(steps)
-            self._cluster.ask_all(("drop", DDP_TUNED))
-        return min(seconds, key=lambda size: seconds[size])
+    def _tuning_step_s(self, candidate: int, size: int) -> float:
+        """Of ddp-tuned with such buckets, from a few steps."""
+        self._progress(f"{DDP_TUNED}: trying buckets of {candidate >> 20} MB")
+        self._build(DDP_TUNED, size)
+        steps, _ = self._block(DDP_TUNED, _TUNING_STEPS, sample=False)
+        self._cluster.ask_all(("drop", DDP_TUNED))
+        return statistics.median(steps)
 
     def measure(self) -> None:
         setting = self._setting
@@ -220,44 +221,24 @@ class _Run:
 
     def _record(self, name: str, tally: _Tally) -> Record:
         setting = self._setting
-        layers = setting.layers
-        compute_s = limit.compute_s(layers)
         wire_s = limit.wire_s(
-            limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
+            limit.model_bytes(setting.layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
         )
-        spread = Spread.of(tally.step_s)
         sent_gb = wire_s * setting.rate / 8 * setting.nodes * tally.steps / 1e9
         cpu_share = max(tally.busy_s, tally.cpu_s) / (tally.wall_s * (os.cpu_count() or 1))
-        return Record(
-            system=name,
-            model=setting.profile.name,
-            scale=setting.scale,
-            nodes=setting.nodes,
-            workers_per_node=setting.workers_per_node,
-            local_aggregation=_local_aggregation_of(name),
-            rate_bits_per_s=setting.rate,
-            balance=wire_s / compute_s,
-            compute_s=compute_s,
-            wire_s=wire_s,
-            limit_s=setting.limit_s,
-            iteration_s=spread,
-            efficiency=setting.limit_s / spread.median,
-            waiting_s=statistics.fmean(tally.waited_s),
+        return record_of(
+            name,
+            setting,
+            tally.step_s,
+            tally.waited_s,
             cpu_s_per_gb=tally.cpu_s / sent_gb,
             cpu_share=cpu_share,
             cpu_bound=cpu_share > CPU_BOUND_SHARE,
-            iterations=len(tally.step_s),
             slice_elems=tally.slice_elems or setting.slice_elems_of(name),
             bucket_bytes=tally.bucket_bytes,
             network="pacing" if self._paced else "namespaces",
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
         )
-
-
-def _local_aggregation_of(system: str) -> str | None:
-    if system in _OTHERS:
-        return None
-    return ABLATION[system].local_aggregation if system in ABLATION else local_aggregation()
 
 
 def _versions() -> dict[str, str]:
@@ -270,16 +251,20 @@ def _versions() -> dict[str, str]:
 
 
 # A worker's side.
-def serve_worker(rank: int, connection: Connection, argument: tuple[LabSetting, bool]) -> None:
+def serve_worker(
+    rank: int, connection: Connection, argument: tuple[LabSetting, Build, bool]
+) -> None:
     """Do what the coordinator says, until it hangs up."""
     torch.set_num_threads(1)
-    setting, paced = argument
+    setting, build, paced = argument
     systems: dict[str, System] = {}
     while True:
         kind, name, *details = connection.recv()
         answer: Any = None
         if kind == "build":
-            systems[name] = _build_system(name, rank, setting, paced=paced, bucket_bytes=details[0])
+            if any(system.startswith(DDP) for system in setting.systems):
+                join_process_group()
+            systems[name] = build(name, rank, setting, paced=paced, bucket_bytes=details[0])
             answer = getattr(systems[name], "version", "")
         elif kind == "steps":
             answer = _steps(systems[name], details[0], sample=details[1] and rank == 0)
@@ -290,25 +275,12 @@ def serve_worker(rank: int, connection: Connection, argument: tuple[LabSetting, 
         connection.send(answer)
 
 
-def _build_system(
+def build_system(
     name: str, rank: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
 ) -> System:
-    if any(system.startswith(DDP) for system in setting.systems):
-        join_process_group()
-    if isinstance(setting, LanguageSetting):
-        return LanguageSystem(name, setting, rank)
+    """foreprop or DDP; the peers on MXNet are built by `experiments.mxnet`."""
     if bucket_bytes is not None:
         return DdpSystem(setting, rank, bucket_bytes=bucket_bytes)
-    if name in MXNET:
-        network = _network(setting)
-        return MxnetSystem(
-            setting,
-            name,
-            node=rank,
-            address=network.address(rank),
-            root_address=network.address(0),
-            port=_MXNET_PORT + MXNET.index(name),
-        )
     return ForepropSystem(name, setting, rank, paced=paced)
 
 

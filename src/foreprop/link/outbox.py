@@ -12,11 +12,6 @@ Transmit = Callable[[SendFrame], None]
 Sent = Callable[[int], Sequence[SendFrame]]
 
 
-def frames_of(instructions: Sequence[object]) -> list[SendFrame]:
-    """What a machine has given to send."""
-    return [each for each in instructions if isinstance(each, SendFrame)]
-
-
 class Outbox:
     """Sends what the state machine hands to the links, one frame at a time to each peer.
 

@@ -17,6 +17,7 @@ from foreprop.errors import ConfigError
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Resource, Table
 from foreprop.model.refined import predict, step_s
 from foreprop.workload import limit
+from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 
 P3 = "p3"
@@ -41,21 +42,21 @@ class PlanSetting:
     profile: Profile
     compute_s: float
     """Forward and backward pass of one batch on one worker."""
-    nodes: int
-    """Machines with workers."""
-    rate_bits_per_s: float
-    """Of every node's link, each way."""
-    latency_s: float = 100e-6
-    workers_per_node: int = 1
-    servers: tuple[int, ...] = (0,)
-    """Numbers of dedicated servers to consider; 0: servers beside the workers."""
-    server_rate_bits_per_s: float | None = None
-    """Of the dedicated servers' links, if it is another one."""
-    batch: int | None = None
-    """Samples that each worker computes per step."""
+    nodes: int = option("Machines with workers.")
+    rate_bits_per_s: float = option("Each node's link, each way, as 10Gbit or 800Mbit.")
+    latency_s: float = option("From one machine to another, as 50us; half a ping.", 100e-6)
+    workers_per_node: int = option("Workers on each node.", 1)
+    servers: tuple[int, ...] = option(
+        "Dedicated servers to consider, as 2, 0..8 or 0,2,4; 0: beside the workers.", (0,)
+    )
+    server_rate_bits_per_s: float | None = option(
+        "Each dedicated server's link, if it is another one.", None
+    )
     bytes_per_elem: int = limit.BYTES_PER_ELEM
-    dense_gradients: bool = False
-    """The tables', too: whatever share of its rows a step touches, all of an array is sent."""
+    dense_gradients: bool = option(
+        "Embeddings have sparse=False: all of their rows are sent in every step.", False
+    )
+    batch: int | None = option("Samples per worker and step, for throughput in samples/s.", None)
 
     def __post_init__(self) -> None:
         if self.nodes < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -26,6 +27,19 @@ def check_finite(
         f" {gradient.numel()} elements looked at ({str(gradient.dtype).removeprefix('torch.')}) are"
         f" not, some {kind} (check_finite)"
     )
+
+
+def finite_check(
+    aggregation: Aggregation,
+) -> Callable[[torch.Tensor, str, str, int], None] | None:
+    """`check_finite` by gradient, whose it is, the parameter's name and the step; None if off."""
+    if not aggregation.reports_nonfinite:
+        return None
+
+    def check(gradient: torch.Tensor, whose: str, name: str, step: int) -> None:
+        check_finite(gradient, aggregation, whose=whose, name=name, step=step)
+
+    return check
 
 
 def is_finite(gradient: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Slice
-from foreprop.path.slicestore import DTYPES, bytes_of
+from foreprop.path.tensors import DTYPES, bytes_of
 
 _AT_ONCE_ELEMS = 32_768
 """torch divides a longer copy among threads, of which every thread here would get a team."""

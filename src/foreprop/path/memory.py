@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from foreprop.errors import InternalError
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 
 Ready = Callable[[Any], None]
 """Takes a gradient's bytes: a memoryview, or of `DeviceMemory` a tensor."""
@@ -76,12 +76,12 @@ class StagedMemory:
         self._parameter = parameter
         shape, dtype = parameter.shape, parameter.dtype
         self._values = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-        self._gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self.gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         self.values = bytes_of(self._values)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        self._gradient.copy_(gradient)
-        ready(bytes_of(self._gradient))
+        self.gradient.copy_(gradient)
+        ready(bytes_of(self.gradient))
 
     def await_staged(self) -> None:
         pass
@@ -129,33 +129,32 @@ class CudaCopier:
         return event
 
 
-class AsyncStagedMemory(StagedMemory):
+class AsyncStagedMemory:
     """A GPU's parameter: the gradient enters the queue when its copy has completed.
 
     The next replies may overwrite ``values`` only after the next gradient's event, which follows
     `land`'s copy on the device, so that needs no event of its own.
     """
 
+    receives_values = True
+
     def __init__(self, parameter: torch.Tensor, stager: Stager, *, pinned: bool = True) -> None:
-        super().__init__(parameter, pinned=pinned)
-        self._stager = stager
-        self._staged = threading.Event()
-        self._staged.set()
+        self._host = StagedMemory(parameter, pinned=pinned)
+        self._copies = StagedCopies(stager)
+        self.values = self._host.values
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        self._staged.clear()
-        event = self._stager.copier.start(self._gradient, gradient)
-
-        def complete() -> None:
-            try:
-                ready(bytes_of(self._gradient))
-            finally:
-                self._staged.set()
-
-        self._stager.submit(event, complete)
+        event = self._copies.copier.start(self._host.gradient, gradient)
+        self._copies.begin(event, lambda: ready(bytes_of(self._host.gradient)))
 
     def await_staged(self) -> None:
-        self._staged.wait()
+        self._copies.wait()
+
+    def before_sending_values(self) -> None:
+        self._host.before_sending_values()
+
+    def land(self) -> None:
+        self._host.land()
 
 
 class DeviceMemory:
@@ -168,25 +167,14 @@ class DeviceMemory:
     receives_values = False
 
     def __init__(self, stager: Stager) -> None:
-        self._stager = stager
-        self._staged = threading.Event()
-        self._staged.set()
+        self._copies = StagedCopies(stager)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         flat = gradient.contiguous().view(-1).view(torch.uint8)
-        self._staged.clear()
-        event = self._stager.copier.mark(flat)
-
-        def complete() -> None:
-            try:
-                ready(flat)
-            finally:
-                self._staged.set()
-
-        self._stager.submit(event, complete)
+        self._copies.begin(self._copies.copier.mark(flat), lambda: ready(flat))
 
     def await_staged(self) -> None:
-        self._staged.wait()
+        self._copies.wait()
 
     def before_sending_values(self) -> None:
         """Every rank has its own."""
@@ -218,6 +206,32 @@ class Stager:
             event, complete = job
             event.synchronize()
             complete()
+
+
+class StagedCopies:
+    """One parameter's turns with a stager, one after the other."""
+
+    def __init__(self, stager: Stager) -> None:
+        self.copier = stager.copier
+        self._stager = stager
+        self._over = threading.Event()
+        self._over.set()
+
+    def begin(self, event: Any, complete: Callable[[], None]) -> None:
+        """Call ``complete`` in the stager's thread, when the event has completed."""
+        self._over.clear()
+
+        def end() -> None:
+            try:
+                complete()
+            finally:
+                self._over.set()
+
+        self._stager.submit(event, end)
+
+    def wait(self) -> None:
+        """Block until the last one is over."""
+        self._over.wait()
 
 
 class NoMemory:
@@ -265,3 +279,34 @@ class MemoryFactory:
         for stager in self._stagers.values():
             stager.stop()
         self._stagers.clear()
+
+
+class HeldGradient:
+    """A gradient while it is being sent: kept alive until its last part has been taken.
+
+    Given once its bytes can be sent; taken in parts by the sending threads, one per server.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._gradient: torch.Tensor | None = None
+        self._bytes: Any = None
+        self._unsent_bytes = 0
+        self._taking = threading.Lock()
+
+    def hold(self, gradient: torch.Tensor, its_bytes: Any) -> None:
+        """Keep it until all of its bytes have been taken."""
+        self._unsent_bytes = gradient.numel() * gradient.element_size()
+        self._gradient = gradient if self._unsent_bytes else None
+        self._bytes = its_bytes
+
+    def take(self, start_bytes: int, stop_bytes: int) -> Any:
+        """A part; each is taken once. Any thread."""
+        whole = self._bytes
+        if whole is None or self._gradient is None:
+            raise InternalError(f"no gradient of {self._name} is held")
+        with self._taking:
+            self._unsent_bytes -= stop_bytes - start_bytes
+            if self._unsent_bytes <= 0:
+                self._gradient = self._bytes = None
+        return whole[start_bytes:stop_bytes]

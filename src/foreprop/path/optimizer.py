@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
 from foreprop.errors import ConfigError
-from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
@@ -57,34 +57,6 @@ def can_be_served(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]) -> None:
-    """Refuse what would move rows without a gradient, or what torch refuses itself.
-
-    ``group_of``: of the parameters with sparse gradients, by name.
-    """
-    if not group_of:
-        return
-    from foreprop.tables.store import SPARSE_OPTIMIZERS
-
-    cls = type(optimizer)
-    which = f"for the sparse gradients of {', '.join(sorted(group_of))}"
-    if SPARSE_OPTIMIZERS.get(cls.__name__) is not cls:
-        raise ConfigError(
-            f"optimizer is {cls.__name__}, which cannot be used {which}: it moves rows that a step"
-            f" has not touched. Use one of {', '.join(SPARSE_OPTIMIZERS)}, give these parameters an"
-            " optimizer and a parallelize() of their own, or say sparse=False"
-        )
-    for number in sorted(set(group_of.values())):
-        group = optimizer.param_groups[number]
-        for name in ("momentum", "weight_decay"):
-            if group.get(name):
-                raise ConfigError(
-                    f"{name} of parameter group {number} is {group[name]}, which cannot be used"
-                    f" {which}: it moves rows that a step has not touched. Give them a parameter"
-                    f" group with {name}=0, or say sparse=False"
-                )
-
-
 def check_groups(optimizer: torch.optim.Optimizer) -> None:
     """Refuse settings that no architecture can apply."""
     for number, group in enumerate(optimizer.param_groups):
@@ -101,16 +73,20 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Hyperparameters, 
     A number in a tensor (``lr=torch.tensor(0.1)``) goes by its name and its type, "lr float32":
     torch computes in that type then, and so must the servers.
     """
-    names = _names(type(optimizer))
-    return tuple(
-        {_label(name, group[name]): _plain(group[name], name) for name in names if name in group}
-        for group in optimizer.param_groups
-    )
+    cls, found = type(optimizer), []
+    names = _names_of[cls] if cls in _names_of else _names(cls)
+    for group in optimizer.param_groups:
+        own: Hyperparameters = {}
+        for name in names:
+            if name in group:
+                value = group[name]
+                label = _typed(name, value) if isinstance(value, torch.Tensor) else name
+                own[label] = _plain(value, name)
+        found.append(own)
+    return tuple(found)
 
 
-def _label(name: str, value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return name
+def _typed(name: str, value: torch.Tensor) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
         raise ConfigError(
@@ -124,11 +100,9 @@ _names_of: dict[type, tuple[str, ...]] = {}
 
 
 def _names(cls: type[torch.optim.Optimizer]) -> tuple[str, ...]:
-    names = _names_of.get(cls)
-    if names is None:
-        accepted = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and params
-        names = tuple(name for name in accepted if name not in _IMPLEMENTATION_CHOICES)
-        _names_of[cls] = names
+    accepted = list(inspect.signature(cls.__init__).parameters)[2:]  # after self and params
+    names = tuple(name for name in accepted if name not in _IMPLEMENTATION_CHOICES)
+    _names_of[cls] = names
     return names
 
 

@@ -63,13 +63,15 @@ class Progress:
 
     def gradient_ready(self, parameter: int, step: int) -> None:
         """For the trace."""
-        self._mark(Stage.GRADIENT_READY, parameter, step)
+        if self._trace is not None:
+            self._mark(Stage.GRADIENT_READY, parameter, step)
 
     def parameter_complete(self, parameter: int, step: int) -> None:
         """Wake who may wait for it."""
         if self._waiters > 1 or parameter == self.awaited:
             self.notify()
-        self._mark(Stage.PARAMETER_READY, parameter, step)
+        if self._trace is not None:
+            self._mark(Stage.PARAMETER_READY, parameter, step)
 
     def _mark(self, stage: Stage, parameter: int, step: int) -> None:
         """A moment in the life of a parameter, for the trace."""

@@ -13,7 +13,7 @@ import time
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import Header, Kind, encode_header
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.peer import Peer
+from foreprop.link.connection import Connection
 
 MAX_GREETING_BYTES = 256
 GREETING_S = 10.0
@@ -42,14 +42,14 @@ class Reception:
         self._session_id = session_id.encode()
         self._world_size = world_size
         self._limit_s = min(GREETING_S, join_limit_s)
-        self._strangers: dict[Peer, None] = {}  # in the order in which they came
-        self._greeted: dict[int, Peer] = {}  # by rank, also those that have joined
+        self._strangers: dict[Connection, None] = {}  # in the order in which they came
+        self._greeted: dict[int, Connection] = {}  # by rank, also those that have joined
 
     @property
     def strangers(self) -> int:
         return len(self._strangers)
 
-    def arrived(self, peer: Peer) -> Peer | None:
+    def arrived(self, peer: Connection) -> Connection | None:
         """One more; returns the one that must go for it, the oldest, if there are too many."""
         self._strangers[peer] = None
         if len(self._strangers) <= MAX_STRANGERS:
@@ -58,7 +58,7 @@ class Reception:
         del self._strangers[oldest]
         return oldest
 
-    def greet(self, peer: Peer, header: Header, payload: memoryview, *, begun: bool) -> None:
+    def greet(self, peer: Connection, header: Header, payload: memoryview, *, begun: bool) -> None:
         """It knows the session: from now on it has a rank. Raises `RemoteProtocolError`."""
         if peer.rank >= 0:
             raise RemoteProtocolError("a second HELLO on one connection")
@@ -75,22 +75,22 @@ class Reception:
         self._greeted[rank] = peer
         peer.rank = rank
 
-    def check_world_size(self, peer: Peer, world_size: int) -> None:
+    def check_world_size(self, peer: Connection, world_size: int) -> None:
         """Of its manifest, before anything is computed from it."""
         expected = self._world_size
         if expected is not None and world_size != expected:
             raise GreetingRefused(f"rank {peer.rank} of {world_size} in a world of {expected}")
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: Connection) -> None:
         """Its connection has ended before it has joined."""
         self._strangers.pop(peer, None)
         if self._greeted.get(peer.rank) is peer:
             del self._greeted[peer.rank]
 
-    def silent(self) -> list[Peer]:
+    def silent(self) -> list[Connection]:
         """Strangers that have said nothing for too long."""
         since_s = time.monotonic() - self._limit_s
         return [peer for peer in self._strangers if peer.connected_at_s < since_s]
 
-    def everybody(self) -> list[Peer]:
+    def everybody(self) -> list[Connection]:
         return [*self._strangers, *self._greeted.values()]

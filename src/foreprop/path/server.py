@@ -1,7 +1,7 @@
-"""A server's shell: the threads and sockets around its session.
+"""A server's shell: who connects, who is lost, and how the session ends.
 
-One thread accepts; one per peer receives, and one sends. Here peers are met, told apart and lost;
-what their frames are about, the session knows (`path.slices`, or a relay's).
+One thread accepts; one per peer receives, and one sends. Who joins is `path.joining`'s; what the
+frames of a session are about, its services know (`servers.composed`, or a relay's).
 """
 
 from __future__ import annotations
@@ -19,39 +19,19 @@ from pathlib import Path
 import torch
 
 from foreprop.config import Config
-from foreprop.core.frames import CONTROL_PRIORITY, NO_TOKEN, SendFrame
-from foreprop.core.manifest import NO_GROUP, Manifest, decode_manifest, describe_mismatch
 from foreprop.core.peers import Peers
-from foreprop.core.sendqueue import Order, takes_turns
-from foreprop.core.window import window_share_bytes
-from foreprop.core.wire import (
-    MAX_CONTROL_BYTES,
-    Frame,
-    FrameReader,
-    Header,
-    Kind,
-    encode_header,
-)
-from foreprop.errors import (
-    ForepropError,
-    InternalError,
-    RemoteProtocolError,
-    StorageError,
-    TransportError,
-)
-from foreprop.link.failure import Failure, decode_failure, failure_of
-from foreprop.link.outbox import Outbox
+from foreprop.core.wire import Header, Kind
+from foreprop.errors import ForepropError, RemoteProtocolError, StorageError
+from foreprop.link.connection import Connection
+from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import SocketStream, Stream
 from foreprop.link.tcp import tune
 from foreprop.observe.stages import Stage
 from foreprop.observe.trace import TraceRecorder, trace_path
-from foreprop.path.peer import Peer, ServedSession, SessionHost, bounded
-from foreprop.path.reception import MAX_GREETING_BYTES, GreetingRefused, Reception
-from foreprop.path.slices import ServerSession
-from foreprop.path.slicestore import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.joining import Composer, Joining, StreamWrapper
+from foreprop.path.reception import GreetingRefused, Reception
+from foreprop.path.services import unexpected_bytes
 from foreprop.path.stall import StallReporter
-from foreprop.tables.store import SPARSE_OPTIMIZERS
-from foreprop.version import __version__
 
 _FAREWELL_S = 2.0
 _MOST_POLL_S = 1.0
@@ -61,18 +41,13 @@ _JOIN_SHARE = 0.9
 """A server gives up before the workers do: it knows who is missing."""
 _FIRST_PROCESS = 1000
 """Of servers in traces; workers have their ranks."""
-StreamWrapper = Callable[[Stream, int], Stream]
-"""Puts an emulated link around the stream to a rank, if there is one."""
-
-SessionMaker = Callable[[Manifest, SessionHost], ServedSession]
-PeersOf = Callable[[Manifest], Peers]
 
 
 class Server:
     """One server of one session, over a listening socket or ready-made streams.
 
-    ``make_session`` and ``peers_of`` make a relay of it (`relays.relay`); ``name`` is for messages,
-    ``process`` and its number are for traces.
+    ``composer`` makes a server or a relay of it; ``name`` is for messages, ``process`` and its
+    number are for traces.
     """
 
     def __init__(
@@ -81,43 +56,41 @@ class Server:
         index: int,
         session_id: str,
         config: Config,
+        composer: Composer,
         world_size: int | None = None,
         wrap: StreamWrapper | None = None,
-        make_session: SessionMaker = ServerSession,
-        peers_of: PeersOf = Manifest.peers,
         name: str = "",
         process: str = "",
         process_id: int | None = None,
     ) -> None:
         self.index = index
         self.name = name or f"server {index}"
-        self._make_session = make_session
-        self._peers_of = peers_of
-        self._session_id = session_id
         self._config = config
         self._join_limit_s = _JOIN_SHARE * config.join_timeout_s
-        self._wrap = wrap
+        self._is_emulated = wrap is not None
         self.lock = threading.RLock()
-        self._peers: dict[int, Peer] = {}  # by number
-        self._known: Peers | None = None
-        """Who is to come, once the first has said so."""
-        self._session: ServedSession | None = None
+        self._peers: dict[int, Connection] = {}  # by number
         self._reception = Reception(session_id, world_size, self._join_limit_s)
+        self._joining = Joining(
+            self,
+            self.name,
+            composer,
+            self._reception,
+            config,
+            wrap,
+            session_id,
+            self._peers,
+        )
         self._started_at_s = time.monotonic()
         self._parting_since_s = 0.0
         self._done = threading.Event()
         self._wake = socket.socketpair()  # ends the wait for connections
         self._failure: Failure | None = None
-        self._messages: dict[int, bytes | memoryview] = {}
-        self._next_token = 0
         self._threads: list[threading.Thread] = []
-        self._streams: list[Stream] = []
-        self._outbox = Outbox(
-            f"foreprop-server{index}-send", self._transmit, self._next_after_sent, self.broke
-        )
+        self._connections: list[Connection] = []
         self.trace: TraceRecorder | None = None
         if config.trace:
-            process = process or f"server {index}"
+            process = process or self.name
             path = trace_path(Path(config.trace), process.replace(" ", "-"), session_id)
             number = _FIRST_PROCESS + index if process_id is None else process_id
             self.trace = TraceRecorder(path, process, number)
@@ -173,7 +146,7 @@ class Server:
                 sock,
                 unsent_bytes=self._config.unsent_bytes,
                 timeout_s=self._config.step_timeout_s,
-                emulated=self._wrap is not None,
+                emulated=self._is_emulated,
             )
         except OSError:
             sock.close()
@@ -188,12 +161,13 @@ class Server:
             joined = dict(self._peers)
         for peer in silent:
             peer.stream.close()
-        if self._session is None and now > self._started_at_s + limit_s:
+        if self._joining.work is None and now > self._started_at_s + limit_s:
             what, met = "rank 0", f"ranks {sorted(peer.rank for peer in joined.values())}"
-            if self._known is not None:
-                missing = [peer for peer in range(self._known.count) if peer not in joined]
-                what = ", ".join(map(self._known.name, missing)) or what
-                met = self._known.listed(sorted(joined))
+            known = self._joining.known
+            if known is not None:
+                missing = [peer for peer in range(known.count) if peer not in joined]
+                what = ", ".join(map(known.name, missing)) or what
+                met = known.listed(sorted(joined))
             self.fail(
                 Failure(
                     kind="StepTimeout",
@@ -216,18 +190,20 @@ class Server:
     def _staying(self) -> list[int]:
         """The workers that have not closed the session, if others have."""
         staying = [number for number, peer in self._peers.items() if not peer.left]
-        return staying if self._session is not None and len(staying) < len(self._peers) else []
+        return staying if self._joining.work is not None and len(staying) < len(self._peers) else []
 
     def _describe_staying(self, staying: list[int]) -> str:
-        known = self._known or Peers(())
+        known = self._joining.known or Peers(())
         gone = [number for number in range(known.count) if number not in staying]
         return f"{known.names(staying)} did not close the session; {known.names(gone)} did"
 
     def serve(self, stream: Stream) -> None:
         """Take one worker's connection; returns at once."""
-        peer = Peer(stream)
+        peer = Connection(
+            stream, self._joining.owners, sender=self.index, whose="rank", give_up_s=_FAREWELL_S
+        )
         with self.lock:
-            self._streams.append(stream)
+            self._connections.append(peer)
             crowded_out = self._reception.arrived(peer)
         if crowded_out is not None:
             crowded_out.stream.close()
@@ -237,11 +213,13 @@ class Server:
         """Block until the session has ended, then release everything."""
         self._done.wait()
         self._say_farewell()
-        if self._session is not None:
-            self._session.close(self._failure)
-        for stream in list(self._streams):
-            stream.close()
-        self._outbox.stop()
+        work = self._joining.work
+        if work is not None:
+            work.close(self._failure)
+        for peer in list(self._connections):
+            peer.stream.close()
+        if work is not None:
+            work.stop()
         for thread in self._threads:
             thread.join()
         for end in self._wake:
@@ -266,6 +244,8 @@ class Server:
 
     def end(self) -> None:
         self._done.set()
+        for peer in list(self._peers.values()):
+            peer.silent = True
         with contextlib.suppress(OSError):  # closed already: it has ended before
             self._wake[1].send(b"x", socket.MSG_DONTWAIT)
 
@@ -276,37 +256,33 @@ class Server:
         self._threads.append(thread)
         thread.start()
 
-    # Receiving.
-    def _receive(self, peer: Peer) -> None:
+    # Receiving, and what becomes of connections. In their receiving threads.
+    def _receive(self, peer: Connection) -> None:
         torch.set_grad_enabled(False)  # holds for this thread, which may have to update slices
-        reader = FrameReader(lambda header: self._destination(peer, header))
-        try:
-            while True:
-                received = peer.stream.receive_into(reader.buffer)
-                if not received:
-                    break
-                frame = reader.advance(received)
-                if frame is not None:
-                    self._on_frame(peer, frame)
-        except RemoteProtocolError as error:
-            self._reject(peer, error)
-        except TransportError:
-            pass
-        except ForepropError as error:
-            self.fail(failure_of(error))
-        except BaseException as error:
-            self.broke(error)
+        peer.receive(self)
         if not peer.joined or not self._done.is_set():
             peer.stream.close()  # otherwise it is still told why the session has ended
         self._on_closed(peer)
 
-    def _reject(self, peer: Peer, error: RemoteProtocolError) -> None:
+    def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
+        if not peer.joined or self._joining.work is None:
+            return self._joining.refusal(peer, header)
+        if header.payload_bytes:
+            return unexpected_bytes(header)
+        return RemoteProtocolError(f"{self._name_of(peer)} sent {Kind(header.kind).name}")
+
+    def on_lost(self, peer: Connection, why: str) -> None:
+        """Told in `_on_closed`, if it is a loss."""
+
+    def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
         who = self._name_of(peer) if peer.joined else "a stranger"
         message = f"foreprop: {self.name}: {who} broke the protocol: {error}"
         print(message, file=sys.stderr, flush=True)
         if isinstance(error, GreetingRefused):  # it may be a worker that is one too many
-            self._send_refusal(peer, f"{self.name} refused the greeting: {error}")
+            why = f"{self.name} refused the greeting: {error}"
+            failure = Failure(kind="HandshakeError", message=why)
+            peer.send_past_queue(Kind.FAILURE, failure.encode())
         if peer.joined:
             failure = Failure(
                 kind="RemoteProtocolError",
@@ -316,15 +292,17 @@ class Server:
             )
             self.fail(failure)
 
-    def _send_refusal(self, peer: Peer, why: str) -> None:
-        data = Failure(kind="HandshakeError", message=why).encode()
-        _tell(peer, *_failure_frame(self.index, data))
+    def on_error(self, peer: Connection, error: BaseException) -> None:
+        if isinstance(error, ForepropError):
+            self.fail(failure_of(error))
+        else:
+            self.broke(error)
 
-    def _on_closed(self, peer: Peer) -> None:
+    def _on_closed(self, peer: Connection) -> None:
         if not peer.joined:
             with self.lock:
                 self._reception.forget(peer)
-                self._streams.remove(peer.stream)
+                self._connections.remove(peer)
             return
         if peer.left or self._done.is_set():
             return
@@ -335,175 +313,23 @@ class Server:
         )
         self.fail(Failure(kind="PeerLost", message=message, peer=who, step=peer.last_step))
 
-    def _name_of(self, peer: Peer) -> str:
-        return self._known.name(peer.number) if self._known is not None else f"rank {peer.rank}"
+    def _name_of(self, peer: Connection) -> str:
+        known = self._joining.known
+        return known.name(peer.number) if known is not None else f"rank {peer.rank}"
 
-    def _describe_last(self, peer: Peer) -> str:
+    def _describe_last(self, peer: Connection) -> str:
         """Where a lost worker was: stage, step and parameter."""
-        session = self._session
-        if session is None:
+        work = self._joining.work
+        if work is None:
             return "the session had not started"
         if peer.last_push is None:
             last = "it had pushed nothing"
         else:
-            last = f"its last push was {session.names[peer.last_push[0]]} of step {peer.last_step}"
+            last = f"its last push was {work.names[peer.last_push[0]]} of step {peer.last_step}"
         with self.lock:
-            for _, step, text in session.incomplete():
+            for _, step, text in work.incomplete():
                 return f"{last}; stage {Stage.PUSH_RECEIVED.value}, step {step}: {text}"
         return f"{last} (stage {Stage.PUSH_RECEIVED.value}); nothing was waiting for it"
-
-    def _destination(self, peer: Peer, header: Header) -> memoryview:
-        """Where the payload goes; every size is checked against what is known here."""
-        kind = header.kind
-        if self.trace is not None:
-            peer.receive_started_ns = self.trace.now_ns()
-        if peer.rank < 0:
-            if kind != Kind.HELLO:
-                raise RemoteProtocolError(f"the first frame is {Kind(kind).name}, not HELLO")
-            return bounded(header, MAX_GREETING_BYTES)
-        if header.rank != peer.rank:
-            raise RemoteProtocolError(f"rank {peer.rank} sent a frame of rank {header.rank}")
-        if kind == Kind.FAILURE:
-            return bounded(header, MAX_CONTROL_BYTES)
-        if not peer.joined:
-            return self._manifest_destination(peer, header)
-        session = self._session
-        if session is None:
-            raise RemoteProtocolError(f"{Kind(kind).name} before the session has started")
-        return session.destination(peer, header)
-
-    def _manifest_destination(self, peer: Peer, header: Header) -> memoryview:
-        if self._session is not None:
-            raise GreetingRefused(f"the session has begun without rank {peer.rank}")
-        if header.kind not in (Kind.MANIFEST, Kind.HELLO):
-            raise RemoteProtocolError(f"{Kind(header.kind).name} before the session has started")
-        return bounded(header, MAX_CONTROL_BYTES if header.kind == Kind.MANIFEST else 0)
-
-    def _on_frame(self, peer: Peer, frame: Frame) -> None:
-        header, payload = frame
-        kind = header.kind
-        if kind == Kind.HELLO and not peer.joined:
-            with self.lock:
-                begun = self._session is not None
-                self._reception.greet(peer, header, payload, begun=begun)
-        elif kind == Kind.MANIFEST and not peer.joined:
-            self._on_manifest(peer, decode_manifest(payload))
-        elif kind == Kind.FAILURE:
-            failure = decode_failure(payload)
-            peer.left = True
-            self.fail(failure)
-        elif self._session is None:
-            raise RemoteProtocolError("the session has not started")
-        else:
-            self._session.on_frame(peer, header, payload)
-
-    # The start.
-    def _on_manifest(self, peer: Peer, manifest: Manifest) -> None:
-        if manifest.session != self._session_id:
-            raise RemoteProtocolError(f"HELLO for another session: {manifest.session!r}")
-        self._reception.check_world_size(peer, manifest.world_size)
-        if peer.rank >= manifest.world_size or not manifest.parameters:
-            raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
-        number = self._peers_of(manifest).number_of(peer.rank)
-        with self.lock:
-            if number in self._peers:
-                raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
-            peer.number, peer.manifest = number, manifest
-            if self._wrap is not None:
-                peer.stream = self._wrap(peer.stream, peer.rank)
-            self._peers[number] = peer
-            first = self._peers.get(0)
-            if first is None or first.manifest is None:
-                return
-            self._known = self._peers_of(first.manifest)
-            refused = self._compare_all(first.manifest)
-            complete = len(self._peers) == self._known.count
-            session = None
-            if not refused and complete:
-                self._bound_replies(first.manifest.knobs.order, self._known.count)
-                session = self._session = self._make_session(first.manifest, self)
-        if refused:
-            self.fail(Failure(kind="HandshakeError", message=refused))
-        elif session is not None:  # not `_session`: another thread may have made that by now
-            session.start()
-
-    def _bound_replies(self, order: Order, peers: int) -> None:
-        if not takes_turns(order, peers):
-            return
-        window_bytes = window_share_bytes(self._config.push_window_bytes, peers, order)
-        for peer in self._peers.values():
-            peer.stream.bound(window_bytes)
-
-    def _compare_all(self, zero: Manifest) -> str | None:
-        """How the first peer and the others, or this process, differ."""
-        known = (
-            SPARSE_OPTIMIZERS if info.rows else ELEMENTWISE_OPTIMIZERS
-            for info in zero.parameters
-            if info.group != NO_GROUP
-        )
-        if any(zero.optimizer.name not in allowed for allowed in known):
-            return f"optimizer {zero.optimizer.name!r} is not one that servers apply"
-        first = f"rank {self._peers[0].rank}"
-        ours = (__version__, torch.__version__.partition("+")[0], sys.byteorder)
-        theirs = (zero.foreprop, zero.torch, zero.byteorder)
-        for name, mine, other in zip(("foreprop", "torch", "byteorder"), ours, theirs, strict=True):
-            if mine != other:
-                us, values = self.name, f"{first} has {other!r}, {self.name} {mine!r}"
-                return f"{first} and {us} do not agree: {name}: {values}"
-        for peer in self._peers.values():
-            if peer.manifest is not None:
-                them = f"rank {peer.rank}"
-                text = describe_mismatch(zero, peer.manifest, us=first, them=them)
-                if text is not None:
-                    return f"{first} and {them} do not agree: {text}"
-        return None
-
-    # Sending, for the session.
-    def submit(self, frame: SendFrame) -> None:
-        self._outbox.submit(frame)
-
-    def sending_to(self) -> list[int]:
-        return self._outbox.sending_to()
-
-    def keep(self, data: bytes | memoryview) -> int:
-        with self.lock:
-            token = self._next_token
-            self._next_token += 1
-            self._messages[token] = data
-        return token
-
-    def take(self, token: int) -> bytes | memoryview:
-        return self._messages.pop(token)
-
-    def tell(self, peer: Peer, kind: int, about: Header, data: bytes) -> None:
-        place = (about.step, about.slice, CONTROL_PRIORITY, len(data))
-        _tell(peer, encode_header(kind, 0, self.index, *place), memoryview(data))
-
-    def _next_after_sent(self, peer: int) -> list[SendFrame]:
-        session = self._session
-        if session is None:
-            return []
-        with self.lock:
-            return session.next_after_sent(peer)
-
-    def _transmit(self, frame: SendFrame) -> None:
-        session = self._session
-        if session is None:
-            raise InternalError("a frame is sent before the session has started")
-        number, kind, step, slice_, priority, flags, token = frame
-        kept = token != NO_TOKEN
-        payload = memoryview(self.take(token)) if kept else session.payload_of(frame)
-        header = encode_header(kind, flags, self.index, step, slice_, priority, len(payload))
-        started_ns = self.trace.now_ns() if self.trace is not None else 0
-        peer = self._peers[number]
-        try:
-            with peer.sending:
-                if self._done.is_set():
-                    return
-                peer.stream.send(header, payload)
-        except TransportError:
-            return  # its receiving thread reports the loss, with the rank's name
-        session.on_sent(frame, len(payload), started_ns)
 
     # The end.
     def fail(self, failure: Failure) -> None:
@@ -518,47 +344,30 @@ class Server:
         self.fail(failure_of(error))
 
     def _say_farewell(self) -> None:
-        """Tell every worker why the session ended; whoever does not listen is left behind."""
+        """Say to every worker why the session ended; whoever does not listen is left behind."""
         failure = self._failure
         if failure is None:
             return
-        frame = _failure_frame(self.index, failure.encode())
-        tellers = [
-            threading.Thread(target=_tell, args=(peer, *frame), daemon=True)
+        data = failure.encode()
+        farewells = [
+            peer.start_sending_past_queue("foreprop-farewell", Kind.FAILURE, data)
             for peer in self._reception.everybody()
         ]
-        for teller in tellers:
-            teller.start()
         deadline = time.monotonic() + _FAREWELL_S
-        for teller in tellers:
-            teller.join(max(0.0, deadline - time.monotonic()))
+        for farewell in farewells:
+            farewell.join(max(0.0, deadline - time.monotonic()))
 
     # For the stall report.
     def stalled(self) -> tuple[int, int, str] | None:
         """(slice, step, description) of a slice that some ranks have pushed and others not."""
-        session = self._session
-        if session is None:
+        work = self._joining.work
+        if work is None:
             return None
         with self.lock:
             if staying := self._staying():
                 return -1, 0, f"waits: {self._describe_staying(staying)}"
-            return next(session.incomplete(), None)
+            return next(work.incomplete(), None)
 
     @property
     def stall_report_s(self) -> float:
         return self._config.stall_report_s
-
-
-def _failure_frame(server: int, data: bytes) -> tuple[bytes, memoryview]:
-    header = encode_header(Kind.FAILURE, 0, server, 0, 0, CONTROL_PRIORITY, len(data))
-    return header, memoryview(data)
-
-
-def _tell(peer: Peer, header: bytes, payload: memoryview) -> None:
-    if not peer.sending.acquire(timeout=_FAREWELL_S):
-        return  # stuck in the middle of a frame: it will see the connection close
-    try:
-        with contextlib.suppress(TransportError):
-            peer.stream.send(header, payload)
-    finally:
-        peer.sending.release()

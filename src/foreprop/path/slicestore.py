@@ -11,71 +11,39 @@ an element is treated as it would be there, wherever a slice begins and ends.
 from __future__ import annotations
 
 import inspect
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
-from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.errors import RemoteProtocolError
+from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS, PartOptimizer
 from foreprop.path.summing import (
+    add_up,
     clip,
     finish_sum,
     move_average,
     square_sum,
     start_average,
+    sum_dtype,
+)
+from foreprop.path.tensors import (
+    AVERAGE,
+    DTYPES,
+    GRADIENT,
+    MASTER,
+    bytes_of,
+    decode_state,
+    encode_state,
+    is_array,
+    state_limit_bytes,
 )
 
-ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    cls.__name__: cls
-    for cls in (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.ASGD,
-    )
-}
-"""Each updates every element from that element alone, so it gives the same bits on slices."""
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_HALVES = (torch.bfloat16, torch.float16)
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
-AVERAGE = "ema"
-"""The name of the one entry of a slice's moving average."""
-GRADIENT = "gradient"
-"""The name of the one entry of a slice's aggregated gradient."""
-MASTER = "master"
-"""The name of the one entry of a slice's values in full."""
-_STATE_ENTRIES_LIMIT = 16
-_STATE_HEAD_LIMIT_BYTES = 65_536
-_LENGTH = struct.Struct("!I")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's bytes."""
-    if not tensor.is_contiguous():
-        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
-    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 class Extent(NamedTuple):
@@ -108,47 +76,6 @@ class GradientBuffer:
         self.extent = extent
         self.tensor = extent.zeros(dtype)
         self.view = bytes_of(extent.part(self.tensor))
-
-
-class PartOptimizer:
-    """The optimizer of one slice; made for its first update, with the group of that."""
-
-    __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received")
-
-    def __init__(
-        self, cls: type[torch.optim.Optimizer], parameter: torch.nn.Parameter, **options: Any
-    ) -> None:
-        self._cls = cls
-        self._parameter = parameter
-        self._options = options
-        self._made: torch.optim.Optimizer | None = None
-        self._group: Hyperparameters | None = None
-        self._received: dict[str, Any] | None = None  # a state, to be used from the next update
-
-    def prepare(self, group: Hyperparameters) -> torch.optim.Optimizer:
-        """For an update with these numbers, and with a state that has been received since."""
-        if self._made is None:
-            self._made = self._cls([self._parameter], **optimizer_arguments(group), **self._options)
-        elif self._group is not group:
-            self._made.param_groups[0].update(optimizer_arguments(group))
-        self._group = group
-        if self._received is not None:
-            self._made.state[self._parameter] = self._received
-            self._received = None
-        return self._made
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """As the next update will find it."""
-        if self._received is not None:
-            return self._received
-        return {} if self._made is None else self._made.state.get(self._parameter, {})
-
-    def replace_state(self, state: dict[str, Any]) -> None:
-        """From the next update on; an empty one is an optimizer's own at its start."""
-        self._received = state or None
-        if self._received is None:
-            self._made = None
 
 
 class _SliceTensors:
@@ -199,6 +126,8 @@ class SliceStore:
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
         self._world_size = manifest.world_size
         self._aggregation = manifest.knobs.aggregation
+        limit = self._aggregation.clip_grad_value
+        self._clips = self._aggregation.needs_norm or limit is not None
         optimizer = ELEMENTWISE_OPTIMIZERS.get(manifest.optimizer.name, torch.optim.Optimizer)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
@@ -242,7 +171,8 @@ class SliceStore:
     def put_gradient(self, slice_: int, rank: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[rank] = buffer
 
-    def put_value(self, slice_: int, buffer: GradientBuffer) -> None:
+    def put_value(self, slice_: int, buffer: GradientBuffer, *, step: int = 0) -> None:
+        """To be installed now (``step`` 0) or with the next update."""
         self._slices[slice_].staged = buffer
 
     def install_value(self, slice_: int) -> None:
@@ -285,7 +215,8 @@ class SliceStore:
         """
         tensors, decay = self._slices[slice_], self._aggregation.ema
         changed = bool(ranks) or (tensors.staged is not None and tensors.shown is not None)
-        self.install_value(slice_)
+        if tensors.staged is not None:
+            self.install_value(slice_)
         if decay is not None and tensors.average is None:
             tensors.average = start_average(tensors.parameter)
         if ranks:
@@ -324,7 +255,8 @@ class SliceStore:
     ) -> None:
         optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        clip(total, self._aggregation, coefficient)
+        if self._clips:
+            clip(total, self._aggregation, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)
@@ -354,13 +286,11 @@ class SliceStore:
         self, tensors: _SliceTensors, ranks: Sequence[int], scale: float = 1.0
     ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
-        total = tensors.gradients[ranks[0]].tensor
-        dtype = total.dtype
-        cast = dtype != tensors.parameter.dtype
-        if dtype in _HALVES and (cast or self._world_size > 1):
-            total = total.float()  # summing in half precision would lose small gradients
-        for rank in ranks[1:]:
-            total += tensors.gradients[rank].tensor
+        gradients = [tensors.gradients[rank].tensor for rank in ranks]
+        wire_dtype = gradients[0].dtype
+        is_cast = wire_dtype != tensors.parameter.dtype  # what follows is done in float32, too
+        dtype = sum_dtype(wire_dtype, workers=2 if is_cast else self._world_size)
+        total = add_up(gradients, dtype)
         reduction = self._reductions[tensors.piece.parameter]
         finish_sum(total, reduction, workers=self._world_size, scale=scale)
         return total
@@ -436,89 +366,7 @@ def _show(tensors: _SliceTensors) -> None:
     tensors.shown.copy_(tensors.parameter)
 
 
-def is_array(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
 def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
     tensor = extent.zeros(value.dtype)
     extent.part(tensor)[:] = value
     return tensor
-
-
-def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for name, value in group.items():
-        key, _, dtype = name.partition(" ")
-        if dtype:  # the user gave a tensor, see `hyperparameters`
-            arguments[key] = torch.tensor(value, dtype=DTYPES[dtype])
-        else:
-            arguments[key] = tuple(value) if isinstance(value, list) else value
-    return arguments
-
-
-class _StateEntry(msgspec.Struct, frozen=True):
-    """One entry of an optimizer's state: a tensor of ``elems`` elements, or a plain number."""
-
-    key: str
-    dtype: str = ""
-    elems: int = 0
-    number: int | float | bool | None = None
-    scalar: bool = False
-
-
-_ENTRIES = msgspec.json.Decoder(tuple[_StateEntry, ...])
-_STATE_DTYPES = {**DTYPES, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
-
-
-def state_limit_bytes(elems: int) -> int:
-    """More than any element-wise optimizer's state of a slice can need."""
-    return _STATE_ENTRIES_LIMIT * 8 * max(elems, 1) + _STATE_HEAD_LIMIT_BYTES
-
-
-def encode_state(state: Mapping[str, Any]) -> bytes:
-    """Flat tensors and plain numbers by name, without pickle."""
-    entries, payloads = [], []
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            flat = value.detach().reshape(-1).contiguous().cpu()
-            dtype = str(flat.dtype).removeprefix("torch.")
-            entries.append(_StateEntry(key, dtype, flat.numel(), None, value.dim() == 0))
-            payloads.append(bytes(bytes_of(flat)))
-        else:
-            entries.append(_StateEntry(key, number=value))
-    head = msgspec.json.encode(entries)
-    return b"".join([_LENGTH.pack(len(head)), head, *payloads])
-
-
-def decode_state(data: memoryview, *, elems: int) -> dict[str, Any]:
-    """The inverse of `encode_state`; tensors must have ``elems`` elements or be scalars."""
-    try:
-        (head_bytes,) = _LENGTH.unpack_from(data)
-        entries = _ENTRIES.decode(data[_LENGTH.size : _LENGTH.size + head_bytes])
-    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not an optimizer state: {error}") from error
-    if len(entries) > _STATE_ENTRIES_LIMIT:
-        raise RemoteProtocolError(
-            f"an optimizer state of {len(entries)} entries; at most {_STATE_ENTRIES_LIMIT}"
-        )
-    rest = data[_LENGTH.size + head_bytes :]
-    state: dict[str, Any] = {}
-    for entry in entries:
-        if not entry.dtype:
-            state[entry.key] = entry.number
-            continue
-        wanted = 1 if entry.scalar else elems
-        dtype = _STATE_DTYPES.get(entry.dtype)
-        if dtype is None or entry.elems != wanted or len(rest) < wanted * dtype.itemsize:
-            raise RemoteProtocolError(
-                f"optimizer state {entry.key!r} has {entry.elems} elements of {entry.dtype},"
-                f" not {wanted}"
-            )
-        tensor = torch.empty(wanted, dtype=dtype)
-        bytes_of(tensor)[:] = rest[: wanted * dtype.itemsize]
-        rest = rest[wanted * dtype.itemsize :]
-        state[entry.key] = tensor.reshape(()) if entry.scalar else tensor
-    if rest:
-        raise RemoteProtocolError(f"{len(rest)} bytes too many after an optimizer state")
-    return state

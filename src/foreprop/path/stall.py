@@ -27,16 +27,16 @@ class StallReporter:
         self._server = server
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
-        self._told = False
+        self._reported = False
 
     def look(self) -> None:
         stalled = self._server.stalled()
         key = stalled[:2] if stalled else None
         now = time.monotonic()
         if stalled is None or key != self._seen:
-            self._seen, self._since, self._told = key, now, False
-        elif not self._told and now - self._since > self._server.stall_report_s:
-            self._told = True
+            self._seen, self._since, self._reported = key, now, False
+        elif not self._reported and now - self._since > self._server.stall_report_s:
+            self._reported = True
             where = self._server.name + (f", step {stalled[1]}" if stalled[1] else "")
             text = f"foreprop: {where}: for {now - self._since:.0f} s {stalled[2]}"
             print(text, file=sys.stderr, flush=True)

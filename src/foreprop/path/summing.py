@@ -7,6 +7,7 @@ on where a slice begins.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +18,22 @@ _AT_ONCE_ELEMS = 65_536
 """Few enough for the cache, and for the sum of a bin to stay below 2**53, where it is exact."""
 _LEAST_TOP = -36
 """So that 2**(-_LEAST_TOP * BIN_BITS) is finite; lower squares are of float64 only, and nothing."""
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def sum_dtype(dtype: torch.dtype, *, workers: int) -> torch.dtype:
+    """What gradients of several workers are added up in: half precision would lose small ones."""
+    return torch.float32 if dtype in _HALVES and workers > 1 else dtype
+
+
+def add_up(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum in the given order, in the first one's memory unless ``dtype`` is another."""
+    total = gradients[0].to(dtype)
+    for gradient in gradients[1:]:
+        total += gradient
+    return total
 
 
 def finish_sum(

@@ -1,25 +1,33 @@
 """A relay: local aggregation for the workers of one node and one server (Parallax, section 5.3.2).
 
-To the workers it is a server (`path.server.Server` with a `RelaySession`), to the server it is
-one worker (`relays.serverlink.ServerLink`).
+To the workers it is a server (`path.server.Server` with `relays.work.RelayWork`), to the server it
+is one worker: one more connection of the same work.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Mapping
+
+import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import Peers, workers_of_node
-from foreprop.core.wire import MAX_CONTROL_BYTES, Header, Kind
+from foreprop.core.peers import SERVER, Peers, workers_of_node
+from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.failure import Failure, decode_failure, failure_of
+from foreprop.link.connection import Connection, FrameOwner
+from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
-from foreprop.path.peer import SessionHost, bounded
+from foreprop.path.executor import Host
+from foreprop.path.partoptimizer import unknown_optimizer
 from foreprop.path.server import Server
-from foreprop.relays.relaysession import RelaySession
-from foreprop.relays.serverlink import ServerLink
+from foreprop.path.services import FailureReports
+from foreprop.relays.work import RelayWork
+from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
 
+_GOODBYE_S = 1.0
 _FIRST_PROCESS, _MOST_SERVERS = 1_000_000, 1_000
 """For numbers in traces that no worker or server has."""
 _CAUSE_S = 1.0
@@ -45,71 +53,102 @@ class Relay:
         world_size: int | None = None,
     ) -> None:
         self.index = server
-        self.link = ServerLink(upstream, server=server, rank=first_rank)
+        reports = FailureReports(lambda _, failure: self._host.fail(failure))
+        self._reports: dict[int, FrameOwner] = dict.fromkeys(reports.kinds, reports)
+        self.link = Connection(
+            upstream,
+            self._reports,
+            sender=first_rank,
+            whose="server",
+            give_up_s=_GOODBYE_S,
+            rank=server,
+            number=SERVER,
+        )
+        self._link_thread = threading.Thread(
+            target=self._receive, name="foreprop-relay-receive", daemon=True
+        )
         self._server_name = server_name
         self._name = f"the relay of node {node}"
-        self._session: RelaySession | None = None
+        self._work: RelayWork | None = None
         self._node = node
         self._host = Server(
             index=server,
             session_id=session_id,
             config=config,
             world_size=world_size,
-            make_session=self._make_session,
-            peers_of=self._peers_of,
+            composer=self,
             name=self._name,
             process=f"relay {node} to server {server}",
             process_id=_FIRST_PROCESS + node * _MOST_SERVERS + server,
         )
 
-    def _peers_of(self, manifest: Manifest) -> Peers:
+    # What it is to its `Server`.
+    def peers(self, manifest: Manifest) -> Peers:
         return workers_of_node(self._node, manifest.world_size, manifest.workers_per_push)
 
-    def _make_session(self, manifest: Manifest, host: SessionHost) -> RelaySession:
-        self._session = RelaySession(manifest, host, self._peers_of(manifest), self.link)
-        return self._session
+    def why_not(self, manifest: Manifest) -> str | None:
+        return unknown_optimizer(manifest, SPARSE_OPTIMIZERS)
 
+    def compose(
+        self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
+    ) -> RelayWork:
+        peers = self.peers(manifest)
+        work = RelayWork(manifest, host, peers, connections, self.link, self._close_link)
+        self.link.owners = {**self._reports, **work.owners_above}
+        self._work = work
+        return work
+
+    # Life.
     def run(self, listener: socket.socket) -> Failure | None:
         """Serve until every worker has left or the session has failed; returns the failure."""
-        self.link.start(self)
+        self._link_thread.start()
         try:
             return self._host.run(listener)
         finally:
-            self.link.close(None)
+            self._close_link(None)
 
     def cancel(self) -> None:
         """End now, without telling anybody."""
         self._host.cancel()
 
-    # In the link's thread.
-    def destination_above(self, header: Header) -> memoryview:
-        if header.kind == Kind.FAILURE or self._session is None:
-            return bounded(header, MAX_CONTROL_BYTES if header.kind == Kind.FAILURE else 0)
-        return self._session.destination_above(header)
+    def _close_link(self, failure: Failure | None) -> None:
+        """End the connection to the server, saying why if there is a reason."""
+        if failure is not None:
+            name, data = "foreprop-relay-goodbye", failure.encode()
+            self.link.start_sending_past_queue(name, Kind.FAILURE, data).join(_GOODBYE_S)
+        self.link.stream.close()
+        if self._link_thread is not threading.current_thread():
+            self._link_thread.join()
 
-    def on_frame_above(self, header: Header, payload: memoryview) -> None:
-        if header.kind == Kind.FAILURE:
-            self._host.fail(decode_failure(payload))
-        elif self._session is None:
-            raise RemoteProtocolError(f"server {self.index} spoke before the session has started")
-        else:
-            self._session.on_frame_above(header, payload)
+    # What becomes of the link. In its thread.
+    def _receive(self) -> None:
+        torch.set_grad_enabled(False)
+        self.link.receive(self)
 
-    def on_lost(self, why: str) -> None:
+    def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
+        kind = Kind(header.kind).name
+        if header.payload_bytes:
+            return RemoteProtocolError(f"{kind} of {header.payload_bytes} bytes; at most 0")
+        if self._work is None:
+            return RemoteProtocolError(f"server {self.index} spoke before the session has started")
+        return RemoteProtocolError(f"server {self.index} sent {kind}")
+
+    def on_lost(self, peer: Connection, why: str) -> None:
         """The server has gone; if it went with its worker, another process names that."""
-        if self._session is not None and self._session.has_left:
+        if self._work is not None and self._work.has_left:
             self._host.end()
             return
         if self._host.wait_for_end(_CAUSE_S):
             return
-        what = self._session.describe_awaited() if self._session is not None else "its welcome"
+        what = self._work.describe_awaited() if self._work is not None else "its welcome"
+        why = why or "its connection closed"
         message = f"{self._server_name} is gone: {why}; {self._name} was waiting for {what}"
         self._host.fail(
             Failure(kind="PeerLost", message=message, peer=f"server {self.index}", step=-1)
         )
 
-    def on_error(self, error: BaseException) -> None:
-        if isinstance(error, RemoteProtocolError):
-            self._host.fail(failure_of(error))
-        else:
-            self._host.broke(error)
+    def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
+        self._host.fail(failure_of(error))
+
+    def on_error(self, peer: Connection, error: BaseException) -> None:
+        self._host.broke(error)

@@ -13,9 +13,9 @@ import torch
 from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import DTYPES, Extent, GradientBuffer
-
-_HALVES = (torch.bfloat16, torch.float16)
+from foreprop.path.slicestore import Extent, GradientBuffer
+from foreprop.path.summing import add_up, sum_dtype
+from foreprop.path.tensors import DTYPES
 
 
 class _Relayed:
@@ -72,7 +72,7 @@ class RelayStore:
     def put_gradient(self, slice_: int, worker: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[worker] = buffer
 
-    def put_value(self, slice_: int, step: int, buffer: GradientBuffer) -> None:
+    def put_value(self, slice_: int, buffer: GradientBuffer, *, step: int = 0) -> None:
         """Rank 0's values, to be passed on; those of step 0 may still be here."""
         self._slices[slice_].offered[step] = buffer
 
@@ -88,9 +88,8 @@ class RelayStore:
             return
         buffers = [relayed.gradients[worker] for worker in workers]
         first = buffers[0].tensor
-        total = first.float() if first.dtype in _HALVES and len(workers) > 1 else first
-        for buffer in buffers[1:]:
-            total += buffer.tensor
+        dtype = sum_dtype(first.dtype, workers=len(workers))
+        total = add_up([buffer.tensor for buffer in buffers], dtype)
         if total is not first:
             first.copy_(total)
         relayed.total = buffers[0]

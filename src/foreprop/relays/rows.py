@@ -23,7 +23,7 @@ from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.slicestore import DTYPES, bytes_of
+from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.tables.index import RowIndex
 from foreprop.tables.kept import limit_bytes as kept_limit_bytes
 from foreprop.tables.parts import (

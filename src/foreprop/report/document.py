@@ -1,34 +1,55 @@
-"""The frame of a page that needs nothing else: neither network nor files beside it."""
+"""Pages that need nothing else, neither network nor files beside them: templates and writing.
+
+Values are escaped by the templates; styles and scripts are ours, and are put in as they are.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from foreprop.report.markup import tag, text
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-
-def asset(name: str) -> str:
-    """A style sheet or script that lies beside this file."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+from foreprop.report.numbers import ABSENT, milliseconds, percent, rate, size
 
 
-def render_document(title: str, body: str, *, styles: str) -> str:
-    """The whole page around ``body``, with report.js behind it; ``styles`` follow report.css."""
-    head = (
-        '<meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{text(title)}</title><style>{asset('report.css')}{styles}</style>"
+def render(template: str, *, package: str = __package__, styles: str, **values: Any) -> str:
+    """A page from a template of ``package`` that extends document.html.
+
+    ``styles`` follow report.css; report.js comes behind the page.
+    """
+    loader = ChoiceLoader([PackageLoader(package), PackageLoader(__package__)])
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    script = f"<script>{asset('report.js')}</script>"
-    content = tag("head", head) + "\n" + tag("body", tag("main", body) + script)
-    return "<!doctype html>\n" + tag("html", content, lang="en") + "\n"
+    environment.filters |= {
+        "milliseconds": milliseconds,
+        "percent": percent,
+        "rate": rate,
+        "size": size,
+        "count": lambda value: f"{value:,.0f}" if math.isfinite(value) else ABSENT,
+        "pixels": lambda px: f"{px:.2f}".rstrip("0").rstrip("."),
+    }
+    return environment.get_template(template).render(
+        values,
+        styles=Markup(asset("report.css") + styles),
+        script=Markup(asset("report.js")),
+    )
+
+
+def asset(name: str, *, package: str = __package__) -> str:
+    """A style sheet or script that lies in the package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def write_document(path: Path, page: str) -> None:

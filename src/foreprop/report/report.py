@@ -12,18 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foreprop.errors import ConfigError
-from foreprop.report.document import render_document, write_document
-from foreprop.report.markup import ABSENT, TIMES, milliseconds, percent, rate, size, tag, text
+from foreprop.report.document import render, write_document
+from foreprop.report.numbers import ABSENT, TIMES, milliseconds, percent, rate
 from foreprop.report.palette import palette_css
 from foreprop.report.timeline import Timeline
-from foreprop.report.timeline_svg import (
-    Panel,
-    layer_bytes,
-    layer_names,
-    panel_summary,
-    plan_panels,
-    render_panel,
-)
+from foreprop.report.timeline_svg import draw_timelines, layer_names
 
 _SUBJECT = "p3"
 _BASELINE = "kvstore"
@@ -31,22 +24,6 @@ _NO_DIFFERENCE = 0.02
 """A ratio closer to 1 than this is not called a win or a loss."""
 
 _OTHER_ORDER = "gradients are added in another order there"
-
-_HOW_TO_READ = (
-    "Time runs from left to right, on the same scale in every panel; a colour is a layer, from "
-    "dark (needed first in the forward pass) to bright (needed last). "
-    "The backward pass produces gradients in the reverse order: the last layers first, the first "
-    "layers at the very end. "
-    "With kvstore gradients leave in that order, so those of the first layers queue behind the "
-    "heavy layer, and the next forward pass, which needs exactly these layers first, stands still "
-    "(red) until almost everything has been sent and has come back. "
-    "With p3 every layer is cut into slices and the slices of the first layers overtake: they are "
-    "sent and returned ahead of the heavy layer's, in the order in which the next forward pass "
-    "reads them. "
-    "So the next forward pass starts early and the rest of the communication hides behind it; the "
-    "bytes that cross the network and the arithmetic are the same. "
-    "Red that remains is communication that there was no computation left to hide behind."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +87,21 @@ def render_report(
     context: ReportContext, runs: Sequence[RunSummary], timelines: Sequence[Timeline]
 ) -> str:
     """The whole page. The fastest way to a different look is report.css beside this file."""
-    body = (
-        _header(context, runs)
-        + _results(runs)
-        + tag("section", tag("h2", "What one worker did") + timeline_block(timelines))
-        + tag("section", tag("h2", "How to read this") + tag("p", text(_HOW_TO_READ)))
-        + _what_was_run(context, runs)
+    longest_s = max((max(run.step_s_p90, run.step_s_median) for run in runs), default=0.0)
+    return render(
+        "report.html",
+        styles=palette_css(layer_names(timelines)),
+        title=context.title,
+        headline=headline(runs),
+        lede=_lede(context, runs),
+        runs=runs,
+        share=lambda seconds: f"{seconds / longest_s * 100:.2f}%",
+        marks=_marks(runs),
+        verdict=same_weights(runs),
+        timelines=draw_timelines(timelines),
+        facts=_facts(context, runs),
+        command=context.command,
     )
-    return render_document(context.title, body, styles=palette_css(layer_names(timelines)))
 
 
 def headline(runs: Sequence[RunSummary]) -> str:
@@ -194,87 +178,17 @@ def _step(run: RunSummary) -> str:
     return milliseconds(run.step_s_median)
 
 
-def _header(context: ReportContext, runs: Sequence[RunSummary]) -> str:
-    return tag(
-        "header",
-        tag("p", text(context.title), class_="eyebrow")
-        + tag("h1", text(headline(runs)))
-        + tag("p", text(_lede(context, runs)), class_="lede")
-        + _bars(runs),
-    )
-
-
-def _bars(runs: Sequence[RunSummary]) -> str:
-    """A bar per preset: time per step, the waiting share of it in red, a line at p10 and p90."""
-    longest_s = max((max(run.step_s_p90, run.step_s_median) for run in runs), default=0.0)
-    if not longest_s:
-        return ""
-    bars = "".join(_bar(run, longest_s) for run in runs)
+def _marks(runs: Sequence[RunSummary]) -> dict[str, str]:
+    """What the bars are made of: a class in report.css with its meaning."""
+    if not runs:
+        return {}
     marks = {"work": "computing and other work", "wait": "waiting for parameters"}
     if any(run.waiting_share is None for run in runs):
         marks["whole"] = "both, which cannot be told apart"
     marks["spread"] = "p10 to p90"
     if any(run.compute_s is not None for run in runs):
         marks["floor"] = "without communication"
-    key = tag("span", "Time per step:") + _key(marks)
-    return tag("div", bars, class_="bars") + tag("p", key, class_="bars-key")
-
-
-def _key(marks: Mapping[str, str]) -> str:
-    """A swatch of each kind (a class in report.css) with its meaning."""
-    return " ".join(
-        tag("span", tag("i", "", class_=f"key {kind}") + text(meaning))
-        for kind, meaning in marks.items()
-    )
-
-
-def _bar(run: RunSummary, longest_s: float) -> str:
-    def width(seconds: float) -> str:
-        return f"{seconds / longest_s * 100:.2f}%"
-
-    if run.waiting_share is None:
-        marks = tag("i", "", class_="whole", style=f"width:{width(run.step_s_median)}")
-    else:
-        waiting_s = run.step_s_median * run.waiting_share
-        marks = tag("i", "", class_="work", style=f"width:{width(run.step_s_median - waiting_s)}")
-        marks += tag("i", "", class_="wait", style=f"width:{width(waiting_s)}")
-    spread = f"left:{width(run.step_s_p10)};width:{width(run.step_s_p90 - run.step_s_p10)}"
-    marks += tag("i", "", class_="spread", style=spread)
-    if run.compute_s is not None:
-        marks += tag("i", "", class_="floor", style=f"left:{width(run.compute_s)}")
-    return tag("b", text(run.preset)) + tag("div", marks, class_="bar") + tag("span", _step(run))
-
-
-def _results(runs: Sequence[RunSummary]) -> str:
-    names = ("system", "time per step", "p10 to p90", "samples/s", "waiting", "test accuracy")
-    head = "".join(tag("th", text(name), scope="col") for name in (*names, "weights (SHA-256)"))
-    rows = "".join(_result_row(run) for run in runs)
-    table = tag("table", tag("thead", tag("tr", head)) + tag("tbody", rows))
-    verdict, kind = same_weights(runs)
-    return tag(
-        "section",
-        tag("h2", "Results")
-        + tag("div", table, class_="scroll", tabindex=0)
-        + tag("p", text(verdict), class_=f"verdict {kind}"),
-    )
-
-
-def _result_row(run: RunSummary) -> str:
-    spread = f"{milliseconds(run.step_s_p10)} {ABSENT} {milliseconds(run.step_s_p90)}"
-    cells = (
-        _step(run),
-        spread,
-        f"{run.samples_per_s:,.0f}" if math.isfinite(run.samples_per_s) else ABSENT,
-        ABSENT if run.waiting_share is None else percent(run.waiting_share),
-        percent(run.test_accuracy, 2),
-    )
-    digest = tag("code", text(run.weights_sha256[:12]), title=run.weights_sha256)
-    return tag(
-        "tr",
-        tag("th", text(run.preset), scope="row")
-        + "".join(tag("td", text(cell)) for cell in cells)
-        + tag("td", digest),
-    )
+    return marks
 
 
 def same_weights(runs: Sequence[RunSummary]) -> tuple[str, str]:
@@ -306,50 +220,8 @@ def _listing(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def timeline_block(timelines: Sequence[Timeline]) -> str:
-    """The timelines' pictures, one below the other, with their legend; needs `palette_css`."""
-    panels = plan_panels(timelines)
-    if not panels:
-        return tag("p", "No timeline was recorded.")
-    figures = "".join(_figure(panel) for panel in panels)
-    return (
-        tag(
-            "p",
-            "Consecutive steps of one worker under each preset, on one time scale. "
-            + tag("span", "Swipe the picture sideways to see all of it.", class_="hint"),
-        )
-        + _legend(timelines)
-        + tag("div", figures, class_="scroll timeline", tabindex=0)
-    )
-
-
-def _figure(panel: Panel) -> str:
-    summary = tag("span", text(panel_summary(panel)))
-    caption = tag("figcaption", tag("b", text(panel.timeline.preset)) + summary)
-    return tag("figure", caption + render_panel(panel))
-
-
-def _legend(timelines: Sequence[Timeline]) -> str:
-    """A button per layer (it picks the layer out in all panels), and the other marks."""
-    sizes = layer_bytes(timelines)
-    layers = "".join(
-        tag(
-            "button",
-            tag("i", "", class_="key", style=f"background:var(--l{index})")
-            + text(name)
-            + (tag("small", size(sizes[index])) if sizes.get(index) else ""),
-            type="button",
-            data_layer=index,
-            aria_pressed="false",
-        )
-        for index, name in layer_names(timelines).items()
-    )
-    marks = _key({"solid": "forward", "faded": "backward", "wait": "waiting"})
-    return tag("div", tag("div", layers, class_="layers") + tag("div", marks), class_="legend")
-
-
-def _what_was_run(context: ReportContext, runs: Sequence[RunSummary]) -> str:
-    facts = {
+def _facts(context: ReportContext, runs: Sequence[RunSummary]) -> dict[str, object]:
+    return {
         "model": context.model,
         "workers": context.workers,
         "servers": context.servers,
@@ -360,10 +232,3 @@ def _what_was_run(context: ReportContext, runs: Sequence[RunSummary]) -> str:
         "foreprop": context.foreprop_version,
         "torch": context.torch_version,
     }
-    rows = "".join(tag("dt", text(name)) + tag("dd", text(value)) for name, value in facts.items())
-    return tag(
-        "section",
-        tag("h2", "What was run")
-        + tag("dl", rows)
-        + tag("pre", tag("code", text(context.command)), tabindex=0),
-    )

@@ -1,12 +1,16 @@
-"""The timeline picture: one SVG panel per preset, all on one time scale and in one palette."""
+"""The timeline picture: one SVG panel per preset, all on one time scale and in one palette.
+
+Here places are computed; templates/parts.html writes the elements.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from foreprop.report.markup import milliseconds, size, tag, text
+from foreprop.report.numbers import milliseconds, size
 from foreprop.report.timeline import Lane, StepSpan, Timeline, step_spans, union
 from foreprop.report.timeline_shapes import Shape, merge_shapes, plan_shapes
 
@@ -129,29 +133,82 @@ def layer_bytes(timelines: Iterable[Timeline]) -> dict[int, int]:
     return largest
 
 
-def render_panel(panel: Panel) -> str:
-    """The lane labels (HTML, they stay in place while the picture scrolls) and the SVG."""
-    height = panel.floor + _AXIS_PX
-    drawing = (
-        _bands(panel)
-        + _axis(panel)
-        + "".join(_shape(panel, shape) for shape in panel.shapes)
-        + _labels(panel)
-        + _steps(panel)
-        + _finish(panel)
+class Mark(NamedTuple):
+    """An SVG element: its class, its places in pixels, and what a pointer is told there."""
+
+    element: str
+    kind: str
+    places: Mapping[str, float]
+    words: str = ""
+    tip: str = ""
+
+
+class LaneLabel(NamedTuple):
+    kind: Lane
+    name: str
+    detail: str
+    top_px: int
+    height_px: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the legend has a button for."""
+
+    index: int
+    name: str
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnPanel:
+    """A panel for the template (`timelines` of parts.html)."""
+
+    name: str
+    summary: str
+    width_px: int
+    height_px: int
+    lanes: Sequence[LaneLabel]
+    marks: Sequence[Mark]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTimelines:
+    """All panels, and the layers of their legend; on a page that has `palette_css`."""
+
+    panels: Sequence[DrawnPanel]
+    layers: Sequence[Layer]
+
+
+def draw_timelines(timelines: Sequence[Timeline]) -> DrawnTimelines:
+    sizes = layer_bytes(timelines)
+    return DrawnTimelines(
+        panels=[draw_panel(panel) for panel in plan_panels(timelines)],
+        layers=[Layer(i, name, sizes.get(i)) for i, name in layer_names(timelines).items()],
     )
-    width = PLOT_PX + 2 * _MARGIN_PX
-    svg = tag(
-        "svg",
-        drawing,
-        class_="plot",
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width} {height}",
-        role="img",
-        aria_label=panel_summary(panel),
+
+
+def draw_panel(panel: Panel) -> DrawnPanel:
+    lanes = [
+        LaneLabel(lane, name, detail, panel.top(lane), panel.lane_px[lane])
+        for lane, (name, detail) in _LANES.items()
+    ]
+    marks = [
+        *_bands(panel),
+        *_axis(panel),
+        *(_shape(panel, shape) for shape in panel.shapes),
+        *_labels(panel),
+        *_steps(panel),
+        *_finish(panel),
+    ]
+    return DrawnPanel(
+        name=panel.timeline.preset,
+        summary=panel_summary(panel),
+        width_px=PLOT_PX + 2 * _MARGIN_PX,
+        height_px=panel.floor + _AXIS_PX,
+        lanes=lanes,
+        marks=marks,
     )
-    return tag("div", _lane_labels(panel, height) + svg, class_="panel")
 
 
 def panel_summary(panel: Panel) -> str:
@@ -164,46 +221,29 @@ def panel_summary(panel: Panel) -> str:
     return f"{steps} in {milliseconds(panel.timeline.stop_s)}, waiting {waits}"
 
 
-def _lane_labels(panel: Panel, height_px: int) -> str:
-    labels = "".join(
-        tag(
-            "div",
-            tag("b", text(name)) + tag("small", text(detail)),
-            class_=f"lane {lane}",
-            style=f"top:{panel.top(lane)}px;height:{panel.lane_px[lane]}px",
-        )
-        for lane, (name, detail) in _LANES.items()
-    )
-    return tag("div", labels, class_="lanes", style=f"height:{height_px}px")
-
-
-def _bands(panel: Panel) -> str:
+def _bands(panel: Panel) -> Iterator[Mark]:
     """A pale track per lane, and a pale red band through all of them where the worker waits."""
     end = panel.scale.x(panel.timeline.stop_s)
-    tracks = "".join(
-        _rect(_MARGIN_PX, panel.top(lane), end - _MARGIN_PX, panel.lane_px[lane], "track")
-        for lane in _LANES
-    )
+    for lane in _LANES:
+        yield _rect(_MARGIN_PX, panel.top(lane), end - _MARGIN_PX, panel.lane_px[lane], "track")
     waits = union((s.start_s, s.stop_s) for s in panel.shapes if s.lane == "wait")
     height = panel.floor - _HEAD_PX + 4
     x = panel.scale.x
-    return tracks + "".join(
-        _rect(x(start), _HEAD_PX - 4, x(stop) - x(start), height, "idle") for start, stop in waits
-    )
+    for start, stop in waits:
+        yield _rect(x(start), _HEAD_PX - 4, x(stop) - x(start), height, "idle")
 
 
-def _axis(panel: Panel) -> str:
+def _axis(panel: Panel) -> Iterator[Mark]:
     """Grid lines and time labels over the whole common scale, also beyond this panel's end."""
     longest_s = panel.scale.longest_s
     if longest_s <= 0:
-        return ""
+        return
     every_s = tick_s(longest_s)
-    parts = [_line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, "axis")]
+    yield _line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, "axis")
     for number in range(int(longest_s / every_s * (1 + 1e-9)) + 1):
         x = panel.scale.x(number * every_s)
-        parts.append(_vertical(x, _HEAD_PX, panel.floor + 9, "grid"))
-        parts.append(_text(x, panel.floor + 21, f"{_tick_text(number * every_s)}", "tick"))
-    return "".join(parts)
+        yield _vertical(x, _HEAD_PX, panel.floor + 9, "grid")
+        yield _text(x, panel.floor + 21, _tick_text(number * every_s), "tick")
 
 
 def tick_s(longest_s: float) -> float:
@@ -217,7 +257,7 @@ def _tick_text(time_s: float) -> str:
     return f"{time_s * 1e3:,.10g}" + (" ms" if time_s == 0 else "")
 
 
-def _shape(panel: Panel, shape: Shape) -> str:
+def _shape(panel: Panel, shape: Shape) -> Mark:
     x = panel.scale.x(shape.start_s)
     width = max(panel.scale.x(shape.stop_s) - x, _SHAPE_MIN_PX)
     top, height = _row_box(panel, shape)
@@ -226,7 +266,7 @@ def _shape(panel: Panel, shape: Shape) -> str:
         names += " back"
     if width >= _SEPARATED_FROM_PX:
         names += " wide"
-    return _rect(x, top, width, height, names, tag("title", text(_tip(panel, shape))))
+    return _rect(x, top, width, height, names, _tip(shape))
 
 
 def _row_box(panel: Panel, shape: Shape) -> tuple[float, float]:
@@ -238,7 +278,7 @@ def _row_box(panel: Panel, shape: Shape) -> tuple[float, float]:
     )
 
 
-def _tip(panel: Panel, shape: Shape) -> str:
+def _tip(shape: Shape) -> str:
     """The tooltip: layer, stage, step, bytes, duration."""
     names = ", ".join(shape.names[:3]) + (" ..." if len(shape.names) > 3 else "")
     stage = shape.direction or {"wait": "waiting for it"}.get(shape.lane, shape.lane)
@@ -252,80 +292,72 @@ def _tip(panel: Panel, shape: Shape) -> str:
     return f"{first}\n{', '.join(parts)}\n{span}"
 
 
-def _labels(panel: Panel) -> str:
+def _labels(panel: Panel) -> Iterator[Mark]:
     """The layer's name on every run of blocks that has room for it."""
     gap_s = 2.0 / panel.scale.px_per_s if panel.scale.px_per_s else 0.0
-    return "".join(_label(panel, run) for run in merge_shapes(panel.shapes, gap_s=gap_s))
+    for run in merge_shapes(panel.shapes, gap_s=gap_s):
+        yield from _label(panel, run)
 
 
-def _label(panel: Panel, run: Shape) -> str:
+def _label(panel: Panel, run: Shape) -> Iterator[Mark]:
     x, stop = panel.scale.x(run.start_s), panel.scale.x(run.stop_s)
     top, height = _row_box(panel, run)
     name = panel.layers[run.layer_index]
     if run.lane == "wait" and _fits(f"waiting for {name}", stop - x):
         name = f"waiting for {name}"
     if height < 11 or not _fits(name, stop - x):
-        return ""
+        return
     kind = f"t{run.layer_index}"
     if run.lane == "wait" or run.direction == "backward":
         kind = "on-wait" if run.lane == "wait" else "on-back"
-    return _text((x + stop) / 2, top + height / 2 + 4, name, f"name {kind}")
+    yield _text((x + stop) / 2, top + height / 2 + 4, name, f"name {kind}")
 
 
 def _fits(words: str, room_px: float) -> bool:
     return (len(words) + 1) * _CHAR_PX < room_px
 
 
-def _steps(panel: Panel) -> str:
+def _steps(panel: Panel) -> Iterator[Mark]:
     """A line where each step begins, and above it the step's number and what it waited."""
-    parts = []
     for span in panel.spans:
         x, stop = panel.scale.x(span.start_s), panel.scale.x(span.stop_s)
-        parts.append(_vertical(x, 4, panel.floor + 5, "step"))
+        yield _vertical(x, 4, panel.floor + 5, "step")
         number, waited = f"step {span.step}", f"waits {milliseconds(span.wait_s)}"
         if _fits(f"{number} ", stop - x):
-            parts.append(_text(x + 7, 15, number, "step-name"))
+            yield _text(x + 7, 15, number, "step-name")
         if _fits(f"{number}    {waited}", stop - x):
             x_waited = x + 7 + (len(number) + 2) * _CHAR_PX
-            parts.append(_text(x_waited, 15, waited, "step-wait"))
-    return "".join(parts)
+            yield _text(x_waited, 15, waited, "step-wait")
 
 
-def _finish(panel: Panel) -> str:
+def _finish(panel: Panel) -> Iterator[Mark]:
     """The end of this panel's window, and how much earlier than the slowest preset's it is."""
     end_s, longest_s = panel.timeline.stop_s, panel.scale.longest_s
     if not panel.spans:
-        return _text(_MARGIN_PX + 8, _HEAD_PX + 22, "no events were recorded", "step-name")
+        yield _text(_MARGIN_PX + 8, _HEAD_PX + 22, "no events were recorded", "step-name")
+        return
     x = panel.scale.x(end_s)
-    parts = [_vertical(x, 4, panel.floor + 5, "step")]
+    yield _vertical(x, 4, panel.floor + 5, "step")
     earlier = f"{milliseconds(longest_s - end_s)} earlier"
     room = panel.scale.x(longest_s) - x
     if _fits(f"{earlier}   ", room):
         y = panel.top("compute") + panel.lane_px["compute"] / 2
-        parts.append(_line(x + 4, x + room, y + 10, "saved"))
-        parts.append(_text(x + room / 2, y + 2, earlier, "saved-name"))
-    return "".join(parts)
+        yield _line(x + 4, x + room, y + 10, "saved")
+        yield _text(x + room / 2, y + 2, earlier, "saved-name")
 
 
-def _rect(x: float, y: float, width: float, height: float, names: str, content: str = "") -> str:
-    return tag(
-        "rect",
-        content,
-        class_=names,
-        x=float(x),
-        y=float(y),
-        width=float(max(width, 0.0)),
-        height=float(height),
-    )
+def _rect(x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> Mark:
+    places = {"x": x, "y": y, "width": max(width, 0.0), "height": height}
+    return Mark("rect", kind, places, tip=tip)
 
 
-def _vertical(x: float, top: float, bottom: float, name: str) -> str:
-    return tag("line", class_=name, x1=x, x2=x, y1=float(top), y2=float(bottom))
+def _vertical(x: float, top: float, bottom: float, kind: str) -> Mark:
+    return Mark("line", kind, {"x1": x, "x2": x, "y1": top, "y2": bottom})
 
 
-def _line(x1: float, x2: float, y: float, name: str) -> str:
-    return tag("line", class_=name, x1=float(x1), x2=float(x2), y1=float(y), y2=float(y))
+def _line(x1: float, x2: float, y: float, kind: str) -> Mark:
+    return Mark("line", kind, {"x1": x1, "x2": x2, "y1": y, "y2": y})
 
 
-def _text(x: float, y: float, content: str, name: str) -> str:
-    return tag("text", text(content), class_=name, x=float(x), y=float(y))
+def _text(x: float, y: float, words: str, kind: str) -> Mark:
+    return Mark("text", kind, {"x": x, "y": y}, words)

@@ -26,12 +26,7 @@ from foreprop.config import Config
 from foreprop.errors import ConfigError, ForepropError, TransportError
 from foreprop.link.tcp import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
-from foreprop.servers.launch import (
-    DEDICATED_SESSIONS,
-    REFUSED,
-    PublishedSession,
-    dedicated_key,
-)
+from foreprop.servers.launch import DEDICATED_SESSIONS, REFUSED, PublishedSession, dedicated_key
 from foreprop.servers.processes import ProcessServer, ServerTask
 from foreprop.version import __version__
 

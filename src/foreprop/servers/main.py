@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
-from foreprop.relays.relay import Relay
 from foreprop.servers.nodelinks import unlink_links
 from foreprop.servers.processes import RelayTask, ServerTask, build_relays, build_server
 
@@ -54,7 +53,7 @@ def _run_relays(task: RelayTask, config: Config, sockets: Sequence[socket.socket
     listeners, upstreams = sockets[: len(sockets) // 2], sockets[len(sockets) // 2 :]
     relays = build_relays(task, config, upstreams)
     with ThreadPoolExecutor(len(relays)) as threads:
-        failures = list(threads.map(Relay.run, relays, listeners))
+        failures = list(threads.map(lambda relay, listener: relay.run(listener), relays, listeners))
     return 1 if any(failures) else 0
 
 

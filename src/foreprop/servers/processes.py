@@ -19,7 +19,7 @@ from foreprop.link.stream import SocketStream, Stream
 from foreprop.servers.nodelinks import node_links
 
 if TYPE_CHECKING:  # most workers have them in processes of their own
-    from foreprop.path.server import Server, StreamWrapper
+    from foreprop.path.server import Server
     from foreprop.relays.relay import Relay
 
 _REPORT_S = 10.0
@@ -162,15 +162,17 @@ def start_server(
 
 def build_server(task: ServerTask, config: Config) -> Server:
     from foreprop.path.server import Server
+    from foreprop.servers.composed import ServerComposer
 
     links = node_links(config, task.session_id, task.node, task.workers_per_node)
     if links is not None and not task.shares_node:
         links.unlink()
-    wrap: StreamWrapper | None = links.wrap if links is not None else None
+    wrap = links.wrap if links is not None else None
     server = Server(
         index=task.index,
         session_id=task.session_id,
         config=config,
+        composer=ServerComposer(),
         world_size=task.world_size,
         wrap=wrap,
     )

@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from foreprop.core.manifest import (
-    BUFFERS_BLOB,
-    ITEMSIZE_BYTES,
-    NO_GROUP,
-    Hyperparameters,
-    Manifest,
-)
+from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.norm import SquareSum
 from foreprop.core.shards import Shard
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import MAX_PAYLOAD_BYTES, Flag
-from foreprop.errors import ConfigError
+from foreprop.core.wire import Flag
 from foreprop.hooks import buffers
-from foreprop.path.backend import RowEngine, Setup, Starting, describe_wire_dtype
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory
-from foreprop.path.optimizer import (
-    check_elementwise,
-    check_groups,
-    hyperparameters,
-)
-from foreprop.path.slicestore import (
+from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
+from foreprop.path.summing import start_average
+from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     GRADIENT,
     MASTER,
     decode_state,
     encode_state,
-    state_limit_bytes,
 )
-from foreprop.path.summing import start_average
 from foreprop.path.worker import WorkerEngine
+from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
+from foreprop.servers.framelimits import check_frames
 from foreprop.servers.launch import Connections
+from foreprop.servers.workers import Worker
+
+if TYPE_CHECKING:
+    from foreprop.numerics.workernorm import WorkerNorm
+
+if TYPE_CHECKING:
+    from foreprop.tables.rowengine import RowEngine
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
-_MOST_ROWS = 2**31 - 1
-"""Of a shard: their numbers travel as int32."""
 _NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 """In optimizers' states: tensors that belong to a parameter, not to each of its elements."""
 
@@ -71,7 +65,7 @@ class ServedBackend:
         self._averages_loaded_after = -1
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
-        _check_frames(manifest)
+        check_frames(manifest)
         self._wire_dtypes = [
             DTYPES[on_wire] if on_wire != info.dtype else None
             for on_wire, info in zip(manifest.wire_dtypes(), manifest.parameters, strict=True)
@@ -79,7 +73,7 @@ class ServedBackend:
         """Of the parameters that are cast."""
         self.connections.open()
         self.session_id = self.connections.session_id
-        self._engine = WorkerEngine(
+        self._worker = Worker(
             msgspec.structs.replace(manifest, session=self.session_id),
             setup.memory,
             self.connections.streams,
@@ -88,11 +82,12 @@ class ServedBackend:
             trace=setup.make_trace(self.session_id),
             servers=self.connections.server_names(),
         )
+        self._engine = self._worker.engine
 
     @property
     def _shards(self) -> list[Shard]:
         """Those of tables that workers have, too."""
-        return [shard for shard in self._engine.rows.shards if not shard.remote]
+        return [shard for shard in self._engine.shards if not shard.remote]
 
     @property
     def _slices(self) -> Sequence[Slice]:
@@ -118,7 +113,12 @@ class ServedBackend:
 
     @property
     def rows(self) -> RowEngine:
-        return self._engine
+        return self._worker.rows
+
+    @property
+    def norm(self) -> WorkerNorm:
+        """For whoever has another part in it."""
+        return self._worker.norm
 
     # The start.
     def start(self, parameters: Sequence[Starting]) -> None:
@@ -137,7 +137,7 @@ class ServedBackend:
             for number, info in enumerate(self._setup.infos):
                 if info.rows and info.init is None:
                     table = self._setup.parameters[number].detach()
-                    self._engine.send_row_values(number, 0, table)
+                    self.rows.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
                 for number, tensors in enumerate(shared, _FROZEN):
                     self.engine.publish_blob(number, 0, buffers.pack(tensors))
@@ -153,7 +153,8 @@ class ServedBackend:
 
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        return with_scale(self._hyperparameters(), self._setup.scale)
+        own, scale = self._hyperparameters(), self._setup.loss_scale
+        return own if scale is None else with_scale(own, scale.factor)
 
     def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
         return hyperparameters(self._optimizer) if self._serves else ()
@@ -166,12 +167,16 @@ class ServedBackend:
         if self._loaded is not None and self._loaded_after == step:
             self._optimizer.state.update(self._loaded)
             return
-        self._engine.settle_rows()
+        self._settle_rows()
         for number, state in self._pull(step).items():
             parameter, info = self._setup.parameters[number], self._setup.infos[number]
             if state:
                 own = state if info.rows else _moved(state, parameter.device)
                 self._optimizer.state[parameter] = own
+
+    def _settle_rows(self) -> None:
+        if self._engine.shards:
+            self.rows.settle_rows()
 
     def _pull(self, step: int, flags: int = 0) -> dict[int, dict[str, Any]]:
         """By parameter: its pieces' states after ``step``, joined to its shape."""
@@ -194,7 +199,7 @@ class ServedBackend:
     ) -> Iterator[tuple[Slice | Shard, dict[str, Any]]]:
         """Each piece's state after ``step``, or what the flags say instead."""
         numbers = [piece.number for piece in pieces]
-        answers = self._engine.fetch_states(numbers, step, flags=flags)
+        answers = self._engine.requests.fetch_states(numbers, step, flags=flags)
         for piece in pieces:
             yield piece, decode_state(memoryview(answers[piece.number]), elems=piece.elems)
 
@@ -227,7 +232,7 @@ class ServedBackend:
         Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
         """
         if self.engine.is_rank_zero:
-            self._engine.settle_rows()  # the updates so far go by the old state
+            self._settle_rows()  # the updates so far go by the old state
             self._send_state(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
         self._forget_state()
@@ -239,14 +244,14 @@ class ServedBackend:
         for piece in self._slices:
             parameter = self._setup.parameters[piece.parameter]
             part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
-            self._engine.send_state(piece.number, step, encode_state(part))
+            self._engine.requests.send_state(piece.number, step, encode_state(part))
         for shard in self._shards:
             parameter = self._setup.parameters[shard.parameter]
             own = {
                 key: value[shard.server :: self.connections.servers] if _has_shape(value) else value
                 for key, value in state.get(parameter, {}).items()
             }
-            self._engine.send_state(shard.number, step, encode_state(own))
+            self._engine.requests.send_state(shard.number, step, encode_state(own))
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
         pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
@@ -256,7 +261,7 @@ class ServedBackend:
     can_measure = True
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        return self._engine.square_sums(round_)
+        return self.norm.square_sums(round_)
 
     # The servers' copy of the values.
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
@@ -295,7 +300,7 @@ class ServedBackend:
             for piece in self._pieces:
                 part = self._own_part(piece, averages[piece.parameter].contiguous())
                 data = encode_state({AVERAGE: part.reshape(-1)})
-                self._engine.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+                self._engine.requests.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.
@@ -322,39 +327,6 @@ class ServedBackend:
             f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
             f" address {connections.address}"
         )
-
-
-def _check_frames(manifest: Manifest) -> None:
-    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
-        raise ConfigError(
-            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
-            f" than a frame of {MAX_PAYLOAD_BYTES}"
-        )
-    slices = manifest.slices()
-    for shard in manifest.shards(len(slices)):
-        if shard.rows > _MOST_ROWS:
-            raise ConfigError(
-                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
-                f" each server; at most {_MOST_ROWS}: use more servers (servers_per_node,"
-                " dedicated_servers)"
-            )
-        if shard.remote:
-            continue
-        limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
-        if limit_bytes > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
-                f" each server, whose optimizer state may take {limit_bytes} bytes; a frame holds"
-                f" {MAX_PAYLOAD_BYTES}: use more servers (servers_per_node, dedicated_servers)"
-            )
-    for piece in slices:
-        info = manifest.parameters[piece.parameter]
-        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
-        if size_bytes > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
-                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
-            )
 
 
 def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

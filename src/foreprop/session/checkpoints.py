@@ -25,7 +25,7 @@ class Checkpoints:
         self._training = training
 
     def ema_state_dict(self) -> dict[str, Any]:
-        from foreprop.path.slicestore import AVERAGE
+        from foreprop.path.tensors import AVERAGE
 
         training = self._training
         self._check_averages()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from foreprop.gradients.update import Needs
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
-from foreprop.path.backend import Setup
+from foreprop.servers.backend import Setup
 from foreprop.session.features import connect_backend, make_parameter
 from foreprop.session.firststep import FirstStep
 from foreprop.session.settingswatch import SettingsWatch

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from foreprop.config import Config
-from foreprop.path.backend import Backend, Setup
 from foreprop.path.parameter import SynchronisedParameter
+from foreprop.servers.backend import Backend, Setup
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
     from foreprop.gradients.averaging import Averaging
+    from foreprop.path.managedparameter import ManagedParameter
     from foreprop.path.stalereaders import StaleReaders
     from foreprop.session.training import Training
-
-    Synchronised = SynchronisedParameter | AveragedParameter
 
 
 def needs_servers(
@@ -61,7 +60,7 @@ def is_served(config: Config) -> bool:
 
 def make_parameter(
     training: Training, index: int, name: str, parameter: torch.nn.Parameter
-) -> Synchronised:
+) -> ManagedParameter:
     """The parameter of this number, as the session's choice so far has it."""
     info = training.engine.parameters[index]
     if info.init is not None:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from foreprop.gradients.update import Needs, SettingsMark, agree
 from foreprop.hooks.buffers import FirstForward
 from foreprop.hooks.modelhooks import before_forward
-from foreprop.path.parameter import Watched
+from foreprop.path.managedparameter import Watched
 from foreprop.path.waiting import is_differentiable
 from foreprop.session.features import served_instead
 
@@ -104,8 +104,8 @@ class FirstStep:
         for averaged in [p for p in averaging.parameters if p.index < training.user.optimized]:
             averaging.parameters.remove(averaged)
             training.parameters[averaged.index] = served_instead(training, averaged)
-        if not averaging.parameters:
-            training.averaging = None
+        if len(training.parameters) == training.user.optimized:
+            training.averaging = None  # others, also those given away, go by its rounds
 
     def _look(self) -> None:
         """What leaves no other trace."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from foreprop.hooks import managed
-from foreprop.path.backend import part
+from foreprop.servers.backend import part
 from foreprop.session import opened
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.path.backend import Backend
+from foreprop.servers.backend import Backend
 
 _CONSTANT = frozenset({int, float, bool, str, type(None)})
 

@@ -19,10 +19,10 @@ from foreprop.gradients.shownstate import ShownState
 from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
-from foreprop.path.backend import Backend, Engine
+from foreprop.path.engines import Engine
+from foreprop.path.managedparameter import ManagedParameter, Watched
 from foreprop.path.memory import Memory
-from foreprop.path.optimizer import check_row_wise
-from foreprop.path.parameter import Watched
+from foreprop.servers.backend import Backend
 from foreprop.session import opened
 from foreprop.session.adopting import adopt
 from foreprop.session.belongings import Belongings
@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.observe.trace import TraceRecorder
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
-    from foreprop.session.features import Synchronised
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
     from foreprop.tables.tables import RemoteTables
@@ -84,7 +83,7 @@ class Training:
         self.compute_trace: ComputeTrace | None = None
         self.loss_scale: LossScale | None = None
         self.stale_readers = stale_readers_for(config)
-        self.parameters: list[Synchronised] = []
+        self.parameters: list[ManagedParameter] = []
         self.tables: list[RowParameter | RemoteTable] = []
         self._automatic: Automatic | None = None
         self._checkpoints: Checkpoints | None = None
@@ -186,7 +185,7 @@ class Training:
         if text and self.world.rank == 0:
             print(f"foreprop: {text}", file=sys.stderr, flush=True)
 
-    # What a parameter asks, on a gradient's way and at its use: see `path.parameter.SessionState`.
+    # What a parameter asks on its gradient's way and at its use: see `SessionState`.
     @property
     def eager(self) -> bool:
         """With several models in one process (a GAN) the first step shows only half the loop."""
@@ -218,6 +217,8 @@ class Training:
         info = self.engine.parameters[parameter]
         sparse = layout != torch.strided
         if sparse and info.group != NO_GROUP and not self.by_workers:
+            from foreprop.tables.sparseoptimizers import check_row_wise
+
             check_row_wise(self.user.optimizer, {info.name: info.group})
         check_kind(info, self.config.aggregation, sparse=sparse)
 

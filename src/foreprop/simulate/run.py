@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
@@ -13,18 +14,16 @@ from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
-from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES, CANDIDATE_BUCKETS_BYTES
+from foreprop.workload.buckets import BUCKET_BYTES, best_bucket
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.network import Network
-from foreprop.workload.records import Record, Spread
+from foreprop.workload.records import Record, record_of
 from foreprop.workload.setting import (
     DDP,
     DDP_TUNED,
     DISCARDED_STEPS,
     RING,
     RING_STEPS,
-    local_aggregation,
 )
 
 SIMULATED = "simulated"
@@ -54,10 +53,18 @@ def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts) -> Record:
     uncounted = max(DISCARDED_STEPS, setting.warm_up, RING_STEPS if name == RING else 0)
     bucket_bytes = setting.scaled(BUCKET_BYTES) if name == DDP else None
     if name == DDP_TUNED:
-        bucket_bytes = _best_bucket(setting, hosts)
+        bucket_bytes = best_bucket(setting, partial(_tuning_step_s, setting, hosts))
     steps = uncounted + setting.iterations
     simulated = simulate_system(name, setting, hosts, steps=steps, bucket_bytes=bucket_bytes)
     return _record(name, setting, simulated, uncounted, bucket_bytes)
+
+
+def _tuning_step_s(setting: SimulatedSetting, hosts: Hosts, candidate: int, size: int) -> float:
+    """Of ddp-tuned with such buckets, as the lab finds the best."""
+    del candidate
+    steps = DISCARDED_STEPS + _TUNING_STEPS
+    simulated = simulate_system(DDP_TUNED, setting, hosts, steps=steps, bucket_bytes=size)
+    return statistics.fmean(simulated.step_s[0][DISCARDED_STEPS:])
 
 
 def simulate_system(
@@ -88,18 +95,6 @@ def simulate_system(
     return simulate_preset(name, setting, cluster, hosts, steps=steps, **changes)
 
 
-def _best_bucket(setting: SimulatedSetting, hosts: Hosts) -> int:
-    """As the lab finds it: the candidate with the shortest steps."""
-    seconds: dict[int, float] = {}
-    for size in map(setting.scaled, CANDIDATE_BUCKETS_BYTES):
-        if seconds and size > 2 * limit.model_bytes(setting.layers):
-            break  # one bucket holds everything
-        steps = DISCARDED_STEPS + _TUNING_STEPS
-        simulated = simulate_system(DDP_TUNED, setting, hosts, steps=steps, bucket_bytes=size)
-        seconds[size] = statistics.fmean(simulated.step_s[0][DISCARDED_STEPS:])
-    return min(seconds, key=lambda size: seconds[size])
-
-
 def _record(
     name: str,
     setting: SimulatedSetting,
@@ -107,38 +102,20 @@ def _record(
     uncounted: int,
     bucket_bytes: int | None,
 ) -> Record:
-    layers = setting.layers
-    compute_s = limit.compute_s(layers)
-    wire_s = limit.wire_s(
-        limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
-    )
     crowds = setting.crowds
     members = [crowd.members for crowd in crowds for _ in range(setting.workers_per_node)]
     step_s, waited_s = (
         [statistics.fmean(each, weights=members) for each in zip(*lists, strict=True)][uncounted:]
         for lists in (simulated.step_s, simulated.waited_s)
     )
-    spread = Spread.of(step_s)
-    return Record(
-        system=name,
-        model=setting.profile.name,
-        scale=setting.scale,
-        nodes=setting.nodes,
-        workers_per_node=setting.workers_per_node,
-        local_aggregation=None if name in (DDP, DDP_TUNED) else local_aggregation(),
-        rate_bits_per_s=setting.rate,
-        balance=wire_s / compute_s,
-        compute_s=compute_s,
-        wire_s=wire_s,
-        limit_s=setting.limit_s,
-        iteration_s=spread,
-        efficiency=setting.limit_s / spread.median,
-        waiting_s=statistics.fmean(waited_s),
+    return record_of(
+        name,
+        setting,
+        step_s,
+        waited_s,
         cpu_s_per_gb=0.0,
         cpu_share=0.0,
         cpu_bound=False,
-        iterations=len(step_s),
-        slice_elems=setting.slice_elems_of(name),
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
         representatives=len(crowds) if len(crowds) < setting.nodes else None,

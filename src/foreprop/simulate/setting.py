@@ -9,6 +9,7 @@ from typing import ClassVar
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.simulate.crowd import Crowd, plan_crowds
+from foreprop.workload.options import option
 from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting
 
 SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
@@ -22,21 +23,23 @@ _USUAL_NODES_EACH = 64
 class SimulatedSetting(LabSetting):
     """What can be simulated: fewer systems than the lab has, on more nodes."""
 
-    symmetric: bool | None = None
-    """One worker stands for all that do the same (`simulate.crowd`). None: above 64 nodes of one.
-
-    Nodes of several workers, which share relays and a link, are each simulated.
-    """
-    representatives: int = 1
-    """How many stand for the nodes that are not slow, if it is symmetric."""
-    slow_nodes: int = 0
+    step_jitter: float = option(
+        "Each worker's compute takes exp(this x a normal draw) as long, anew in each step.", 0.0
+    )
+    slow_nodes: int = option("Nodes that compute more slowly.", 0)
     """The last ones."""
-    slowdown: float = 0.0
-    """By what share their compute takes longer."""
-    step_jitter: float = 0.0
-    """Each worker's compute takes exp(this times a normal draw) as long, anew in each step."""
-    latency_s: float = 100e-6
-    """From one host to another, without queues: both links on the way together."""
+    slowdown: float = option("By what share they take longer, as 0.5 for half as long again.", 0.0)
+    latency_s: float = option("From host to host, without queues: half of what ping shows.", 100e-6)
+    """Both links on the way together."""
+    symmetric: bool | None = option(
+        "Let one stand for all that do the same; by default above 64 nodes of one worker.", None
+    )
+    """See `simulate.crowd`. Nodes of several workers, which share relays and a link, are each
+    simulated."""
+    representatives: int = option(
+        "How many stand for all, if it is symmetric; 4 are more exact.", 1
+    )
+    """For the nodes that are not slow."""
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
     most_nodes: ClassVar[int] = 65_536

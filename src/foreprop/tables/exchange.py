@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from foreprop.core.manifest import Manifest
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import DTYPES, bytes_of
+from foreprop.link.connection import Connection
+from foreprop.path.services import bounded
+from foreprop.path.tensors import DTYPES, bytes_of
+from foreprop.path.worker import WorkerEngine
+from foreprop.tables.kept import (
+    END,
+    KeptRows,
+    cut_kept,
+    decode_kept,
+    encode_kept,
+    in_table,
+    limit_bytes,
+)
+from foreprop.tables.kept import encode_pull as encode_kept_pull
 from foreprop.tables.parts import RowPart, encode_part, encode_pull, part_rows
 
 _REQUESTS = 2**32
@@ -21,20 +33,6 @@ _REQUESTS = 2**32
 
 
 _NO_PLACES = torch.empty(0, dtype=torch.int64)
-
-
-class SendMessage(Protocol):
-    def __call__(
-        self,
-        server: int,
-        kind: Kind,
-        step: int,
-        priority: int,
-        data: bytes,
-        *,
-        slice_: int,
-        flags: int = 0,
-    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -61,21 +59,16 @@ class _Request:
 
 
 class RowExchange:
-    """Pushes and pulls of one worker. Any thread.
+    """Pushes and pulls of one worker; owns the rows that come back. Any thread."""
 
-    ``priority_of`` is a parameter's priority; ``changed`` is told when a pull is complete.
-    """
+    kinds = frozenset({Kind.ROWS_REPLY, Kind.TABLE_REPLY})
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        shards: Sequence[Shard],
-        *,
-        send: SendMessage,
-        priority_of: Callable[[int], int],
-        changed: Callable[[], None],
-    ) -> None:
-        self.shards = shards
+    def __init__(self, engine: WorkerEngine) -> None:
+        manifest = engine.manifest
+        self.shards = engine.shards
+        self._engine = engine
+        self._progress = engine.progress
+        self._counters = engine.progress.counters
         self._servers = manifest.knobs.servers
         self._shards_of: dict[int, list[Shard]] = {}
         for shard in self.shards:
@@ -83,33 +76,35 @@ class RowExchange:
         self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._part_elems = manifest.knobs.slice_elems
-        self._send = send
-        self._priority_of = priority_of
-        self._changed = changed
+        self._step_of: dict[int, int] = {}  # by parameter, of its last push
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
         self._next_request = 0
-
-    def shards_of(self, parameter: int) -> Sequence[Shard]:
-        return self._shards_of[parameter]
+        self._kept: dict[int, bytes] = {}  # by shard, a part of what is kept
 
     # Pushing.
-    def push(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> int:
-        """Send a gradient's rows to their servers; returns the bytes. None: there is none.
+    def push_rows(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> None:
+        """Send a gradient's rows to their servers, or word that there are none.
 
         Row numbers are those in the table, ascending.
         """
+        self._progress.gradient_ready(parameter, step)
+        self._step_of[parameter] = step
+        sent_bytes = 0
         if gradient is None:
             for shard in self._shards_of[parameter]:
-                self._tell(Kind.ROWS_PUSH, shard, step, b"", flags | Flag.NO_GRADIENT)
-            return 0
-        narrow = RowPart(gradient.numbers, gradient.rows.to(self._wire_dtypes[parameter]))
-        return self._send_parts(Kind.ROWS_PUSH, parameter, step, narrow, flags)
+                self._send(Kind.ROWS_PUSH, shard, step, b"", flags | Flag.NO_GRADIENT)
+        else:
+            narrow = RowPart(gradient.numbers, gradient.rows.to(self._wire_dtypes[parameter]))
+            sent_bytes = self._send_parts(Kind.ROWS_PUSH, parameter, step, narrow, flags)
+        with self._engine.lock:
+            self._counters.pushes += 1
+            self._counters.pushed_bytes += sent_bytes
 
-    def send_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
+    def send_row_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
         """Rank 0: the whole table's values, that count from this step on."""
         numbers = torch.arange(len(table))
-        self._send_parts(Kind.ROWS_VALUE, parameter, step, RowPart(numbers, table), 0)
+        self._send_parts(Kind.ROWS_VALUE, parameter, step, RowPart(numbers, table.cpu()), 0)
 
     def _send_parts(self, kind: Kind, parameter: int, step: int, whole: RowPart, flags: int) -> int:
         sent_bytes = 0
@@ -119,7 +114,7 @@ class RowExchange:
                 rows = whole.rows.index_select(0, places)
                 data = encode_part(RowPart(whole.numbers[places] // self._servers, rows))
                 more = Flag.MORE if places is not parts[-1] else 0
-                self._tell(kind, shard, step, data, flags | more)
+                self._send(kind, shard, step, data, flags | more)
                 sent_bytes += len(data)
         return sent_bytes
 
@@ -129,12 +124,14 @@ class RowExchange:
         limit = part_rows(shard.row_elems, self._part_elems)
         return [places[start : start + limit] for start in range(0, len(places), limit)]
 
-    def _tell(self, kind: Kind, shard: Shard, step: int, data: bytes, flags: int) -> None:
-        priority = self._priority_of(shard.parameter)
-        self._send(shard.server, kind, step, priority, data, slice_=shard.number, flags=flags)
+    def _send(self, kind: Kind, shard: Shard, step: int, data: bytes, flags: int) -> None:
+        about = (kind, step, self._engine.priority_of(shard.parameter), data)
+        self._engine.send_message(shard.server, *about, slice_=shard.number, flags=flags)
 
     # Pulling.
-    def pull(self, parameter: int, step: int, numbers: torch.Tensor, *, flags: int = 0) -> Pull:
+    def pull_rows(
+        self, parameter: int, step: int, numbers: torch.Tensor, *, flags: int = 0
+    ) -> Pull:
         """Ask for rows as they are after ``step``; ``numbers`` ascend, int64.
 
         With ``Flag.ANEW`` a relay forgets what it has of that step.
@@ -149,8 +146,8 @@ class RowExchange:
                     asked.append((shard, places, self._register(pull, shard, places)))
         for shard, places, request in asked:
             data = encode_pull(shard.number, numbers[places] // self._servers)
-            about = (Kind.ROWS_PULL, step, self._priority_of(parameter), data)
-            self._send(shard.server, *about, slice_=request, flags=flags)
+            about = (Kind.ROWS_PULL, step, self._engine.priority_of(parameter), data)
+            self._engine.send_message(shard.server, *about, slice_=request, flags=flags)
         return pull
 
     def _register(self, pull: Pull, shard: Shard, places: torch.Tensor) -> int:
@@ -163,19 +160,96 @@ class RowExchange:
         pull.missing[request] = shard.server
         return request
 
+    def wait_for_rows(self, pull: Pull) -> torch.Tensor:
+        """Block until the rows are here; raises what went wrong meanwhile."""
+        self._progress.raise_if_failed()
+        if pull.missing:
+            self._progress.wait_for_parameter(
+                pull.parameter,
+                pull.step,
+                lambda: not pull.missing,
+                lambda: self._describe(pull),
+                lambda: self._engine.inquiry.ask(self._whom_to_ask(pull), pull.step),
+            )
+        return pull.rows
+
+    def _describe(self, pull: Pull) -> str:
+        name = self._engine.parameters[pull.parameter].name
+        text = f"{len(pull.numbers)} rows of {name} as of step {pull.step}"
+        return "; ".join([text, *self._engine.inquiry.describe(self._whom_to_ask(pull))])
+
+    def _whom_to_ask(self, pull: Pull) -> dict[int, int]:
+        """By server, the shard that the rows are in, or any that the norm needs."""
+        shards = self._shards_of[pull.parameter]
+        asked = {server: shards[server].number for server in set(pull.missing.values())}
+        return self._engine.inquiry.with_all_servers(asked)
+
+    def settle_rows(self) -> None:
+        """Block until the servers have updated all tables as of their last pushes."""
+        pulls = []
+        for parameter in self._shards_of:
+            rows = self._engine.parameters[parameter].shape[0]
+            of_each_server = torch.arange(min(self._servers, rows))
+            # anew: a relay's rows may be older than a change by hand
+            about = (parameter, self._step_of.get(parameter, 0), of_each_server)
+            pulls.append(self.pull_rows(*about, flags=Flag.ANEW))
+        for pull in pulls:
+            self.wait_for_rows(pull)
+
+    # All that is kept of a remote table.
+    def kept_rows(self, parameter: int) -> Iterator[KeptRows]:
+        """All that servers keep of a remote table, in parts, with the table's row numbers."""
+        for shard in self._shards_of[parameter]:
+            following = 0
+            while following != END:
+                part = self._fetch_kept(shard, following)
+                following = part.following
+                yield in_table(part, shard, self._servers)
+
+    def _fetch_kept(self, shard: Shard, first: int) -> KeptRows:
+        number, about = shard.number, (Kind.TABLE_PULL, 0, CONTROL_PRIORITY)
+        self._engine.send_message(shard.server, *about, encode_kept_pull(first), slice_=number)
+        self._progress.wait_until(
+            lambda: number in self._kept,
+            self._engine.config.step_timeout_s,
+            lambda: f"rows of {self._engine.parameters[shard.parameter].name} from {shard.server}",
+        )
+        return decode_kept(memoryview(bytearray(self._kept.pop(number))), shard)
+
+    def send_kept_rows(self, parameter: int, part: KeptRows, *, anew: bool = False) -> None:
+        """Rank 0: replace rows, or all that there is, while no update can be under way.
+
+        Row numbers are the table's. Blocks until the servers have taken them.
+        """
+        shards, flags = self._shards_of[parameter], Flag.ANEW if anew else 0
+        for shard, own in cut_kept(part, shards, self._servers):
+            about = (Kind.TABLE, 0, CONTROL_PRIORITY, encode_kept(own))
+            self._engine.send_message(shard.server, *about, slice_=shard.number, flags=flags)
+        self.settle_rows()
+
     # Receiving.
-    def destination(self, server: int, header: Header) -> memoryview:
-        """Where a reply's rows go; raises `RemoteProtocolError` for what nobody asked for."""
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        """Where rows go; raises `RemoteProtocolError` for what nobody asked for."""
+        if header.kind == Kind.TABLE_REPLY:
+            place = header.slice - len(self._engine.slices)
+            known = 0 <= place < len(self.shards)
+            return bounded(header, limit_bytes(self.shards[place]) if known else 0)
         request = self._requests.get(header.slice)
-        if request is None or request.server != server or request.pull.step != header.step:
+        if request is None or request.server != peer.number or request.pull.step != header.step:
             raise RemoteProtocolError(
-                f"server {server} sent rows for request {header.slice}, step {header.step}, which"
-                " is not awaited"
+                f"server {peer.number} sent rows for request {header.slice}, step {header.step},"
+                " which is not awaited"
             )
         return bytes_of(request.arriving)
 
-    def arrived(self, header: Header) -> None:
-        """A reply's rows are where `destination` said."""
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.TABLE_REPLY:
+            self._kept[header.slice] = bytes(payload)
+            self._progress.notify()
+            return
+        with self._engine.lock:
+            self._counters.replies += 1
+            self._counters.reply_bytes += header.payload_bytes
         with self._lock:
             request = self._requests.pop(header.slice)
         request.pull.rows[request.places] = request.arriving.to(request.pull.rows.dtype)
@@ -183,7 +257,7 @@ class RowExchange:
             del request.pull.missing[header.slice]
             complete = not request.pull.missing
         if complete:
-            self._changed()
+            self._progress.notify()
 
 
 def gradient_rows(gradient: torch.Tensor) -> RowPart:

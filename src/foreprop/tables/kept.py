@@ -14,11 +14,11 @@ import torch
 
 from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import decode_state, encode_state, is_array, state_limit_bytes
+from foreprop.path.tensors import decode_state, encode_state, is_array, state_limit_bytes
 from foreprop.tables.parts import decode_numbers, encode_numbers, numbers_bytes, part_rows
 
 VALUES, STATE = "values", "state."
-"""Names of a part's entries, beside `slicestore.AVERAGE`: the values, and how those of the
+"""Names of a part's entries, beside `tensors.AVERAGE`: the values, and how those of the
 optimizer's state begin.
 """
 END = -1

@@ -10,7 +10,7 @@ import torch
 
 from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import bytes_of
+from foreprop.path.tensors import bytes_of
 
 _COUNT = struct.Struct("!Q")
 _ALIGN_BYTES = 8

@@ -17,14 +17,16 @@ import torch
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, InternalError
-from foreprop.path.backend import RowEngine
-from foreprop.path.parameter import SessionState, SynchronisedParameter
+from foreprop.path.firstuse import FirstUse
+from foreprop.path.managedparameter import SessionState
+from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.summing import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
-from foreprop.tables.exchange import Pull, gradient_rows
+from foreprop.tables.exchange import gradient_rows
 from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.kept import VALUES
-from foreprop.tables.lookahead import RowSources, lookahead
+from foreprop.tables.prefetch import Prefetch
+from foreprop.tables.rowengine import RowEngine
 
 _Tensor = torch.Tensor
 _LOOK_UPS = {look_up: inspect.signature(look_up) for look_up in (F.embedding, F.embedding_bag)}
@@ -36,7 +38,6 @@ _WITHOUT_VALUES = NEEDS_NO_VALUE | {
     _Tensor.__reduce_ex__,
 }
 """What works on the meta device as it does elsewhere."""
-_LEARNING_STEPS = 2
 _CACHED_ELEMS = 1 << 24
 _AT_ONCE_ELEMS = 1 << 22
 _ASSIGNED = ("max_norm", "scale_grad_by_freq")
@@ -45,8 +46,10 @@ _tables: dict[int, RemoteTable] = {}
 _classes: dict[type, type] = {}
 
 
-class RemoteTable(SynchronisedParameter):
+class RemoteTable:
     """The life of a table that no worker has."""
+
+    values = memoryview(b"")
 
     def __init__(
         self,
@@ -58,11 +61,20 @@ class RemoteTable(SynchronisedParameter):
     ) -> None:
         one = torch.zeros((), dtype=parameter.dtype)
         leaf = torch.nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
-        super().__init__(index, name, parameter, session, leaf)
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.counts_rows = False
+        self.touched_rows = 0
+        self._session = session
         self._rows = engine
         self.row_count, self.row_elems = parameter.shape
-        self._pulls: list[Pull] = []  # of rows that the next step is expected to need
-        self._sources = RowSources()
+        self._leaf = leaf
+        self._first_use = FirstUse(self, session)
+        self._gradient = ServedGradient(
+            self, leaf, session, torch.sparse_coo, hook=self._on_gradient
+        )
+        self._prefetch = Prefetch(index, self.row_count, session, engine)
         self._mark = torch.empty_like(parameter)
         """Shown as the gradient, to notice when somebody discards it: without memory, too."""
         self._mark_version = 0
@@ -71,11 +83,12 @@ class RemoteTable(SynchronisedParameter):
         parameter.__class__ = _remote_class(type(parameter))
 
     def detach(self) -> None:
+        """The session is over: an ordinary parameter on the meta device."""
         if _tables.pop(id(self.parameter), None) is not None:
             self.parameter.__class__ = type(self.parameter).__mro__[2]
             self.parameter.grad = None
-        self._watched = False
-        super().detach()
+        self._first_use.watched = False
+        self._gradient.detach()
 
     # Look-ups.
     def look_up(
@@ -90,8 +103,7 @@ class RemoteTable(SynchronisedParameter):
         wanted = options["input"]
         numbers, places = torch.unique(wanted.detach().to("cpu", torch.int64), return_inverse=True)
         self.check_numbers(numbers)
-        if self._session.completed < _LEARNING_STEPS and lookahead.current is not None:
-            self._sources.learn(numbers, lookahead.current)
+        self._prefetch.learn(numbers)
         if not len(numbers):
             numbers = torch.zeros(1, dtype=torch.int64)  # torch wants a table that has rows
         self._leaf.requires_grad_(self.parameter.requires_grad)
@@ -102,8 +114,7 @@ class RemoteTable(SynchronisedParameter):
         options["sparse"] = options.get("mode") != "max"  # for which torch has no sparse gradient
         self._forget_if_many()
         result = function(*bound.args, **bound.kwargs)
-        if self._watched and self._session.is_first_use(self, result):
-            self._watched = False
+        self._first_use.is_awaited_after(result)
         return result
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -135,7 +146,7 @@ class RemoteTable(SynchronisedParameter):
     # Rows.
     def drop_rows(self) -> None:
         """What has been fetched is out of date."""
-        self._pulls.clear()
+        self._prefetch.pulls.clear()
         self._have = torch.empty(0, dtype=torch.int64)
         """The rows that have been fetched since the last step, ascending."""
         self._fetched = torch.empty(0, self.row_elems, dtype=self.parameter.dtype)
@@ -180,8 +191,8 @@ class RemoteTable(SynchronisedParameter):
 
     def _rows_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """By ascending numbers without repetition."""
-        while self._pulls and len(self._missing(numbers)):
-            pull = self._pulls.pop()
+        while self._prefetch.pulls and len(self._missing(numbers)):
+            pull = self._prefetch.pulls.pop()
             self._remember(pull.numbers, self._rows.wait_for_rows(pull))
         missing = self._missing(numbers)
         if len(missing):
@@ -192,7 +203,7 @@ class RemoteTable(SynchronisedParameter):
         return numbers[~torch.isin(numbers, self._have, assume_unique=True)]
 
     def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:
-        pull = self._rows.pull_rows(self.index, self._pushed_step, numbers)
+        pull = self._rows.pull_rows(self.index, self._gradient.pushed_step, numbers)
         return self._rows.wait_for_rows(pull)
 
     def _remember(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
@@ -209,13 +220,11 @@ class RemoteTable(SynchronisedParameter):
 
     def prefetch(self) -> None:
         """A step has been made: ask for the rows of the next batch, as far as it is known."""
-        numbers = self._sources.numbers_in(lookahead.upcoming, self.row_count)
-        if len(numbers):
-            self._pulls.append(self._rows.pull_rows(self.index, self._pushed_step, numbers))
+        self._prefetch.begin(self._gradient.pushed_step)
 
     # Gradients.
-    def _on_gradient(self, parameter: Any) -> None:
-        super()._on_gradient(parameter)
+    def _on_gradient(self, leaf: torch.Tensor) -> None:
+        self._gradient.added(leaf)
         self.parameter.grad = self._mark
         self._mark_version = self._mark._version
 
@@ -225,46 +234,73 @@ class RemoteTable(SynchronisedParameter):
         if shown is not self._mark or self._mark._version != self._mark_version:
             self._leaf.grad = None
 
-    def gradient_discarded(self, *, dropped: bool) -> None:
-        super().gradient_discarded(dropped=dropped)
-        self._leaf.grad = None
+    @property
+    def left(self) -> bool:
+        """Whether the coming step's gradient has been sent."""
+        return self._gradient.left
 
-    def replace_busy_gradient(self) -> None:
-        """There is nothing to be set to zero."""
-
-    def finish_step(self, step: int) -> None:
-        self.before_gradient()
-        super().finish_step(step)
-
-    def _check_gradient(self, gradient: torch.Tensor) -> None:
+    def check_gradient(self, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.sparse_coo:
             raise InternalError(f"a dense gradient of {self.name}, which is remote")
 
-    def _push(self, gradient: torch.Tensor | None, step: int) -> None:
-        self._pushed_step = step
-        self._watched = False
+    def push(self, gradient: torch.Tensor | None, step: int) -> None:
+        """Send its rows, or word that there are none."""
+        self._gradient.pushed_step = step
+        self._first_use.watched = False
         self.drop_rows()
         part = None if gradient is None else gradient_rows(gradient.detach().cpu())
         self._rows.push_rows(self.index, step, part, flags=0)
 
-    # What others wait for, and a remote table does not.
+    def finish_step(self, step: int) -> None:
+        """`optimizer.step()`: push what has not been pushed; check what has."""
+        self.before_gradient()
+        self._gradient.finish_step(step)
+
+    def gradient_discarded(self, *, dropped: bool) -> None:
+        self._gradient.discarded(dropped=dropped)
+        self._leaf.grad = None
+
+    def replace_busy_gradient(self) -> None:
+        """What is shown has no elements to be set to zero."""
+
+    def gradient_follows(self, held: torch.Tensor) -> None:
+        """Nobody can hold the stand-in's gradient."""
+
+    def read_gradient(self, *, in_place: bool) -> None:
+        raise InternalError(f"the gradient that stands for that of {self.name} is used")
+
+    # The engine finds nothing to read or to write here.
+    def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
+        raise InternalError(f"the gradient of {self.name} is not sent as a whole")
+
+    def land_average(self, gradient: torch.Tensor) -> None:
+        raise InternalError(f"the workers do not update {self.name}")
+
     def before_offering(self) -> None:
-        """Nobody offers it."""
+        """Rank 0 has no values either: rows begin on the servers (`tables.firstvalues`)."""
 
     def receive_initial_value(self) -> None:
-        """Rows come when they are used."""
+        """Rows come when they are looked up."""
 
+    # The parameter never waits, only look-ups in it do.
     def watch(self) -> None:
-        self._watched = True
+        """Report the next look-up to the session, as the first use."""
+        self._first_use.watched = True
 
     def unwatch(self) -> None:
-        self._watched = False
+        self._first_use.watched = False
+
+    def check_stepped(self) -> None:
+        self._gradient.check_stepped()
 
     def settle(self) -> None:
         """A row waits at its look-up."""
 
+    def settle_whole(self) -> None:
+        """No worker has all rows."""
+
     def settle_if_stepped(self) -> None:
-        """Likewise."""
+        """Compiled code cannot use a remote table."""
 
 
 class _Rows(torch.autograd.Function):

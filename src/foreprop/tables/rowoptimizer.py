@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from foreprop.core.manifest import Hyperparameters
-from foreprop.path.slicestore import is_array, optimizer_arguments
+from foreprop.path.partoptimizer import optimizer_arguments
+from foreprop.path.tensors import is_array
 from foreprop.tables.table import RowTable, lazy_zeros
 
 

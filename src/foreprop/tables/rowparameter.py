@@ -11,21 +11,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.path.backend import RowEngine
-from foreprop.path.parameter import GET_DATA, SessionState, SynchronisedParameter
-from foreprop.path.waiting import is_waiting, make_wait, stop_waiting
+from foreprop.errors import ConfigError, InternalError, TrainingLoopError
+from foreprop.path.firstuse import FirstUse
+from foreprop.path.managedparameter import SessionState
+from foreprop.path.servedgradient import ServedGradient
+from foreprop.path.value import GET_DATA, ParameterValue
+from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
 from foreprop.tables.exchange import Pull, gradient_rows
-from foreprop.tables.lookahead import RowSources, lookahead
+from foreprop.tables.prefetch import Prefetch
+from foreprop.tables.rowengine import RowEngine
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
-_LEARNING_STEPS = 2
 
 
-class RowParameter(SynchronisedParameter):
+class RowParameter:
     """The life of a table: rows come at their look-up, gradients of rows go after backward."""
 
     def __init__(
@@ -36,51 +37,33 @@ class RowParameter(SynchronisedParameter):
         session: SessionState,
         engine: RowEngine,
     ) -> None:
-        super().__init__(index, name, parameter, session)
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.counts_rows = False
+        self.touched_rows = 0  # of the last gradient's, if they are counted
+        self._session = session
         self._rows = engine
+        self._value = ParameterValue(index, parameter, session)
         self._fresh = torch.full((len(parameter),), -1, dtype=torch.int64)
         """By row: after which step it was fetched."""
         self._whole_step = -1  # after which step all rows were fetched
-        self._pulls: list[Pull] = []  # of rows that the next step is expected to need
-        self._sources = RowSources()
+        self._prefetch = Prefetch(index, len(parameter), session, engine)
+        self._pulls = self._prefetch.pulls
         self._detached = False
+        self._first_use = FirstUse(self, session)
+        self._gradient = ServedGradient(self, parameter, session, torch.sparse_coo)
 
-    # Gradients.
-    def _check_gradient(self, gradient: torch.Tensor) -> None:
-        if gradient.layout != torch.sparse_coo:
-            raise ConfigError(
-                f"the gradient of {self.name} is dense, and it is held row by row: something else"
-                f" than a look-up uses it. Name it in dense_parameters, or give the embedding"
-                " sparse=False"
-            )
+    # What the engine reads and writes: rows, but nothing of the whole.
+    @property
+    def values(self) -> memoryview:
+        return self._value.memory.values
 
-    def read_gradient(self, *, in_place: bool) -> None:
-        """Nobody has the ranks' rows together but the servers, and they do not keep them."""
-        raise TrainingLoopError(
-            f"the gradient of {self.name} is {'edited' if in_place else 'read'}: it is this rank's"
-            " rows only, for the table is held row by row. Name it in dense_parameters, or give the"
-            " embedding sparse=False; to clip use parallelize(..., clip_grad_norm=...)"
-        )
+    def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
+        raise InternalError(f"the gradient of {self.name} is not sent as a whole")
 
-    def _show_held(self) -> None:
-        """It shows this rank's own: see `read_gradient`."""
-
-    def _push(self, gradient: torch.Tensor | None, step: int) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
-            self._push_rows(gradient, step)
-
-    def _push_rows(self, gradient: torch.Tensor | None, step: int) -> None:
-        flags, with_value = self._note_changed_value()
-        increment_version(self.parameter)  # whoever saved the old value must not use it
-        self._value.version = self.parameter._version
-        if with_value:
-            self._rows.send_row_values(self.index, step, self.parameter.detach())
-        self._pushed_step = step
-        self._watched = False
-        self._pulls.clear()
-        make_wait(self.parameter, self)
-        part = None if gradient is None else gradient_rows(gradient.detach().cpu())
-        self._rows.push_rows(self.index, step, part, flags=flags)
+    def land_average(self, gradient: torch.Tensor) -> None:
+        raise InternalError(f"the workers do not update {self.name}")
 
     # The start.
     def before_offering(self) -> None:
@@ -90,7 +73,81 @@ class RowParameter(SynchronisedParameter):
     def receive_initial_value(self) -> None:
         """Rows come when they are used."""
 
+    # Its gradient.
+    @property
+    def left(self) -> bool:
+        """Whether the coming step's gradient has been sent."""
+        return self._gradient.left
+
+    def check_gradient(self, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.sparse_coo:
+            raise ConfigError(
+                f"the gradient of {self.name} is dense, and it is held row by row: something else"
+                f" than a look-up uses it. Name it in dense_parameters, or give the embedding"
+                " sparse=False"
+            )
+
+    def push(self, gradient: torch.Tensor | None, step: int) -> None:
+        """Send its rows, or word that there are none; from now on rows are to be fetched."""
+        with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
+            flags, with_value = self._value.begin_update()
+            if with_value:
+                self._rows.send_row_values(self.index, step, self.parameter.detach())
+            self._gradient.pushed_step = step
+            self._first_use.watched = False
+            self._pulls.clear()
+            make_wait(self.parameter, self)
+            part = None if gradient is None else gradient_rows(gradient.detach().cpu())
+            self._rows.push_rows(self.index, step, part, flags=flags)
+
+    def finish_step(self, step: int) -> None:
+        """`optimizer.step()`: push what has not been pushed; check what has."""
+        self._gradient.finish_step(step)
+
+    def prefetch(self) -> None:
+        """A step has been made: ask for the rows of the next batch, as far as it is known."""
+        self._prefetch.begin(self._gradient.pushed_step)
+
+    def gradient_discarded(self, *, dropped: bool) -> None:
+        self._gradient.discarded(dropped=dropped)
+
+    def replace_busy_gradient(self) -> None:
+        """It was copied when it left."""
+
+    def gradient_follows(self, held: torch.Tensor) -> None:
+        """It shows this rank's own: see `read_gradient`."""
+
+    def read_gradient(self, *, in_place: bool) -> None:
+        """Nobody has the ranks' rows together but the servers, and they do not keep them."""
+        raise TrainingLoopError(
+            f"the gradient of {self.name} is {'edited' if in_place else 'read'}: it is this rank's"
+            " rows only, for the table is held row by row. Name it in dense_parameters, or give the"
+            " embedding sparse=False; to clip use parallelize(..., clip_grad_norm=...)"
+        )
+
     # Use.
+    def watch(self) -> None:
+        """Report the parameter's next differentiable use to the session, as its first."""
+        self._first_use.watched = True
+        make_wait(self.parameter, self)
+
+    def unwatch(self) -> None:
+        if self._first_use.watched:
+            self._first_use.watched = False
+            stop_waiting(self.parameter)
+
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return NotImplemented
+
+    def meets_compiler(self) -> None:
+        """Compiled code waits at its entry, where parameters are settled."""
+        refuse_to_be_compiled()
+
+    def check_stepped(self) -> None:
+        self._gradient.check_stepped()
+
     def before_use(
         self,
         func: Callable[..., Any],
@@ -99,9 +156,8 @@ class RowParameter(SynchronisedParameter):
         *,
         in_place: bool,
     ) -> bool:
-        self.check_stepped()
-        if self._watched:
-            self._session.first_use_begins(self)
+        self._gradient.check_stepped()
+        self._first_use.begins()
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOK_UPS:
                 self._look_up(args[0] if args else kwargs["input"], kwargs)
@@ -109,19 +165,14 @@ class RowParameter(SynchronisedParameter):
                 self.settle_whole()
             stop_waiting(self.parameter)
         if func == GET_DATA:
-            self._value.exposed = True
+            self._value.mark.exposed = True
         return True
 
     def after_use(self, result: Any) -> None:
-        if self._watched and self._session.is_first_use(self, result):
-            self._watched = False
-        stale = self._watched or self._whole_step != self._pushed_step
+        awaited = self._first_use.is_awaited_after(result)
+        stale = awaited or self._whole_step != self._gradient.pushed_step
         if stale and not self._detached and not is_waiting(self.parameter):
             make_wait(self.parameter, self)
-
-    def detach(self) -> None:
-        self._detached = True
-        super().detach()
 
     def _look_up(self, wanted: torch.Tensor, options: Mapping[str, Any]) -> None:
         if options.get("max_norm") is not None:
@@ -132,19 +183,18 @@ class RowParameter(SynchronisedParameter):
         numbers = torch.unique(wanted.detach().to("cpu", torch.int64))
         if not len(numbers) or numbers[0] < 0 or numbers[-1] >= len(self._fresh):
             return  # torch says what is wrong with them
-        if self._session.completed < _LEARNING_STEPS and lookahead.current is not None:
-            self._sources.learn(numbers, lookahead.current)
-        if self._whole_step == self._pushed_step:
+        self._prefetch.learn(numbers)
+        if self._whole_step == self._gradient.pushed_step:
             return
         if self._missing(numbers) is not None:
             self._land_pulls()
         missing = self._missing(numbers)
         if missing is not None:
-            self._land(self._rows.pull_rows(self.index, self._pushed_step, missing))
+            self._land(self._rows.pull_rows(self.index, self._gradient.pushed_step, missing))
 
     def _missing(self, numbers: torch.Tensor) -> torch.Tensor | None:
         """Those of the rows that have not been fetched since the last step."""
-        missing = numbers[self._fresh[numbers] != self._pushed_step]
+        missing = numbers[self._fresh[numbers] != self._gradient.pushed_step]
         return missing if len(missing) else None
 
     def _land_pulls(self) -> None:
@@ -158,29 +208,31 @@ class RowParameter(SynchronisedParameter):
         table[pull.numbers.to(table.device)] = rows.to(table.device)
         self._fresh[pull.numbers] = pull.step
 
-    def prefetch(self) -> None:
-        """A step has been made: ask for the rows of the next batch, as far as it is known."""
-        numbers = self._sources.numbers_in(lookahead.upcoming, len(self._fresh))
-        if len(numbers):
-            self._pulls.append(self._rows.pull_rows(self.index, self._pushed_step, numbers))
-
     def settle(self) -> None:
         """A row waits at its look-up."""
 
     def settle_whole(self) -> None:
         """Fetch every row that has not been fetched since the last step."""
-        if self._whole_step == self._pushed_step or self._session.leaves_rows:
+        if self._whole_step == self._gradient.pushed_step or self._session.leaves_rows:
             return
         with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
             self._land_pulls()
             missing = self._missing(torch.arange(len(self._fresh)))
             if missing is not None:
-                self._land(self._rows.pull_rows(self.index, self._pushed_step, missing))
-        self._whole_step = self._pushed_step
+                self._land(self._rows.pull_rows(self.index, self._gradient.pushed_step, missing))
+        self._whole_step = self._gradient.pushed_step
 
     def settle_if_stepped(self) -> None:
         """For compiled code, which must see an ordinary parameter."""
-        if self._pushed_step <= self._session.completed:
+        if not self._gradient.left:
             self.settle_whole()
-            if not self._watched:
+            if not self._first_use.watched:
                 stop_waiting(self.parameter)
+
+    def detach(self) -> None:
+        """The session is over: the table becomes an ordinary one, whatever is pending."""
+        self._detached = True
+        self._first_use.watched = False
+        if is_waiting(self.parameter):
+            stop_waiting(self.parameter)
+        self._gradient.detach()

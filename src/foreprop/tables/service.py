@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import (
-    FailSession,
     InstallValue,
     NormArrived,
     PeerLeft,
     PullArrived,
     PushArrived,
-    SendNormPart,
     ValueArrived,
 )
-from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.manifest import Manifest
 from foreprop.core.rows_machine import (
     AnswerRows,
     RowsMachine,
@@ -31,60 +28,82 @@ from foreprop.core.rows_machine import (
 from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import Connection
 from foreprop.numerics.finite import check_finite
+from foreprop.path.executor import Executor
 from foreprop.path.hyperparameters import scale_of
+from foreprop.path.services import bounded, exactly
+from foreprop.path.sliceupdates import SettingsAt
+from foreprop.tables.kept import PULL_BYTES
 from foreprop.tables.parts import decode_pull, pulled_shard
 from foreprop.tables.store import RowStore
 
 ROW_KINDS = frozenset({Kind.ROWS_VALUE, Kind.ROWS_PUSH, Kind.ROWS_PULL})
 
 
-class RowHost(Protocol):
-    """What rows need of their server."""
-
-    def answer_rows(self, answer: AnswerRows, data: bytes) -> None:
-        """Queue a frame with the rows."""
-
-    def fail_rows(self, failure: FailSession) -> None: ...
-    def send_norm_part(self, told: SendNormPart) -> None:
-        """Queue a frame to rank 0."""
-
-    def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
-        """The optimizer's, as all ranks agree. Called with the server's lock held."""
-
-
 class RowServer:
-    """The shards of one server. ``lock`` is the server's, ``barrier`` too, if there is one."""
+    """Owns rows and tables on one server: its shards.
+
+    ``barrier`` is the server's, if there is one.
+    """
+
+    kinds = ROW_KINDS | {Kind.TABLE, Kind.TABLE_PULL}
 
     def __init__(
         self,
         manifest: Manifest,
         shards: Sequence[Shard],
-        index: int,
-        host: RowHost,
-        lock: threading.RLock,
+        executor: Executor,
+        settings_at: SettingsAt,
         barrier: StepBarrier | None = None,
     ) -> None:
         self._manifest = manifest
-        names = [info.name for info in manifest.parameters]
-        peers = manifest.peers()
+        self._peers = executor.peers
         self._machine = RowsMachine(
             shards,
-            index=index,
-            workers=peers.count,
-            names=names,
+            index=executor.host.index,
+            workers=self._peers.count,
+            names=[info.name for info in manifest.parameters],
             barrier=barrier,
-            peers=peers,
+            peers=self._peers,
         )
         self._coefficient = 1.0
         """For the gradients of the step whose updates are under way."""
-        self.store = RowStore(manifest, shards, index)
+        self.store = RowStore(manifest, shards, executor.host.index)
         self._wanted: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         """By rank and request: shard and row numbers of the pulls that are not answered yet."""
-        self._host = host
-        self._lock = lock
+        self._executor = executor
+        self._settings_at = settings_at
+        self._lock = executor.lock
 
-    def limit_bytes(self, header: Header) -> int:
+    # Frames.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if header.kind == Kind.TABLE:
+            return bounded(header, self.store.kept_limit_bytes(header.slice))
+        if header.kind == Kind.TABLE_PULL:
+            return exactly(header, PULL_BYTES)
+        return bounded(header, self._limit_bytes(header))
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.TABLE:
+            self._on_table(peer, header, payload)
+        elif header.kind == Kind.TABLE_PULL:
+            with self._lock:
+                data = self.store.export_kept(header.slice, payload)
+            self._executor.answer(peer.number, Kind.TABLE_REPLY, header, data)
+        else:
+            self._on_rows(peer.number, header, payload)
+            if header.kind == Kind.ROWS_PUSH:
+                peer.last_push = (header.slice, header.step)
+
+    def _on_table(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if peer.rank != 0:
+            raise RemoteProtocolError(f"rank {peer.rank} sent a table's rows; only rank 0 may")
+        with self._lock:
+            anew = bool(header.flags & Flag.ANEW)
+            self.store.import_kept(header.slice, payload, anew=anew)
+
+    def _limit_bytes(self, header: Header) -> int:
         """The longest payload that this frame may have; raises `RemoteProtocolError`."""
         if header.kind == Kind.ROWS_PULL:  # the shard is in the payload
             return max(map(self.store.part_limit_bytes, self.store.numbers()), default=0)
@@ -95,8 +114,7 @@ class RowServer:
         if shard not in self.store:
             raise RemoteProtocolError(f"shard {shard} does not belong to this server")
 
-    def on_frame(self, rank: int, header: Header, payload: memoryview) -> None:
-        """A frame of one of `ROW_KINDS`."""
+    def _on_rows(self, rank: int, header: Header, payload: memoryview) -> None:
         number, step = header.slice, header.step
         with self._lock:
             instructions: Sequence[Any] = ()
@@ -112,15 +130,14 @@ class RowServer:
             else:
                 self.store.put_value(number, payload)
                 if not header.flags & Flag.MORE:
-                    instructions = self._machine.handle(
-                        ValueArrived(rank, number, step, header.priority)
-                    )
+                    valued = ValueArrived(rank, number, step, header.priority)
+                    instructions = self._machine.handle(valued)
             work = self._decide(instructions)
         self._work(work)
 
     def _check_finite(self, rank: int, number: int, step: int, rows: torch.Tensor) -> None:
         name = self._manifest.parameters[self.store.shard(number).parameter].name
-        aggregation, whose = self._manifest.knobs.aggregation, self._manifest.peers().name(rank)
+        aggregation, whose = self._manifest.knobs.aggregation, self._peers.name(rank)
         check_finite(rows, aggregation, whose=whose, name=name, step=step)
 
     def _on_pull(self, rank: int, header: Header, payload: memoryview) -> Sequence[Any]:
@@ -135,7 +152,7 @@ class RowServer:
         with self._lock:
             self._decide(self._machine.handle(PeerLeft(rank)))
 
-    def use_norm(self, step: int, coefficient: float, *, skip: bool) -> None:
+    def use_norm(self, step: int, coefficient: float, skip: bool) -> None:
         """The norm of this step is known: make its updates."""
         with self._lock:
             self._coefficient = coefficient
@@ -148,17 +165,19 @@ class RowServer:
         for instruction in instructions:
             if isinstance(instruction, (UpdateRows, SumRows)):
                 work.append(instruction)
-            elif isinstance(instruction, SendNormPart):
-                self._host.send_norm_part(instruction)
             elif isinstance(instruction, AnswerRows):
-                shard, numbers = self._wanted.pop((instruction.rank, instruction.request))
-                rows = self.store.rows(shard, numbers, instruction.step)
-                self._host.answer_rows(instruction, rows)
+                self._answer(instruction)
             elif isinstance(instruction, InstallValue):
                 self.store.install_values(instruction.slice)
-            else:
-                self._host.fail_rows(instruction)
+            else:  # the barrier's, or the end of the session
+                self._executor.execute([instruction])
         return work
+
+    def _answer(self, answer: AnswerRows) -> None:
+        peer, _, step, request, priority = answer
+        shard, numbers = self._wanted.pop((peer, request))
+        rows = self.store.rows(shard, numbers, step)
+        self._executor.send(peer, Kind.ROWS_REPLY, step, priority, request, rows)
 
     def _work(self, work: list[UpdateRows | SumRows]) -> None:
         while work:
@@ -170,22 +189,21 @@ class RowServer:
 
     def _sum(self, shard: int, step: int, ranks: Sequence[int]) -> RowsSummed:
         with self._lock:
-            scale = scale_of(self._host.settings_at(step))
+            scale = scale_of(self._settings_at(step))
             gradients = self.store.take_gradients(shard, step, ranks)
         return RowsSummed(shard, self.store.aggregate(shard, gradients, scale))
 
     def _update(self, shard: int, step: int, ranks: Sequence[int]) -> RowsUpdated:
         with self._lock:
-            groups = self._host.settings_at(step) if ranks else ()
+            groups = self._settings_at(step) if ranks else ()
             gradients = self.store.take_gradients(shard, step, ranks)
             coefficient = self._coefficient
         self.store.update(shard, gradients, groups, coefficient)
         return RowsUpdated(shard)
 
-    # Optimizer state and reports.
-    def export_state(self, shard: int) -> bytes:
-        self._check_owned(shard)
-        return self.store.export_state(shard)
+    # What it waits for.
+    def __contains__(self, number: int) -> bool:
+        return number in self.store
 
     def describe_wait(self, shard: int, step: int) -> str:
         return self._machine.describe_wait(shard, step)

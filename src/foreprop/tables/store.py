@@ -17,7 +17,8 @@ from foreprop.core.manifest import Hyperparameters, Manifest, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.slicestore import (
+from foreprop.path.summing import clip, finish_sum, square_sum, start_average, sum_dtype
+from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     MASTER,
@@ -27,7 +28,6 @@ from foreprop.path.slicestore import (
     is_array,
     state_limit_bytes,
 )
-from foreprop.path.summing import clip, finish_sum, square_sum, start_average
 from foreprop.tables.averages import RowAverages
 from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.kept import (
@@ -43,14 +43,8 @@ from foreprop.tables.kept import (
 )
 from foreprop.tables.parts import RowPart, decode_part, part_limit_bytes, sum_parts
 from foreprop.tables.rowoptimizer import RowOptimizer
+from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
 from foreprop.tables.table import Make, RowTable
-
-SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
-    cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-}
-"""Each leaves rows without a gradient as they are; see `path.optimizer.check_row_wise`."""
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class _ShardTensors:
@@ -238,9 +232,9 @@ class RowStore:
         parts = [part for of_rank in gradients for part in of_rank]
         if not parts:
             return None
-        shard, dtype = tensors.shard, tensors.table.dtype
-        wide = dtype in _HALVES and self._world_size > 1
-        total = sum_parts(parts, shard.row_elems, torch.float32 if wide else dtype)
+        shard = tensors.shard
+        dtype = sum_dtype(tensors.table.dtype, workers=self._world_size)
+        total = sum_parts(parts, shard.row_elems, dtype)
         reduction = self._reductions[shard.parameter]
         finish_sum(total.rows, reduction, workers=self._world_size, scale=scale)
         return total
@@ -253,7 +247,7 @@ class RowStore:
 
     # Optimizer state, for checkpoints. Of whole shards: tables that workers have, too.
     def export_state(self, number: int) -> bytes:
-        """As `slicestore.encode_state` writes it."""
+        """As `tensors.encode_state` writes it."""
         return encode_state(self._shards[number].optimizer.whole)
 
     def export_master(self, number: int) -> bytes:

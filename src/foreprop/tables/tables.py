@@ -23,10 +23,10 @@ from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
 from foreprop.hooks.buffers import ModelHook
-from foreprop.path.backend import Backend, RowEngine
 from foreprop.tables.folder import TableFolder
 from foreprop.tables.kept import VALUES, KeptRows
 from foreprop.tables.remote import RemoteTable
+from foreprop.tables.rowengine import RowBackend, RowEngine
 
 _PARTS_IN_A_FILE = 16
 _AT_ONCE_ELEMS = 1 << 20
@@ -42,7 +42,7 @@ class RemoteTables:
         tables: Sequence[RemoteTable],
         infos: Sequence[ParameterInfo],
         optimizer: torch.optim.Optimizer,
-        backend: Backend,
+        backend: RowBackend,
         *,
         world: World,
         config: Config,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from foreprop.workload.limit import BYTES_PER_ELEM
+from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
+from foreprop.workload.setting import LabSetting
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets, unscaled."""
@@ -23,3 +24,17 @@ def fill_buckets(sizes_elems: Sequence[int], bucket_bytes: int) -> list[list[int
         buckets[-1].append(number)
         held_bytes += sizes_elems[number] * BYTES_PER_ELEM
     return buckets
+
+
+def best_bucket(setting: LabSetting, step_s: Callable[[int, int], float]) -> int:
+    """The scaled size with the shortest steps, tried one after the other.
+
+    ``step_s``: the time of a step, of a candidate as it is and scaled.
+    """
+    seconds: dict[int, float] = {}
+    for candidate in CANDIDATE_BUCKETS_BYTES:
+        size = setting.scaled(candidate)
+        if seconds and size > 2 * model_bytes(setting.layers):
+            break  # one bucket holds everything
+        seconds[size] = step_s(candidate, size)
+    return min(seconds, key=lambda size: seconds[size])

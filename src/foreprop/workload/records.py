@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from foreprop.core.slicing import SLICE_ELEMS, usual_slice_elems
 from foreprop.errors import ConfigError
+from foreprop.workload import limit
+from foreprop.workload.setting import DDP, MXNET, LabSetting, local_aggregation
 
 CPU_BOUND_SHARE = 0.8
 
@@ -75,6 +78,46 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """P3's size, or the default's on so many nodes, which is smaller on many."""
         usual = (SLICE_ELEMS, usual_slice_elems(self.nodes))
         return self.slice_elems in [size // self.scale for size in usual]
+
+
+def record_of(
+    system: str,
+    setting: LabSetting,
+    step_s: Sequence[float],
+    waited_s: Sequence[float],
+    **measured: Any,
+) -> Record:
+    """What follows from the setting and its steps; ``measured`` are the record's other fields."""
+    layers = setting.layers
+    compute_s, limit_s = limit.compute_s(layers), setting.limit_s
+    wire_s = limit.wire_s(
+        limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
+    )
+    spread = Spread.of(step_s)
+    fields = {"slice_elems": setting.slice_elems_of(system)} | measured
+    return Record(
+        system=system,
+        model=setting.profile.name,
+        scale=setting.scale,
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        local_aggregation=_local_aggregation_of(system),
+        rate_bits_per_s=setting.rate,
+        balance=wire_s / compute_s,
+        compute_s=compute_s,
+        wire_s=wire_s,
+        limit_s=limit_s,
+        iteration_s=spread,
+        efficiency=limit_s / spread.median,
+        waiting_s=statistics.fmean(waited_s),
+        iterations=len(step_s),
+        **fields,
+    )
+
+
+def _local_aggregation_of(system: str) -> str | None:
+    """None of what is not foreprop."""
+    return None if system.startswith(DDP) or system in MXNET else local_aggregation()
 
 
 def write_records(path: Path, records: Sequence[msgspec.Struct]) -> None:

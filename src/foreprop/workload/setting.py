@@ -12,6 +12,7 @@ from foreprop.core.slicing import BIG_ARRAY_ELEMS, usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
+from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile
 
 DDP = "ddp"
@@ -67,24 +68,32 @@ class LabSetting:
     """
 
     profile: Profile
-    systems: tuple[str, ...]
-    nodes: int = 4
-    workers_per_node: int = 1
-    scale: int = 16
-    compute_s: float = 2.0
-    rate_bits_per_s: float | None = None
-    balance: float | None = None
-    """Wire / compute; decides the rate if none is given. 1.0 if neither is."""
-    iterations: int = 20
+    nodes: int = option("Nodes, each with a worker and a server.", 4)
+    workers_per_node: int = option("Workers on each node.", 1)
+    balance: float | None = option("Wire time / compute, which sets the rate; default 1.0.", None)
+    """Decides the rate if none is given."""
+    rate_bits_per_s: float | None = option("The links' rate in Mbit/s, instead of --balance.", None)
+    scale: int = option("Divides every array, slice and bucket.", 16)
+    compute_s: float = option(
+        "Seconds that the device computes per step; by default as measured (see --profile), or"
+        " else enough for 2 CPUs.",
+        2.0,
+    )
+    systems: tuple[str, ...] = option("Separated by commas.")
+    iterations: int = option("Measured steps of each system.", 20)
     warm_up: int = 3
-    slice_elems: int | None = None
-    """Of the unscaled model; by default what a session on so many nodes cuts (`slice_elems_of`)."""
-    jitter: float = 0.0
-    """Each layer's time is drawn anew on every node and in every step, up to this share off."""
+    slice_elems: int | None = option(
+        "Elements per slice of the unscaled model, instead of the usual ones.", None
+    )
+    """By default what a session on so many nodes cuts (`slice_elems_of`)."""
+    jitter: float = option("Draw each layer's time anew, up to this share off, as 0.2.", 0.0)
+    """On every node and in every step."""
     shape_ingress: bool = True
-    mxnet_python: Path | None = None
-    trace: Path | None = None
-    """Folder for the presets' traces, one sub-folder per system."""
+    mxnet_python: Path | None = option(
+        "Python of an environment with mxnet==1.9.1 and numpy<1.24.", None
+    )
+    trace: Path | None = option("Folder for traces of the presets, for `foreprop trace`.", None)
+    """One sub-folder per system."""
     sample_network: bool = False
     """Read node 0's interface counters every 10 ms during measured steps."""
 

@@ -1,0 +1,1 @@
+"""What foreprop itself costs: `foreprop bench`, and scripts for the documents' tables."""

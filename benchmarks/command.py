@@ -1,0 +1,201 @@
+"""``foreprop bench``: what foreprop itself costs, measured beside a yardstick in the same run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.exchange import Exchange, measure_exchange
+from benchmarks.jitter import simulate_jitter
+from benchmarks.loopback import MODELS, measure_loopback
+from benchmarks.overhead import measure_scheduling, measure_waiting
+from benchmarks.plain import measure_alone
+from benchmarks.tables import measure_tables
+from benchmarks.wire import measure_wire
+from foreprop.workload import limit
+from foreprop.workload.profile import load_profile
+
+bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True, add_completion=False)
+
+
+@bench.command("wire")
+def wire(
+    slice_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per slice.")] = 50_000,
+    slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take the median of.")] = 20,
+) -> None:
+    """Data plane: one worker, one server, loopback, no model; against bare sockets.
+
+    The bare pair moves the same messages (header and payload, pushes one way and replies the other)
+    with sendmsg and recv_into and does nothing else; steps of all alternate. foreprop is shown
+    without compute, and with the server applying SGD, whose memory traffic comes on top.
+    """
+    rows = measure_wire(slice_elems=slice_elems, slices=slices, steps=steps)
+    shown = Table(title=f"{slices} slices of {slice_elems * 4 / 1e3:g} kB per step, each way")
+    for heading in ("", "Gbit/s each way", "CPU s per GB", "of bare sockets"):
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        shown.add_row(
+            row.name,
+            f"{row.bits_per_s / 1e9:.2f}",
+            f"{row.cpu_s_per_gb:.2f}",
+            f"{100 * row.ratio:.0f} %",
+        )
+    Console().print(shown)
+
+
+@bench.command("overhead")
+def overhead(
+    slices: Annotated[int, typer.Option(min=1, help="Slices of 16 elements per step.")] = 2000,
+    parameters: Annotated[int, typer.Option(min=1, help="Parameters of one element.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 20,
+) -> None:
+    """Scheduling: microseconds per slice in worker and server, and per waiting parameter."""
+    scheduling = measure_scheduling(slices=slices, steps=steps)
+    waiting = measure_waiting(parameters=parameters, steps=steps)
+    shown = Table(title="Cost beyond the bytes")
+    for heading in ("", "microseconds", "of which"):
+        shown.add_column(heading, justify="right")
+    shown.add_row("worker, CPU per slice", f"{scheduling.worker_us_per_slice:.1f}", "")
+    shown.add_row("server, CPU per slice and worker", f"{scheduling.server_us_per_slice:.1f}", "")
+    shown.add_row(
+        "waiting parameter, per step",
+        f"{waiting.total_us:.1f}",
+        f"first use {waiting.first_use_us:.1f}, swap {waiting.swap_us:.1f}",
+    )
+    Console().print(shown)
+
+
+@bench.command("alone")
+def alone(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind in a round.")] = 10,
+) -> None:
+    """A world of one: CPU time per step, plain and with foreprop; kinds alternate.
+
+    The first three kinds train the same model; "plain, again" shows how far to believe the others.
+    The last one has a server process all the same, as several ranks have; its CPU time is not in.
+    """
+    shown = Table(title=f"medians of {rounds} rounds of {steps} steps each")
+    for heading in ("", "", "CPU ms per step", "of plain"):
+        shown.add_column(heading, justify="right")
+    for cost in measure_alone(rounds=rounds, steps=steps):
+        shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.3f}", f"{cost.ratio:.3f}")
+    Console().print(shown)
+
+
+@bench.command("loopback")
+def loopback(
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; by default all.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks, on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 15,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind in a round.")] = 20,
+) -> None:
+    """Where the network costs nothing: step and CPU time beside DDP's; kinds alternate.
+
+    "ddp, again" shows how far to believe the others. CPU time is that of all ranks together, in
+    milliseconds per step: of threads that train, of the ranks' other threads, of servers.
+    """
+    unknown = sorted(set(model or ()) - set(MODELS))
+    if unknown:
+        raise typer.BadParameter(f"no model is called {unknown[0]!r}; there are {list(MODELS)}")
+    shown = Table(title=f"{ranks} ranks, medians of {rounds} rounds of {steps} steps each")
+    for heading in ("", "", "step, ms", "of DDP's", "CPU: training", "others", "servers"):
+        shown.add_column(heading, justify="right")
+    kinds, models = ["p2p", "ring"], model or list(MODELS)
+    costs = measure_loopback(models=models, kinds=kinds, ranks=ranks, rounds=rounds, steps=steps)
+    for cost in costs:
+        cpu = [f"{used_s * 1e3:.1f}" for used_s in cost.cpu]
+        shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.1f}", f"{cost.ratio:.2f}", *cpu)
+    Console().print(shown)
+
+
+@bench.command("exchange")
+def exchange(
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="Nodes of the lab.")] = 16,
+    rate_mbit: Annotated[float, typer.Option(help="Rate of the links, Mbit/s.")] = 19.15,
+    node_mb: Annotated[float, typer.Option(help="MB that leave each node.")] = 12.0,
+    message_kb: Annotated[float, typer.Option(help="kB of each message.")] = 12.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 5,
+) -> None:
+    """Plain TCP from every node of the lab to every other one, nothing waiting for anything.
+
+    By default what 16 nodes exchange in one step of ResNet-50 / 16, in slices: how much of such
+    links is left to any parameter server, whatever its schedule.
+    """
+    setting = Exchange(
+        nodes=nodes,
+        rate_bits_per_s=rate_mbit * 1e6,
+        node_bytes=round(node_mb * 1e6),
+        message_bytes=round(message_kb * 1e3),
+    )
+    seconds = measure_exchange(setting, rounds=rounds)
+    Console().print(
+        f"{nodes} nodes at {rate_mbit:g} Mbit/s: {seconds:.3f} s until the last has everything,"
+        f" {setting.ideal_s:.3f} s at the links' rate: {setting.ideal_s / seconds:.3f} of it"
+    )
+
+
+@bench.command("jitter")
+def jitter(
+    model: Annotated[str, typer.Option(help="One of the lab's models.")] = "resnet50",
+    nodes: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
+    balance: Annotated[float, typer.Option(help="Wire time / compute.")] = 1.0,
+    share: Annotated[float, typer.Option(help="How far each layer's time may be off.")] = 0.2,
+    chunk_elems: Annotated[int, typer.Option(min=1, help="Elements per collective.")] = 400_000,
+    steps: Annotated[int, typer.Option(min=1, help="Simulated steps.")] = 200,
+) -> None:
+    """Simulated: what a planned order of collectives loses to an adaptive one under jitter."""
+    layers = load_profile(model).layers(scale=1, compute_s=1.0)
+    rate = limit.rate_for_balance(layers, nodes=nodes, balance=balance)
+    result = simulate_jitter(
+        layers,
+        nodes=nodes,
+        rate_bits_per_s=rate,
+        chunk_elems=chunk_elems,
+        jitter=share,
+        steps=steps,
+    )
+    shown = Table(title=f"{model}, {nodes} ranks, compute 1 s, balance {balance:g}, ±{share:.0%}")
+    shown.add_column("order")
+    shown.add_column("step", justify="right")
+    shown.add_column("of the adaptive order's", justify="right")
+    for name, seconds in (
+        ("planned, no jitter", result.even_s),
+        ("planned", result.planned_s),
+        ("adaptive", result.adaptive_s),
+        ("backward", result.backward_s),
+    ):
+        shown.add_row(name, f"{seconds:.3f} s", f"{seconds / result.adaptive_s:.3f}")
+    Console().print(shown)
+
+
+@bench.command("tables")
+def tables(
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the shard.")] = 2_000_000,
+    row_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per row.")] = 64,
+    share: Annotated[float, typer.Option(help="Of the rows, how many are updated, once.")] = 1.0,
+    rows_per_update: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 4096,
+) -> None:
+    """What a server's shard of a remote table takes, with nobody else in the process.
+
+    Each row is asked for, made, and updated, as in its first step.
+    """
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"{share} is not above 0 and at most 1", param_hint="--share")
+    found = measure_tables(
+        rows=rows, row_elems=row_elems, share=share, rows_per_update=rows_per_update
+    )
+    shown = Table(title=f"{rows} rows of {row_elems} elements, {share:.2%} of them updated")
+    for heading in ("", "values, MB", "at the start, MB", "at most, MB", "ms per update"):
+        shown.add_column(heading, justify="right")
+    for cost in found:
+        sizes = (cost.table_bytes, cost.start_bytes, cost.peak_bytes)
+        in_mb = [f"{size_bytes / 1e6:.1f}" for size_bytes in sizes]
+        shown.add_row(cost.optimizer, *in_mb, f"{cost.update_s * 1e3:.1f}")
+    Console().print(shown)

@@ -1,0 +1,83 @@
+"""A server that moves bytes and does not compute: it answers every push with the same values."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from foreprop.config import Config
+from foreprop.core.manifest import Hyperparameters
+from foreprop.link.tcp import listen
+from foreprop.path.server import Server
+from foreprop.path.slicestore import SliceStore
+from foreprop.servers.composed import ServerComposer
+from foreprop.servers.launch import dedicated_key
+
+_ANNOUNCED_S = timedelta(seconds=60)
+_JOIN_S = 30.0
+
+
+class StillStore(SliceStore):
+    """Takes and gives slices as ever; only the optimizer is missing."""
+
+    def update(
+        self,
+        slice_: int,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
+        tensors = self._slices[slice_]
+        for buffer in tensors.gradients.values():
+            self._give_back(buffer)
+        tensors.gradients.clear()
+
+
+class StillServer:
+    """Meets the first session that asks ``store`` for a dedicated server, in its own process."""
+
+    def __init__(self, store: Store, config: Config) -> None:
+        self._store = store
+        self._config = config
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._thread = threading.Thread(target=self._meet, name="still-server", daemon=True)
+        self._thread.start()
+
+    def _meet(self) -> None:
+        key = dedicated_key(1)
+        self._store.wait([key], _ANNOUNCED_S)
+        announcement = msgspec.json.decode(self._store.get(key))
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(announcement["session_id"], self._config, theirs.send)
+        )
+        self._process.start()
+        theirs.close()
+        self._store.set(f"{key}/server/0", ours.recv())
+        ours.close()
+
+    @property
+    def pid(self) -> int:
+        self._thread.join()
+        return (self._process.pid or 0) if self._process is not None else 0
+
+    def join(self) -> None:
+        self._thread.join()
+        if self._process is not None:
+            self._process.join(_JOIN_S)
+
+
+def _serve(session_id: str, config: Config, tell: object) -> None:
+    listener: socket.socket = listen("127.0.0.1")
+    tell(f"127.0.0.1 {listener.getsockname()[1]}")  # type: ignore[operator]
+    gc.freeze()  # as a real server does
+    composer = ServerComposer(StillStore)
+    Server(index=0, session_id=session_id, config=config, composer=composer).run(listener)

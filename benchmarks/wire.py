@@ -1,0 +1,128 @@
+"""The data plane alone: one worker, one server, loopback, no compute, against bare sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from benchmarks.bare import BarePair, cpu_seconds
+from benchmarks.still import StillServer
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.servers.processes import ProcessServer
+from foreprop.servers.served import ServedBackend
+from foreprop.session.session import ConnectedSession
+
+_STEP_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireRow:
+    """One way of moving the messages; ``bits_per_s`` count payload in one direction of two."""
+
+    name: str
+    bits_per_s: float
+    cpu_s_per_gb: float
+    ratio: float
+    """Of the bare sockets' throughput: the median over pairs of steps made one after the other."""
+
+
+class _Vectors(torch.nn.Module):
+    """Parameters of forty slices each, as in a layer of two million elements."""
+
+    def __init__(self, slices: int, slice_elems: int) -> None:
+        super().__init__()
+        per_parameter = 40
+        self.vectors = torch.nn.ParameterList(
+            torch.zeros(slice_elems * min(per_parameter, slices - start))
+            for start in range(0, slices, per_parameter)
+        )
+
+
+def lonely_world() -> World:
+    """A world of one whose server is a process of its own."""
+    store = HashStore()
+    return World(rank=0, size=1, local_size=1, host="127.0.0.1", store=store, raw_store=store)
+
+
+class WirePair:
+    """A real session of one worker and one server process, stepped without any model around.
+
+    ``still``: the server moves bytes only and does not apply its optimizer.
+    """
+
+    def __init__(self, slices: int, config: Config, *, still: bool = False) -> None:
+        torch.set_num_threads(1)
+        self._model = _Vectors(slices, config.cut_elems(1))
+        optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        world = lonely_world()
+        self._still: StillServer | None = None
+        if still:
+            self._still = StillServer(world.raw_store, config)
+            config = config.replace(dedicated_servers=1)
+        self.session = ConnectedSession(self._model, optimizer, world, config)
+        self._optimizer = optimizer
+        for parameter in self._model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    @property
+    def server_pid(self) -> int:
+        if self._still is not None:
+            return self._still.pid
+        handle = cast(ServedBackend, self.session._training.backend).connections.handles[0]
+        return handle.pid if isinstance(handle, ProcessServer) else 0
+
+    def step(self) -> float:
+        started = time.perf_counter()
+        self._optimizer.step()
+        self.session.flush()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self.session.close()
+        if self._still is not None:
+            self._still.join()
+
+
+BARE, STILL, UPDATING = "bare sockets", "foreprop, no compute", "foreprop, with SGD"
+
+
+def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
+    """Interleaves steps of bare sockets and of foreprop without and with the optimizer."""
+    config = Config.resolve("p3", slice_elems=slice_elems)
+    message_bytes = slice_elems * 4
+    runs: dict[str, tuple[Callable[[], float], int]] = {}
+    seconds: dict[str, list[float]] = {}
+    cpu: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        bare = BarePair(message_bytes, slices, config.unsent_bytes)
+        stack.callback(bare.close)
+        runs[BARE] = (bare.step, bare.pid)
+        for name, still in ((STILL, True), (UPDATING, False)):
+            pair = WirePair(slices, config, still=still)
+            stack.callback(pair.close)
+            runs[name] = (pair.step, pair.server_pid)
+        for number in range(steps + _STEP_WARM_UP):
+            for name, (step, pid) in runs.items():
+                before = cpu_seconds(pid)
+                taken = step()
+                if number >= _STEP_WARM_UP:
+                    seconds.setdefault(name, []).append(taken)
+                    cpu[name] = cpu.get(name, 0.0) + cpu_seconds(pid) - before
+    megabytes = 2 * message_bytes * slices * steps / 1e6  # both directions
+    return [
+        WireRow(
+            name=name,
+            bits_per_s=message_bytes * slices * 8 / statistics.median(times),
+            cpu_s_per_gb=cpu[name] / megabytes * 1e3,
+            ratio=statistics.median(b / t for b, t in zip(seconds[BARE], times, strict=True)),
+        )
+        for name, times in seconds.items()
+    ]

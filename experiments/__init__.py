@@ -1,0 +1,1 @@
+"""The papers' experiments: what `foreprop lab` runs from a clone of the repository."""

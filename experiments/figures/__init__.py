@@ -1,0 +1,1 @@
+"""The paper's figures: measured, drawn, and a page of all."""

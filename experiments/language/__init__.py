@@ -1,0 +1,1 @@
+"""A language model with large sparse tables: Parallax's kind of experiment."""

@@ -1,0 +1,103 @@
+"""``foreprop lab language``: tables with sparse gradients, and five ways of training them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.language.ablation import ABLATION
+from experiments.language.records import LanguageRecord, with_bytes
+from experiments.language.training import (
+    HYBRID,
+    LANGUAGE_SYSTEMS,
+    LanguageSetting,
+    Text,
+    build_system,
+    lstm_profile,
+)
+from foreprop.cli.folder import writable
+from foreprop.cli.lab import keep, nodes_text, say_notices
+from foreprop.cli.options import Shown, filling, mbit, systems
+from foreprop.lab.run import run_lab, sampled_steps
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@filling(
+    LanguageSetting,
+    ("balance", "slice_elems", "jitter", "mxnet_python", "trace"),
+    nodes=Shown(default=8, help="Nodes, each with its workers."),
+    rate_bits_per_s=mbit(float, default=30.0, help="The links' rate in Mbit/s."),
+    compute_s=Shown(default=1.0, help="Seconds that the device computes per step."),
+    scale=Shown(help="Divides widths; the vocabulary and the batch stay."),
+    systems=systems(LANGUAGE_SYSTEMS, default=",".join(LANGUAGE_SYSTEMS)),
+)
+def language(
+    *,
+    ablation: Annotated[
+        bool,
+        typer.Option(
+            "--ablation", help=f"Instead: {', '.join(ABLATION)}, each with those before it."
+        ),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/language"),
+    **given: Any,
+) -> None:
+    """Train a language model on WikiText-2's 76,616 types, sparse and dense; write results.json.
+
+    A step looks up few rows of two large tables. hybrid all-reduces the LSTM and leaves the rows to
+    servers; ring and ddp-dense all-reduce everything; ddp-sparse all-gathers the rows' gradients.
+    """
+    if ablation:
+        given["systems"] = tuple(ABLATION)
+    profile = lstm_profile(given["width"], given["hidden"])
+    setting = LanguageSetting(profile=profile, sample_network=True, **given)
+    results = writable(out) / "results.json"
+    Text(setting, 0)  # fetched before the clocks run
+    console = Console()
+    with console.status("") as status:
+        result = run_lab(setting, build=build_system, progress=status.update)
+    say_notices(console, result)
+    measured = with_bytes(result, sampled_steps=sampled_steps(setting))
+    console.print(_language_table(setting, measured))
+    keep(console, results, measured)
+
+
+def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) -> Table:
+    title = (
+        f"language model, widths / {setting.scale}, {nodes_text(setting)} at"
+        f" {setting.rate / 1e6:.0f} Mbit/s, compute {setting.compute_s:g} s"
+    )
+    made = Table(title=title)
+    first = setting.systems[0]
+    compared = f"over {first}" if first in ABLATION else "hybrid is"
+    headings = ("system", "step", "steps/s", compared, "sent", "received", "waiting", "CPUs")
+    for heading in headings:
+        system = heading == "system"
+        made.add_column(heading, justify="left" if system else "right", no_wrap=system)
+    steps = {m.record.system: m.record.iteration_s.median for m in measured}
+    best = steps.get(HYBRID)
+
+    def ratio(step_s: float) -> str:
+        if first in ABLATION:
+            return f"{steps[first] / step_s:.2f}x"
+        return f"{step_s / best:.2f}x" if best else ""
+
+    for entry in measured:
+        record, step_s = entry.record, entry.record.iteration_s.median
+        made.add_row(
+            record.system,
+            f"{step_s:.3f} s",
+            f"{1 / step_s:.3f}",
+            ratio(step_s),
+            f"{entry.sent_bytes / 1e6:.1f} MB",
+            f"{entry.received_bytes / 1e6:.1f} MB",
+            f"{record.waiting_s:.2f} s",
+            f"{record.cpu_share:.0%}" + (" CPU-bound" if record.cpu_bound else ""),
+        )
+    return made

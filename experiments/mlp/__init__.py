@@ -1,0 +1,1 @@
+"""A perceptron on one to seven workers: the comparison paper's experiment."""

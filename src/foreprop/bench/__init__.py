@@ -1,1 +1,0 @@
-"""Benchmarks of foreprop itself; ``foreprop bench --help`` lists them."""

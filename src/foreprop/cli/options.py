@@ -1,0 +1,115 @@
+"""A command's options, made from the fields of the dataclass that they fill.
+
+Name, type, default and help are the field's (`foreprop.workload.options.option`); `Shown` says
+where the command line has another form, as Mbit/s for bit/s.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+Command = Callable[..., None]
+_THE_FIELDS: Any = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What an option has instead of its field's."""
+
+    name: str | None = None
+    kind: Any = None
+    """The type of what is typed."""
+    default: Any = _THE_FIELDS
+    help: str | None = None
+    metavar: str | None = None
+    declared: tuple[str, ...] = ()
+    """How it is written, if not as its name says."""
+    read: Callable[[Any], Any] = lambda value: value
+    """From what is typed to what the field holds; None stays None."""
+
+    def parameter(self, of: Field[Any], kind: Any) -> inspect.Parameter:
+        name = self.name or of.name
+        default = of.default if self.default is _THE_FIELDS else self.default
+        declared = self.declared
+        if kind is bool and not declared:
+            declared = (f"--{name.replace('_', '-')}",)  # no --no-...
+        told = typer.Option(
+            *declared,
+            help=self.help or of.metadata["help"],
+            min=of.metadata.get("min"),
+            max=of.metadata.get("max"),
+            metavar=self.metavar,
+        )
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=Annotated[self.kind or kind, told],
+        )
+
+
+def filling(
+    setting: type, omit: Collection[str] = (), /, **shown: Shown
+) -> Callable[[Command], Command]:
+    """Give a command options for a dataclass's fields, but for ``omit``.
+
+    They stand between the command's own parameters and those of these that are keyword-only. The
+    command gets the values by the fields' names.
+    """
+    hints = get_type_hints(setting)
+    chosen = [
+        spec
+        for spec in fields(setting)
+        if spec.name not in omit and (spec.name in shown or "help" in spec.metadata)
+    ]
+    forms = {spec.name: shown.get(spec.name, Shown()) for spec in chosen}
+
+    def decorate(command: Command) -> Command:
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        first = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        derived = [forms[spec.name].parameter(spec, hints[spec.name]) for spec in chosen]
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in (*first, *derived, *own[len(first) :])
+        ]
+
+        def filled(**given: Any) -> None:
+            for name, form in forms.items():
+                value = given.pop(form.name or name)
+                given[name] = None if value is None else form.read(value)
+            command(**given)
+
+        filled.__name__, filled.__doc__ = command.__name__, command.__doc__
+        filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        filled.__annotations__ = {p.name: p.annotation for p in parameters}
+        return filled
+
+    return decorate
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def mbit(kind: Any = float | None, **changes: Any) -> Shown:
+    """A rate in bit/s is typed in Mbit/s."""
+    return Shown(name="rate_mbit", kind=kind, read=lambda rate: rate * 1e6, **changes)
+
+
+def systems(known: Collection[str], *, default: str, more: str = "") -> Shown:
+    return Shown(
+        kind=str,
+        default=default,
+        read=names_in,
+        help=f"Separated by commas: {', '.join(known)}{more}.",
+    )

@@ -1,0 +1,206 @@
+"""The end of a worker's session: goodbyes in order, or the first error, which all are to know."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from foreprop.config import Config
+from foreprop.core.wire import Header, Kind
+from foreprop.errors import (
+    ForepropError,
+    InternalError,
+    PeerLost,
+    RemoteProtocolError,
+    StepTimeout,
+    TransportError,
+)
+from foreprop.link.connection import Connection
+from foreprop.link.failure import failure_of, own_error
+from foreprop.path.inquiry import Inquiry
+from foreprop.path.progress import NOTHING, Progress
+
+_NAMED_S = 2.0
+"""After `step_timeout_s` a server says by itself who has not closed the session."""
+_CAUSE_S = 1.0
+"""How long after a connection's end another server may still tell the reason."""
+GOODBYE_S = 1.0
+
+
+class Ending:
+    """Learns what becomes of a worker's connections, and ends them.
+
+    ``begin_closing`` has the queue sent off, and ``finished`` is set when it is; ``stop_sending``
+    ends the sending threads. ``names`` are the servers'.
+    """
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        names: Sequence[str],
+        progress: Progress,
+        inquiry: Inquiry,
+        *,
+        rank: int,
+        config: Config,
+        begin_closing: Callable[[], None],
+        stop_sending: Callable[[], None],
+    ) -> None:
+        self.finished = threading.Event()
+        self._connections = connections
+        self._servers = names
+        self._progress = progress
+        self._inquiry = inquiry
+        self._rank = rank
+        self._config = config
+        self._begin_closing = begin_closing
+        self._stop_sending = stop_sending
+        self._closing = False
+        self._unparted: StepTimeout | None = None
+        """What kept the others from leaving, too."""
+        self._failed = threading.Event()
+        self._goodbyes: list[threading.Thread] = []
+        self._threads = [
+            threading.Thread(
+                target=peer.receive,
+                args=(self,),
+                name=f"foreprop-receive-{peer.number}",
+                daemon=True,
+            )
+            for peer in connections
+        ]
+
+    def start(self) -> None:
+        """Receive from now on."""
+        for thread in self._threads:
+            thread.start()
+
+    # What becomes of connections. In their receiving threads.
+    def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
+        kind, size_bytes = Kind(header.kind).name, header.payload_bytes
+        if size_bytes:
+            return RemoteProtocolError(f"{kind} of {size_bytes} bytes; at most 0")
+        return RemoteProtocolError(f"server {peer.number} sent {kind}")
+
+    def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
+        self.fail(error)
+
+    def on_error(self, peer: Connection, error: BaseException) -> None:
+        self.broke(error)
+
+    def on_lost(self, peer: Connection, why: str) -> None:
+        """A server has gone; if it went with its worker, the other servers name that."""
+        if self._closing or self._failed.wait(_CAUSE_S):
+            return
+        why = why or f"its connection to rank {self._rank} closed"
+        awaited = self._progress.awaited
+        if awaited == NOTHING:
+            awaited = next(iter(self._inquiry.incomplete()), NOTHING)
+        step, what = self._inquiry.describe_last(awaited)
+        self.fail(
+            PeerLost(
+                f"{self._servers[peer.number]} is gone: {why}; rank {self._rank} was waiting for"
+                f" {what}",
+                peer=f"server {peer.number}",
+                step=step,
+            )
+        )
+
+    def fail(self, error: ForepropError) -> None:
+        """Keep the first error, and give up all connections: nothing more is coming."""
+        if self._closing and isinstance(error, StepTimeout):
+            self._unparted = error
+        if self._progress.error is None and not self._closing:
+            self._progress.error = error
+        self._failed.set()
+        self.finished.set()
+        self._progress.notify()
+
+    def broke(self, error: BaseException) -> None:
+        if isinstance(error, ForepropError):
+            # a broken connection is told better by its receiving end, which may know the cause
+            if not isinstance(error, TransportError) or not self._failed.wait(2 * _CAUSE_S):
+                self.fail(error)
+        else:
+            wrapped = InternalError(f"rank {self._rank}: {error!r}")
+            wrapped.__cause__ = error
+            self.fail(wrapped)
+
+    # The end.
+    def give_up(self, error: BaseException) -> None:
+        """Say to the servers, and by them to all ranks, that this one goes on no more, and why.
+
+        What is asked of this engine from now on raises the error; it has still to be closed.
+        """
+        if self._closing or self._progress.error is not None:
+            return
+        self._progress.error = own_error(error, self._rank)
+        self._progress.notify()
+        for server in range(len(self._connections)):
+            self._say_goodbye(server, error)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Send what is queued, say goodbye and wait until all ranks have, or say why not.
+
+        Idempotent. Raises `StepTimeout` for ranks that do not come within ``step_timeout_s``.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        error = failure or self._progress.error
+        if error is None:
+            self._begin_closing()
+            self.finished.wait(self._config.step_timeout_s)
+        for server in range(len(self._connections)):
+            self._say_goodbye(server, error)
+        deadline = time.monotonic() + 2 * GOODBYE_S
+        for goodbye in self._goodbyes:
+            goodbye.join(max(0.0, deadline - time.monotonic()))
+        if error is None:
+            self._await_the_end()
+        self.abort()
+        if self._unparted is not None and error is None:
+            raise self._unparted
+
+    def _await_the_end(self) -> None:
+        """The servers close once every worker has left, or say who has not."""
+        limit_s, started = self._config.step_timeout_s, time.monotonic()
+        report_at, deadline = started + self._config.stall_report_s, started + limit_s + _NAMED_S
+        silent = self._join_receivers(min(report_at, deadline))
+        if silent and report_at < deadline:
+            self._progress.report("is done and waits for ranks that have not closed their session")
+            silent = self._join_receivers(deadline)
+        if silent and self._unparted is None:
+            names = " and ".join(self._servers[server] for server in silent)
+            self._unparted = StepTimeout(
+                f"rank {self._rank} has closed its session and waited {limit_s:g} s"
+                f" (step_timeout_s) for {names}, which does not answer"
+            )
+
+    def _join_receivers(self, deadline: float) -> list[int]:
+        """The servers whose connections are still there."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return [server for server, thread in enumerate(self._threads) if thread.is_alive()]
+
+    def abort(self) -> None:
+        self._closing = True
+        for peer in self._connections:
+            peer.stream.close()
+        self._stop_sending()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _say_goodbye(self, server: int, error: BaseException | None) -> None:
+        data = b""
+        if error is not None:
+            data = failure_of(error, by=f"rank {self._rank}").encode()
+        kind = Kind.BYE if error is None else Kind.FAILURE
+        peer = self._connections[server]
+        goodbye = peer.start_sending_past_queue("foreprop-goodbye", kind, data)
+        if error is None:
+            goodbye.join(self._config.step_timeout_s)
+        else:
+            self._goodbyes.append(goodbye)

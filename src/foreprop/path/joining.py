@@ -1,0 +1,192 @@
+"""The start of a server: peers say who they are, and when all have said the same, work begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from foreprop.config import Config
+from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
+from foreprop.core.peers import Peers
+from foreprop.core.sendqueue import takes_turns
+from foreprop.core.window import window_share_bytes
+from foreprop.core.wire import MAX_CONTROL_BYTES, Header, Kind
+from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import Connection, FrameOwner
+from foreprop.link.failure import Failure
+from foreprop.link.stream import Stream
+from foreprop.path.executor import Host
+from foreprop.path.reception import MAX_GREETING_BYTES, GreetingRefused, Reception
+from foreprop.path.services import FailureReports, bounded
+from foreprop.version import __version__
+
+StreamWrapper = Callable[[Stream, int], Stream]
+"""Puts an emulated link around the stream to a rank, if there is one."""
+
+
+class Work(Protocol):
+    """What a server or relay does in a session that has started."""
+
+    @property
+    def owners(self) -> Mapping[int, FrameOwner]:
+        """By kind, who handles the peers' frames."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The parameters', by number of the slice or shard."""
+
+    def start(self) -> None:
+        """All peers have said the same hello."""
+
+    def incomplete(self) -> Iterator[tuple[int, int, str]]:
+        """(slice, step, what it waits for) of what some peers have pushed and others not."""
+
+    def close(self, failure: Failure | None) -> None:
+        """The session is over: let go of all that is not the server's own."""
+
+    def stop(self) -> None:
+        """After it, when all connections are closed: end the sending threads."""
+
+
+class Composer(Protocol):
+    """Puts the work of a session together, of the features that its manifest asks for."""
+
+    def peers(self, manifest: Manifest) -> Peers:
+        """Who is to come."""
+
+    def why_not(self, manifest: Manifest) -> str | None:
+        """Why it cannot be done, if so."""
+
+    def compose(
+        self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
+    ) -> Work: ...
+
+
+class Joining:
+    """Owns greetings and manifests. ``connections`` are filled as peers join, by number.
+
+    Any thread; the host's lock is held where several of them meet.
+    """
+
+    kinds = frozenset({Kind.HELLO, Kind.MANIFEST})
+
+    def __init__(
+        self,
+        host: Host,
+        name: str,
+        composer: Composer,
+        reception: Reception,
+        config: Config,
+        wrap: StreamWrapper | None,
+        session_id: str,
+        connections: dict[int, Connection],
+    ) -> None:
+        self.known: Peers | None = None
+        """Who is to come, once the first has said so."""
+        self.work: Work | None = None
+        self._host = host
+        self._name = name
+        self._composer = composer
+        self._reception = reception
+        self._config = config
+        self._wrap = wrap
+        self._session_id = session_id
+        self._connections = connections
+        self._manifests: dict[int, Manifest] = {}
+        reports = FailureReports(self._on_failure)
+        self.owners: dict[int, FrameOwner] = dict.fromkeys(self.kinds, self)
+        """Of a stranger's frames."""
+        self._members: dict[int, FrameOwner] = dict.fromkeys(reports.kinds, reports)
+
+    # Frames.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if peer.rank < 0:
+            if header.kind != Kind.HELLO:
+                raise self.refusal(peer, header)
+            return bounded(header, MAX_GREETING_BYTES)
+        if peer.joined or self.work is not None:
+            raise self.refusal(peer, header)
+        return bounded(header, MAX_CONTROL_BYTES if header.kind == Kind.MANIFEST else 0)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.MANIFEST:
+            self._on_manifest(peer, decode_manifest(payload))
+            return
+        with self._host.lock:
+            self._reception.greet(peer, header, payload, begun=self.work is not None)
+        peer.owners = self.owners | self._members
+
+    def _on_failure(self, peer: Connection, failure: Failure) -> None:
+        peer.left = True
+        self._host.fail(failure)
+
+    def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
+        """Of what a peer says before the session has started, or without having joined it."""
+        kind = Kind(header.kind).name
+        if peer.rank < 0:
+            return RemoteProtocolError(f"the first frame is {kind}, not HELLO")
+        if self.work is None:
+            return RemoteProtocolError(f"{kind} before the session has started")
+        return GreetingRefused(f"the session has begun without rank {peer.rank}")
+
+    # The start.
+    def _on_manifest(self, peer: Connection, manifest: Manifest) -> None:
+        if manifest.session != self._session_id:
+            raise RemoteProtocolError(f"HELLO for another session: {manifest.session!r}")
+        self._reception.check_world_size(peer, manifest.world_size)
+        if peer.rank >= manifest.world_size or not manifest.parameters:
+            raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
+        number = self._composer.peers(manifest).number_of(peer.rank)
+        with self._host.lock:
+            if number in self._connections:
+                raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
+            peer.number = number
+            if self._wrap is not None:
+                peer.stream = self._wrap(peer.stream, peer.rank)
+            self._connections[number] = peer
+            self._manifests[number] = manifest
+            zero = self._manifests.get(0)
+            if zero is None:
+                return
+            self.known = self._composer.peers(zero)
+            refused = self._compare_all(zero)
+            work = None
+            if not refused and len(self._connections) == self.known.count:
+                work = self._begin(zero, self.known.count)
+        if refused:
+            self._host.fail(Failure(kind="HandshakeError", message=refused))
+        elif work is not None:  # not `self.work`: another thread may have made that by now
+            work.start()
+
+    def _begin(self, manifest: Manifest, peers: int) -> Work:
+        order = manifest.knobs.order
+        if takes_turns(order, peers):
+            window_bytes = window_share_bytes(self._config.push_window_bytes, peers, order)
+            for peer in self._connections.values():
+                peer.stream.bound(window_bytes)
+        self.work = self._composer.compose(manifest, self._host, self._connections)
+        for peer in self._connections.values():
+            peer.owners = {**self._members, **self.work.owners}
+        return self.work
+
+    def _compare_all(self, zero: Manifest) -> str | None:
+        """How the first peer and the others, or this process, differ."""
+        why_not = self._composer.why_not(zero)
+        if why_not is not None:
+            return why_not
+        first = f"rank {self._connections[0].rank}"
+        ours = (__version__, torch.__version__.partition("+")[0], sys.byteorder)
+        theirs = (zero.foreprop, zero.torch, zero.byteorder)
+        for name, mine, other in zip(("foreprop", "torch", "byteorder"), ours, theirs, strict=True):
+            if mine != other:
+                us, values = self._name, f"{first} has {other!r}, {self._name} {mine!r}"
+                return f"{first} and {us} do not agree: {name}: {values}"
+        for number, manifest in self._manifests.items():
+            them = f"rank {self._connections[number].rank}"
+            text = describe_mismatch(zero, manifest, us=first, them=them)
+            if text is not None:
+                return f"{first} and {them} do not agree: {text}"
+        return None

@@ -1,0 +1,91 @@
+"""What a training loop must not do where servers update, and what to do instead.
+
+Servers update as soon as all ranks have sent their gradients, so some loops that plain PyTorch
+allows would silently give other results. Here are the errors that they get.
+"""
+
+from __future__ import annotations
+
+from foreprop.errors import TrainingLoopError
+
+_EDIT_HINT = (
+    "Set parallelize(..., update='workers'): then every worker applies the optimizer, and gradients"
+    " may be read, clipped and edited as with DDP (without clip_grad_norm=, clip_grad_value=, ema="
+    " and scaler=, which are for servers)."
+)
+_ANY_NUMBER_HINT = (
+    "Set parallelize(..., update='workers'): then every worker applies the optimizer, and backward"
+    " passes may vary, and steps be left out, as with DDP."
+)
+_CLIP_HINT = f"Servers update it as soon as all ranks have sent theirs. {_EDIT_HINT}"
+
+
+def read_before_step(name: str, step: int, *, in_place: bool) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"the gradient of {name} is {'edited' if in_place else 'read'} between backward() and"
+        f" step(), in step {step}, but servers update it as soon as all ranks have sent theirs."
+        f" {_EDIT_HINT}"
+    )
+
+
+def changed_while_sent(name: str) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"the gradient of {name} was changed while it was being sent. Use"
+        " optimizer.zero_grad() (which knows), or zero_grad(set_to_none=True)."
+    )
+
+
+def another_pass(name: str, passes: int) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"{name} received another gradient after {passes} backward"
+        " pass(es), the number of the first steps: servers have been sent those already."
+        f" {_ANY_NUMBER_HINT} Or set backward_passes=N to the largest number: fewer are"
+        " sent at step()."
+    )
+
+
+def step_left_out(name: str, step: int) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"the gradient of {name} was pushed in step {step}, then discarded,"
+        f" and optimizer.step() was never called. {_ANY_NUMBER_HINT} Or decide before"
+        " backward() whether to make the step. If some passes are always discarded (a GAN's"
+        " generator's, in its discriminator), they must be so from the first two steps on."
+    )
+
+
+def discarded_after_push(name: str) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"the gradient of {name} was discarded or replaced between backward() and"
+        f" step(), after it had been pushed. {_CLIP_HINT}"
+    )
+
+
+def replaced(name: str) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"the gradient of {name} was replaced between backward() and step(). {_CLIP_HINT}"
+    )
+
+
+def edited(name: str) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"the gradient of {name} was edited in place between backward() and step(). {_CLIP_HINT}"
+    )
+
+
+def used_before_step(name: str, step: int) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"{name} is used between backward() and optimizer.step(), in step"
+        f" {step}: servers have been sent its gradient, and may"
+        " replace its value at any moment. Call optimizer.step() first. If there are more"
+        " backward passes here than in the first step, or a step was left out:"
+        f" {_ANY_NUMBER_HINT}"
+    )
+
+
+def changed_while_pending(name: str) -> TrainingLoopError:
+    return TrainingLoopError(
+        f"{name} is changed by hand while its update is pending: the update would"
+        " overwrite the change. Call session.flush() after optimizer.step(), then change"
+        " it, on every rank alike; or set parallelize(..., update='workers'), with which"
+        " the update is made first."
+    )

@@ -1,0 +1,263 @@
+"""The gradient of one parameter that servers update: from autograd's hook to its push.
+
+It counts backward passes to know which is the step's last. From its push until the optimizer's step
+has returned the new values the gradient belongs to the library: whatever would silently give other
+results than plain PyTorch raises `TrainingLoopError` (`path.looprules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from foreprop.path import looprules
+from foreprop.path.managedparameter import SessionState, Watched
+from foreprop.path.seengradient import SeenGradient
+
+_LEARNING_STEPS = 2
+"""Later gradients leave before the end of their step."""
+
+
+class Pusher(Watched, Protocol):
+    """The parameter whose gradient it is."""
+
+    def check_gradient(self, gradient: torch.Tensor) -> None:
+        """Raise `ConfigError` if it cannot be taken."""
+
+    def push(self, gradient: torch.Tensor | None, step: int) -> None:
+        """Hand the gradient, or word that there is none, to the engine."""
+
+    def settle(self) -> None:
+        """Wait for the update of the step before."""
+
+    def gradient_follows(self, held: torch.Tensor) -> None:
+        """There is another gradient now; somebody holds the last one, and may look at it later."""
+
+    def read_gradient(self, *, in_place: bool) -> None:
+        """Somebody reads or edits ``p.grad``."""
+
+
+class BackwardPasses:
+    """How many one parameter has had in this step, and which will be the last."""
+
+    def __init__(self, fixed: int | None) -> None:
+        """``fixed``: so many per step, as the user says; None: to be learned."""
+        self.expected = 0
+        """Per step; 0: not known yet."""
+        self.now = 0
+        """Since the gradient was last discarded."""
+        self.discards = 0
+        """In this step before that."""
+        self._expected_discards = 0  # passes whose gradients are discarded first (a GAN's)
+        self._fixed = fixed
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the gradient is complete, as far as earlier steps tell."""
+        return self.now == self.expected and self.discards >= self._expected_discards
+
+    def discard(self) -> None:
+        """The passes so far do not count."""
+        self.discards, self.now = self.discards + self.now, 0
+
+    def learn(self, *, early: bool) -> None:
+        """A step has had so many. ``early``: its gradients may have left before its end."""
+        self._expected_discards = self.discards
+        if not (early and self.expected):
+            self.expected = self._fixed or max(self.now, self.expected)
+
+
+class ServedGradient:
+    """``leaf``: where autograd gathers it, the parameter or what stands for it."""
+
+    def __init__(
+        self,
+        owner: Pusher,
+        leaf: torch.nn.Parameter,
+        session: SessionState,
+        usual_layout: torch.layout | None,
+        hook: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """``usual_layout``: of gradients that need not be checked.
+
+        ``hook`` is to call `added`; by default it is that.
+        """
+        self.seen = SeenGradient(_Reader(owner))
+        self.pushed_step = 0
+        self.guarded = False
+        """Nobody may write to it: it is being sent."""
+        self._owner = owner
+        self._leaf = leaf
+        self._session = session
+        self._usual_layout = usual_layout
+        self._on_gradient = hook or self.added
+        self._hook: RemovableHandle | None = None
+        self._passes = BackwardPasses(session.fixed_passes)
+        self._applied = False  # the gradient in `p.grad` has been used by a step already
+        self.attach_hook()
+
+    @property
+    def left(self) -> bool:
+        """Whether the coming step's gradient has been sent."""
+        return self.pushed_step > self._session.completed
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is one that no step has used."""
+        return self._passes.now > 0 and not self._applied
+
+    # In the backward pass.
+    def attach_hook(self) -> None:
+        """Watch for gradients, if the parameter can have any."""
+        if self._hook is None and self._leaf.requires_grad:
+            register: Any = self._leaf.register_post_accumulate_grad_hook
+            self._hook = register(self._on_gradient)
+
+    def added(self, leaf: torch.Tensor) -> None:
+        """Autograd has added to ``leaf.grad``; push it after the step's last pass."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = leaf.grad
+            if gradient is None:
+                return
+            owner, session, seen = self._owner, self._session, self.seen
+            if gradient.layout != self._usual_layout:
+                owner.check_gradient(gradient)
+            session.gradient_ready(owner)
+            step = session.completed + 1
+            before = seen.tensor
+            if self.pushed_step == step:
+                raise self._too_late(kept=before is gradient)
+            if before is gradient:
+                self.check_unedited()
+            self.guarded = False
+            if before is not gradient and before is not None:
+                owner.gradient_follows(before)
+            if not seen.is_continued_by(gradient):  # a new gradient, or a zeroed one
+                self._passes.discard()
+                self._applied = False
+            self._passes.now += 1
+            seen.see(gradient)
+            seen.wait()
+            if self._passes.is_last and not self._applied and session.eager:
+                session.begin_pushing()
+                owner.push(gradient, step)
+
+    def _too_late(self, *, kept: bool) -> Exception:
+        name = self._owner.name
+        if kept:
+            return looprules.another_pass(name, self._passes.expected)
+        return looprules.step_left_out(name, self.pushed_step)
+
+    def check_unedited(self) -> None:
+        """Raise if somebody has written to the gradient since its push.
+
+        Asked in the training thread, where nobody writes to it rightfully before its reply is in.
+        """
+        gradient = self.seen.tensor if self.guarded else None
+        if gradient is not None and gradient._version != self.seen.version:
+            raise looprules.changed_while_sent(self._owner.name)
+
+    def discarded(self, *, dropped: bool) -> None:
+        """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count."""
+        if not self.left:
+            self._passes.discard()
+            if not (dropped and self.pushed_step):
+                self.seen.release()
+
+    def go_on_from(self, gradient: torch.Tensor | None, *, passes: int, discards: int) -> None:
+        """In the middle of the first step: what has been seen of it so far."""
+        self._passes.now, self._passes.discards = passes, discards
+        if gradient is not None:
+            self.seen.see(gradient)
+            self.seen.wait()
+
+    # The end of a step.
+    def finish_step(self, step: int) -> None:
+        """`optimizer.step()`: push what has not been pushed; check what has."""
+        owner, session, gradient = self._owner, self._session, self._leaf.grad
+        if self.pushed_step == step:
+            if gradient is None or gradient is not self.seen.tensor:
+                raise looprules.discarded_after_push(owner.name)
+            if gradient._version != self.seen.version and self.is_new:
+                raise looprules.edited(owner.name)
+        else:
+            awaited = owner.parameter.requires_grad or session.engine.every_parameter
+            if gradient is None and not awaited:
+                return
+            self._check_as_computed(gradient)
+            self.attach_hook()
+            owner.settle()
+            if gradient is not None:
+                if gradient.layout != self._usual_layout:
+                    owner.check_gradient(gradient)
+                self.seen.see(gradient)
+            session.begin_pushing()
+            owner.push(gradient, step)
+        if owner.counts_rows:
+            owner.touched_rows = count_rows(gradient)
+        if (step <= _LEARNING_STEPS or not self._passes.expected) and self.is_new:
+            self._passes.learn(early=session.eager)
+        self._applied = True
+        self._passes.now = self._passes.discards = 0
+
+    def _check_as_computed(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None or not self.is_new:
+            return
+        if self.seen.tensor is not gradient:
+            raise looprules.replaced(self._owner.name)
+        if gradient._version != self.seen.version:
+            raise looprules.edited(self._owner.name)
+
+    # The parameter's use.
+    def check_stepped(self) -> None:
+        """Raise if the gradient of a step has been pushed that has not been made."""
+        if self.pushed_step > self._session.completed:
+            raise looprules.used_before_step(self._owner.name, self._session.completed + 1)
+
+    def detach(self) -> None:
+        """The session is over."""
+        self.seen.release()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class _Reader:
+    """Whom a waiting gradient asks."""
+
+    def __init__(self, owner: Pusher) -> None:
+        self._owner = owner
+
+    def answer(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return NotImplemented
+
+    def before_use(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_place: bool,
+    ) -> bool:
+        self._owner.read_gradient(in_place=in_place)
+        return False
+
+    def after_use(self, result: Any) -> None:
+        """Nothing is watched."""
+
+    def meets_compiler(self) -> None:
+        """It looks at gradients of parameters that it uses; who reads them was seen before."""
+
+
+def count_rows(gradient: torch.Tensor | None) -> int:
+    """How many rows of a gradient are not zero."""
+    if gradient is None:
+        return 0
+    if gradient.layout == torch.sparse_coo:
+        return len(gradient.coalesce().values())
+    return int(gradient.reshape(len(gradient), -1).any(1).sum())

@@ -1,0 +1,178 @@
+"""Where a server is put together: slices and calls, and the features of the session.
+
+The manifest says which those are; others are imported only if somebody sends their frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foreprop.core.barrier import StepBarrier
+from foreprop.core.manifest import Manifest
+from foreprop.core.peers import Peers
+from foreprop.core.sendqueue import Turns
+from foreprop.core.server_machine import ServerMachine
+from foreprop.core.wire import Header, Kind
+from foreprop.link.connection import Connection
+from foreprop.link.failure import Failure
+from foreprop.path.blobs import Blobs
+from foreprop.path.calls import Goodbyes, States, StateStore, Statuses, Waits
+from foreprop.path.executor import Executor, Host
+from foreprop.path.partoptimizer import unknown_optimizer
+from foreprop.path.services import Later, Service, owners_of
+from foreprop.path.slices import CheckGradient, Slices
+from foreprop.path.slicestore import SliceStore
+from foreprop.path.sliceupdates import AnnouncedNumbers, Updates
+from foreprop.path.spans import names_of
+
+if TYPE_CHECKING:
+    from foreprop.numerics.normgate import NormGate
+    from foreprop.tables.service import RowServer
+
+_ROW_FRAMES = frozenset(
+    {Kind.ROWS_VALUE, Kind.ROWS_PUSH, Kind.ROWS_PULL, Kind.TABLE, Kind.TABLE_PULL}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerWork:
+    """A server's part in a session, as `path.joining` starts and ends it."""
+
+    owners: Mapping[int, Service]
+    names: list[str]
+    executor: Executor
+    waits: Waits
+
+    def start(self) -> None:
+        """Welcome everybody."""
+        self.executor.answer_all(Kind.WELCOME, Header(Kind.MANIFEST, 0, 0, 0, 0, 0, 0))
+
+    def incomplete(self) -> Iterator[tuple[int, int, str]]:
+        return self.waits.incomplete()
+
+    def close(self, failure: Failure | None) -> None:
+        """Nothing is held that is not the server's."""
+
+    def stop(self) -> None:
+        self.executor.stop()
+
+
+class ServerComposer:
+    """Composes a server of the workers, or of their relays."""
+
+    def __init__(self, store_class: type[SliceStore] = SliceStore) -> None:
+        self._store_class = store_class
+
+    def peers(self, manifest: Manifest) -> Peers:
+        return manifest.peers()
+
+    def why_not(self, manifest: Manifest) -> str | None:
+        if not any(info.rows for info in manifest.parameters):
+            return unknown_optimizer(manifest)
+        from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
+
+        return unknown_optimizer(manifest, SPARSE_OPTIMIZERS)
+
+    def compose(
+        self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
+    ) -> ServerWork:
+        return _Composition(manifest, host, connections, self._store_class).work
+
+
+class _Composition:
+    """The services of one server, while they are put together."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        host: Host,
+        connections: Mapping[int, Connection],
+        store_class: type[SliceStore],
+    ) -> None:
+        self._manifest = manifest
+        self._rows = Later(_ROW_FRAMES, self._make_rows)
+        self._norm = Later({Kind.NORM}, self._make_norm)
+        slices, peers = manifest.slices(), manifest.peers()
+        self._shards = manifest.shards(len(slices))
+        parameters = [info.name for info in manifest.parameters]
+        names = names_of(manifest)
+        self._barrier: StepBarrier | None = None
+        if manifest.knobs.aggregation.needs_norm:
+            owners = [piece.server for piece in slices if manifest.is_served(piece)]
+            owners += [shard.server for shard in self._shards]
+            self._barrier = StepBarrier(owners.count(host.index))
+        self._machine = ServerMachine(
+            slices,
+            index=host.index,
+            workers=peers.count,
+            order=manifest.knobs.order,
+            reply=manifest.knobs.reply,
+            names=parameters,
+            barrier=self._barrier,
+            peers=peers,
+            turns=Turns.after(host.index, peers.count),
+        )
+        thread_name = f"foreprop-server{host.index}-send"
+        self._executor = Executor(self._machine, host, peers, connections, thread_name)
+        self._store = store_class(manifest, slices, host.index)
+        self._settings = AnnouncedNumbers(manifest, self._executor)
+        self._updates = Updates(
+            self._machine, self._executor, self._store, self._settings.at, names
+        )
+        self._slices = Slices(
+            self._machine, self._executor, self._store, names, check=self._finite_check()
+        )
+        self._waits = Waits([self._slices], self._barrier)
+        self._goodbyes = Goodbyes(self._executor)
+        self.work = ServerWork(owners_of(self._services()), names, self._executor, self._waits)
+
+    def _services(self) -> Iterator[Service]:
+        executor, manifest = self._executor, self._manifest
+        yield self._slices
+        yield self._settings
+        yield Blobs(manifest, executor, readers=executor.peers.count - 1)
+        yield States(executor, self._store_of, self._export_gradient)
+        yield Statuses(executor, self._waits)
+        yield self._goodbyes
+        yield self._rows.service if self._shards else self._rows
+        needs_norm = manifest.knobs.aggregation.needs_norm
+        yield self._norm.service if needs_norm else self._norm
+
+    def _finite_check(self) -> CheckGradient | None:
+        if not self._manifest.knobs.aggregation.reports_nonfinite:
+            return None
+        from foreprop.numerics.finite import finite_check
+
+        return finite_check(self._manifest.knobs.aggregation)
+
+    def _make_rows(self) -> RowServer:
+        from foreprop.tables.service import RowServer
+
+        about = (self._manifest, self._shards, self._executor, self._settings.at)
+        rows = RowServer(*about, self._barrier)
+        self._waits.collectors.insert(0, rows)
+        self._goodbyes.others.append(rows.rank_left)
+        return rows
+
+    def _make_norm(self) -> NormGate:
+        from foreprop.numerics.normgate import NormGate
+
+        about = (self._manifest, self._machine, self._executor, self._store)
+        gate = NormGate(*about, self._settings.at, self._updates)
+        if self._shards:
+            gate.others.append(self._rows.service.use_norm)
+        return gate
+
+    def _store_of(self, number: int) -> StateStore:
+        """Which of the stores has the optimizer state that a frame is about."""
+        rows = self._rows.made
+        if rows is not None and number in rows:
+            return rows.store
+        self._machine.owned(number)
+        return self._store
+
+    def _export_gradient(self, number: int) -> bytes:
+        self._machine.owned(number)
+        return self._store.export_gradient(number)

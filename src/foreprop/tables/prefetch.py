@@ -1,0 +1,35 @@
+"""Rows of the next batch, asked for as soon as a step is made, as far as they are known."""
+
+from __future__ import annotations
+
+import torch
+
+from foreprop.path.managedparameter import SessionState
+from foreprop.tables.exchange import Pull
+from foreprop.tables.lookahead import RowSources, lookahead
+from foreprop.tables.rowengine import RowEngine
+
+_LEARNING_STEPS = 2
+
+
+class Prefetch:
+    """Of one table: its ``pulls`` have been asked for, and have not been used yet."""
+
+    def __init__(self, index: int, rows: int, session: SessionState, engine: RowEngine) -> None:
+        self.pulls: list[Pull] = []
+        self._index = index
+        self._rows = rows
+        self._session = session
+        self._engine = engine
+        self._sources = RowSources()
+
+    def learn(self, numbers: torch.Tensor) -> None:
+        """A look-up wants these rows, ascending: see where in the batch they are."""
+        if self._session.completed < _LEARNING_STEPS and lookahead.current is not None:
+            self._sources.learn(numbers, lookahead.current)
+
+    def begin(self, step: int) -> None:
+        """This step has been made: ask for the rows that the next batch will look up."""
+        numbers = self._sources.numbers_in(lookahead.upcoming, self._rows)
+        if len(numbers):
+            self.pulls.append(self._engine.pull_rows(self._index, step, numbers))

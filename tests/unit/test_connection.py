@@ -1,0 +1,208 @@
+"""A connection: frames go to who owns their kind, and each kind of end is told as what it is."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from foreprop.core.wire import Header, Kind, decode_header, encode_header
+from foreprop.errors import InternalError, RemoteProtocolError, TransportError
+from foreprop.link.connection import Connection
+from foreprop.link.failure import Failure
+from foreprop.link.stream import SocketStream
+from foreprop.path.services import FailureReports, Later, bounded, owners_of
+from foreprop.servers.composed import ServerComposer
+from tests.faults.wire_peers import engine, manifest_of
+
+EMPTY = memoryview(b"")
+
+
+class Pulls:
+    """Owns two kinds; writes down what comes."""
+
+    kinds = frozenset({Kind.PULL, Kind.BLOB})
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.frames: list[tuple[int, bytes]] = []
+        self.error = error
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return bounded(header, 8)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if self.error is not None:
+            raise self.error
+        self.frames.append((header.kind, bytes(payload)))
+
+
+class OtherPulls(Pulls):
+    kinds = frozenset({Kind.PULL})
+
+
+class Ends:
+    """Writes down what becomes of a connection."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
+        return RemoteProtocolError(f"{Kind(header.kind).name} is nobody's")
+
+    def on_lost(self, peer: Connection, why: str) -> None:
+        self.told.append(("lost", why))
+
+    def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
+        self.told.append(("refused", str(error)))
+
+    def on_error(self, peer: Connection, error: BaseException) -> None:
+        self.told.append(("error", error))
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    far.settimeout(10)
+    yield near, far
+    near.close()
+    far.close()
+
+
+def connection(sock: socket.socket, *services: Any, give_up_s: float = 5.0) -> Connection:
+    owners = owners_of(services)
+    stream = SocketStream(sock, "a server")
+    about: dict[str, Any] = {"sender": 3, "whose": "server", "give_up_s": give_up_s}
+    return Connection(stream, owners, **about, rank=1, number=1)
+
+
+def frame(kind: Kind, data: bytes = b"", rank: int = 1) -> bytes:
+    return encode_header(kind, 0, rank, 2, 0, 0, len(data)) + data
+
+
+def ends_after(sockets: tuple[socket.socket, socket.socket], data: bytes, *services: Any) -> Any:
+    near, far = sockets
+    far.sendall(data)
+    far.shutdown(socket.SHUT_WR)
+    ends = Ends()
+    connection(near, *services).receive(ends)
+    return ends.told
+
+
+def test_frames_go_to_who_owns_their_kind(sockets: Any) -> None:
+    pulls, failures = Pulls(), []
+    reports = FailureReports(lambda _, failure: failures.append(failure))
+    told = Failure(kind="PeerLost", message="rank 0 is gone")
+    data = frame(Kind.BLOB, b"12") + frame(Kind.FAILURE, told.encode()) + frame(Kind.PULL)
+    assert ends_after(sockets, data, pulls, reports) == [("lost", "")]
+    assert pulls.frames == [(Kind.BLOB, b"12"), (Kind.PULL, b"")]
+    assert failures == [told]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (frame(Kind.PUSH), "PUSH is nobody's"),
+        (frame(Kind.PULL, rank=2), "server 1 sent a frame of server 2"),
+        (frame(Kind.BLOB, bytes(9)), "BLOB of 9 bytes; at most 8"),
+        (b"GET / HTTP/1.1\r\n" * 3, "not a foreprop peer: magic is 0x4745, not 0xf0e9"),
+    ],
+)
+def test_a_broken_rule_is_refused(sockets: Any, data: bytes, why: str) -> None:
+    assert ends_after(sockets, data, Pulls()) == [("refused", why)]
+
+
+def test_an_error_of_ours_is_no_loss(sockets: Any) -> None:
+    error = ValueError("ours")
+    assert ends_after(sockets, frame(Kind.PULL), Pulls(error)) == [("error", error)]
+
+
+def test_a_lost_connection_says_why(sockets: Any) -> None:
+    class Broken(SocketStream):
+        def receive_into(self, view: memoryview) -> int:
+            raise TransportError("no route")
+
+    ends = Ends()
+    made = connection(sockets[0], Pulls())
+    made.stream = Broken(sockets[0], "a server")
+    made.receive(ends)
+    assert ends.told == [("lost", "no route")]
+
+
+def test_what_is_sent_is_counted_and_silence_is_kept(sockets: Any) -> None:
+    near, far = sockets
+    made = connection(near)
+    made.send(Kind.PUSH, 0, 1, 0, 0, memoryview(b"1234"))
+    made.silent = True
+    made.send(Kind.PUSH, 0, 1, 0, 0, memoryview(b"5678"))
+    made.send_past_queue(Kind.BYE)
+    first, last = far.recv(28 + 4), far.recv(28)
+    assert (decode_header(first[:28]).rank, first[28:]) == (3, b"1234")
+    assert decode_header(last).kind == Kind.BYE
+    assert made.sent_bytes == 32
+
+
+def test_who_is_stuck_in_the_middle_of_a_frame_is_given_up(sockets: Any) -> None:
+    near, far = sockets
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    made = connection(near, give_up_s=0.05)
+    large = memoryview(bytes(8_000_000))
+    thread = threading.Thread(target=made.send, args=(Kind.PUSH, 0, 1, 0, 0, large))
+    thread.start()
+    first = far.recv(1)  # it is in the middle of its frame
+    made.send_past_queue(Kind.BYE)
+    rest = len(first)
+    while rest < 28 + len(large):
+        rest += len(far.recv(1 << 20))
+    thread.join(10)
+    far.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        far.recv(1)
+
+
+# Who owns which kind.
+class Host:
+    """As much of a server as its services need to be composed."""
+
+    def __init__(self) -> None:
+        self.index, self.trace, self.lock = 0, None, threading.RLock()
+
+    def fail(self, failure: Failure) -> None: ...
+    def broke(self, error: BaseException) -> None: ...
+    def end(self) -> None: ...
+
+
+FROM_SERVERS = {
+    kind for kind in Kind if kind.name.endswith("_REPLY") or kind in (Kind.REPLY, Kind.NOTIFY)
+} | {Kind.WELCOME, Kind.NORM_PART}
+AT_THE_START = {Kind.HELLO, Kind.MANIFEST}
+
+
+def test_every_kind_of_frame_has_an_owner_on_its_side() -> None:
+    work = ServerComposer().compose(manifest_of(), Host(), {})
+    assert work.owners.keys() | AT_THE_START | {Kind.FAILURE} == set(Kind) - FROM_SERVERS
+    with engine() as (made, _):
+        owned = {kind for service in made._services for kind in service.kinds}
+    assert owned == FROM_SERVERS | {Kind.NORM, Kind.FAILURE}
+
+
+def test_a_kind_has_one_owner() -> None:
+    with pytest.raises(InternalError, match="PULL have two owners: Pulls and OtherPulls"):
+        owners_of([Pulls(), OtherPulls()])
+
+
+def test_a_service_may_be_made_by_its_first_frame(sockets: Any) -> None:
+    made: list[Pulls] = []
+
+    def make() -> Pulls:
+        made.append(Pulls())
+        return made[-1]
+
+    later = Later(Pulls.kinds, make)
+    owners_of([later])
+    assert (made, later.made) == ([], None)
+    ends_after(sockets, frame(Kind.PULL) * 2, later)
+    assert [each.frames for each in made] == [[(Kind.PULL, b"")] * 2]
+    assert later.service is made[0]
