@@ -28,7 +28,7 @@ TOLD_WITHIN_S = 5.0  # of 300 s, step_timeout_s
 @pytest.mark.parametrize("error", [ValueError("odd"), foreprop.TrainingLoopError("rank 1: odd")])
 def test_an_error_that_leaves_step_is_told_at_once(architecture: str, error: BaseException) -> None:
     """It is caught, and the rank does something else, with the session open."""
-    told = threading.Event()
+    told, trained = threading.Event(), threading.Barrier(2, timeout=30)
 
     def work(world: World) -> tuple[str, float]:
         torch.manual_seed(0)
@@ -47,6 +47,7 @@ def test_an_error_that_leaves_step_is_told_at_once(architecture: str, error: Bas
         step()
         step()
         session.flush()
+        trained.wait()  # otherwise rank 0 may be told of the error in its flush
         if world.rank == 1:
             session._training.engine.end_step = raiser(error)
             with pytest.raises(type(error), match="odd"):
