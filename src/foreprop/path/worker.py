@@ -2,7 +2,7 @@
 
 One thread sends and one receives per server, straight out of and into the parameters' memory. The
 training thread dispatches gradients and waits for parameters. What else a worker does with its
-servers are services of its own: `path.requests`, and features (`servers.composed`).
+servers are services of its own: `path.requests`, and features (`servers.workers`).
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class WorkerEngine:
 
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
-        """Queue a parameter's gradient; the memory's ``gradient`` must be set. Any thread."""
+        """Queue a parameter's gradient, which its memory gives when it leaves. Any thread."""
         self.progress.gradient_ready(parameter, step)
         if flags & Flag.MEASURE:
             self.measures = True
