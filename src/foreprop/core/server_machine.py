@@ -2,9 +2,9 @@
 
 Theory of operation. A slice that has been pushed by every worker enters the update queue; one
 update is under way at a time, the most urgent first. The shell sums the gradients in rank order,
-whatever order they came in, so the bits never depend on timing. An updated slice goes back to
-every worker at once, with the priority that its pushes carried, through a send queue for each
-worker (`core.sendqueue`). If updates need the norm of all gradients, sum and update are two operations,
+whatever order they came in, so the bits never depend on timing. An updated slice goes back to every
+worker at once, with the priority that its pushes carried, through a send queue for each worker
+(`core.sendqueue`). If updates need the norm of all gradients, sum and update are two operations,
 with a ``barrier`` between them (`core.barrier`). Where updates are done elsewhere, as for a relay
 (`core.relay_machine`), each is *deferred* instead, and many may be.
 
