@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +23,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "path.md"
 PACKAGES = "core|link|path|observe|session|servers|cluster|numerics|gradients|hooks"
 FUNCTION = re.compile(rf"`((?:{PACKAGES})\.[\w.]+)`")
 STEP = 3
+SRC = Path(foreprop.__file__).parent
+MOST_FUNCTIONS, MOST_FILES = 175, 36
+"""Of a round trip, a few fewer if nothing has to be waited for; to come down to 100 and 12."""
+MOST_READ_FILES, MOST_READ_LINES = 10, 2_400
 
 
 def record_stages(folder: Path) -> list[dict[str, Any]]:
@@ -46,6 +53,59 @@ def test_a_slice_takes_every_stage_once_and_in_order(tmp_path: Path) -> None:
     assert [Stage(event["cat"]) for event in events] == list(Stage)
     assert {event["name"] for event in events} == {"weight"}
     assert [event["args"]["slice"] for event in events] == [-1, 0, 0, 0, 0, 0, 0, 0, -1]
+
+
+def round_trip() -> set[tuple[str, str, int]]:
+    """File, name and line of our functions that one slice's round trip calls, in any thread."""
+    called: set[tuple[str, str, int]] = set()
+    inside = f"{SRC}/"
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if recording and event == "call" and code.co_filename.startswith(inside):
+            file = code.co_filename.removeprefix(inside)
+            called.add((file, code.co_qualname, code.co_firstlineno))
+
+    recording = False
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = sys.getprofile()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
+            for _ in range(STEP):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            session.flush()
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum()
+            recording = True
+            loss.backward()
+            optimizer.step()
+            model(torch.ones(2, 4))
+            recording = False
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return called
+
+
+def test_a_round_trip_calls_few_functions_of_few_files() -> None:
+    called = round_trip()
+    assert len(called) <= MOST_FUNCTIONS, sorted(called)
+    assert len({file for file, _, _ in called}) <= MOST_FILES
+    assert f"calls at most {MOST_FUNCTIONS} functions of {MOST_FILES} files" in PAGE.read_text()
+
+
+def test_the_reading_list_is_as_long_as_the_page_says() -> None:
+    part = PAGE.read_text().partition("## What to read")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", part, flags=re.MULTILINE)
+    lines = sum(len((SRC / file).read_text().splitlines()) for file in files)
+    assert len(files) <= MOST_READ_FILES
+    assert lines <= MOST_READ_LINES
+    assert f"{lines:,} lines" in part
 
 
 def sections() -> dict[str, str]:
