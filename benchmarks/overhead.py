@@ -16,6 +16,7 @@ from foreprop.path.waiting import make_wait, stop_waiting
 from foreprop.session.session import ConnectedSession
 
 _WARM_UP = 3
+"""Steps. A server loads what updates need for its first second or two: measure many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,10 +252,11 @@ class ServerMachine:
         self, slice_: int, step: int, pushed: Mapping[int, int]
     ) -> list[ServerInstruction]:
         state = self._states[slice_]
-        unlike = self._collector.unlike_values(state.pushes, step)
-        unlike = unlike or self._unlike_updates(state.pushes, step)
-        if unlike:
-            return [*unlike]
+        if len(set(pushed.values())) > 1:  # or else all say the same
+            unlike = self._collector.unlike_values(state.pushes, step)
+            unlike = unlike or self._unlike_updates(state.pushes, step)
+            if unlike:
+                return [*unlike]
         ranks, any_flags = with_gradient(pushed), next(iter(pushed.values()))
         gradient, measure = bool(any_flags & Flag.GRADIENT), bool(any_flags & Flag.MEASURE)
         if self._barrier is None or gradient:
