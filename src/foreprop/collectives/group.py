@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from foreprop.cluster.rendezvous import Look, session_board, step_board
-from foreprop.cluster.storeclient import within
-from foreprop.cluster.world import World
+from foreprop.cluster.world import World, within
 from foreprop.config import Config
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
 from foreprop.link.tcp import check_reachable, local_address

@@ -8,8 +8,7 @@ import sys
 import weakref
 from typing import Protocol
 
-from foreprop.cluster.parting import wait_for_all
-from foreprop.cluster.world import World
+from foreprop.cluster.world import World, wait_for_all_partings
 from foreprop.errors import ForepropError
 from foreprop.hooks.uncaught import watch_uncaught_errors
 
@@ -67,7 +66,7 @@ def close_all() -> None:
                 session.close()
         except ForepropError as error:
             print(f"foreprop: at the end: {error}", file=sys.stderr, flush=True)
-    wait_for_all()
+    wait_for_all_partings()
 
 
 def _forget_all_in_child() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from foreprop.cluster.rendezvous import session_board
-from foreprop.cluster.storeclient import StoreCaller, StoreClient, within
-from foreprop.cluster.world import World
+from foreprop.cluster.world import StoreCaller, StoreClient, World, within
 from foreprop.config import Config
 from foreprop.errors import ForepropError, TransportError
 
