@@ -28,7 +28,7 @@ from foreprop.link.tcp import (
     local_address,
     tune,
 )
-from foreprop.servers.nodelinks import NodeLinks
+from foreprop.servers.processes import NodeLinks
 
 HEADER = b"header--"
 

@@ -28,14 +28,15 @@ from foreprop.link.tcp import (
     tune,
 )
 from foreprop.path.reception import greeting
-from foreprop.servers.nodelinks import NodeLinks, node_links
 from foreprop.servers.processes import (
+    NodeLinks,
     ProcessServer,
     RelayTask,
     ServerHandle,
     ServerTask,
     ThreadServer,
     build_relays,
+    node_links,
     start_server,
 )
 from foreprop.version import __version__

@@ -24,8 +24,13 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
-from foreprop.servers.nodelinks import unlink_links
-from foreprop.servers.processes import RelayTask, ServerTask, build_relays, build_server
+from foreprop.servers.processes import (
+    RelayTask,
+    ServerTask,
+    build_relays,
+    build_server,
+    unlink_links,
+)
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,4 +1,7 @@
-"""Servers and relays as processes, or threads of this one: what they are told, and their end."""
+"""Servers and relays as processes, or threads of this one: what they are told, and their end.
+
+The processes of one node may share an emulated network interface (`NodeLinks`).
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from foreprop.config import Config, child_environment
 from foreprop.link.stream import SocketStream, Stream
-from foreprop.servers.nodelinks import node_links
 
 if TYPE_CHECKING:  # most workers have them in processes of their own
     from foreprop.path.server import Server
@@ -208,3 +212,57 @@ def build_relays(
             weakref.finalize(relay, links.close)
         relays.append(relay)
     return relays
+
+
+class NodeLinks:
+    """The emulated network interface of one node, shared by its processes."""
+
+    def __init__(self, session_id: str, node: int, workers_per_node: int, rate: float) -> None:
+        from foreprop.link.pacing import Link
+
+        self._paths = _link_paths(session_id, node)
+        self._links = [Link(rate, path) for path in self._paths]
+        self._node = node
+        self._workers_per_node = workers_per_node
+
+    def wrap(self, stream: Stream, rank: int) -> Stream:
+        """Put the links around a stream to a worker, unless it is on the same node."""
+        return self.wrap_to_node(stream, rank // self._workers_per_node)
+
+    def wrap_to_node(self, stream: Stream, node: int) -> Stream:
+        if node == self._node:
+            return stream
+        from foreprop.link.pacing import PacedStream
+
+        return PacedStream(stream, egress=self._links[0], ingress=self._links[1])
+
+    def unlink(self) -> None:
+        """Remove the files' names once every process of the node has opened them."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.unlink()
+        for link in self._links:
+            link.close()
+
+
+def _link_paths(session_id: str, node: int) -> list[Path]:
+    folder = Path(tempfile.gettempdir())
+    return [folder / f"foreprop-{session_id}-{node}-{way}" for way in ("egress", "ingress")]
+
+
+def unlink_links(session_id: str, node: int | None) -> None:
+    """Remove what a node that has died on the way may have left."""
+    if node is not None:
+        for path in _link_paths(session_id, node):
+            path.unlink(missing_ok=True)
+
+
+def node_links(
+    config: Config, session_id: str, node: int | None, workers_per_node: int
+) -> NodeLinks | None:
+    """Of the node, if links are emulated, for trying things out on one machine."""
+    if config.link_rate_bits_per_s is None or node is None:
+        return None
+    return NodeLinks(session_id, node, workers_per_node, config.link_rate_bits_per_s)
