@@ -84,7 +84,9 @@ def measure_waiting(*, parameters: int, steps: int) -> WaitingCost:
             scalar.grad = torch.ones_like(scalar)
         for _ in range(steps + _WARM_UP):
             optimizer.step()
-            while not all(session._training.engine.is_complete(i) for i in range(parameters)):
+            while not all(
+                session._training.backends.engines[0].is_complete(i) for i in range(parameters)
+            ):
                 time.sleep(0.001)
             first_uses.append(_use_all(scalars))
             ordinary_uses.append(_use_all(scalars))

@@ -76,7 +76,7 @@ class WirePair:
     def server_pid(self) -> int:
         if self._still is not None:
             return self._still.pid
-        handle = cast(ServedBackend, self.session._training.backend).connections.handles[0]
+        handle = cast(ServedBackend, self.session._training.backends.all[0]).connections.handles[0]
         return handle.pid if isinstance(handle, ProcessServer) else 0
 
     def step(self) -> float:

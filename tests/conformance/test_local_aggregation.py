@@ -350,7 +350,7 @@ def test_tables_train_as_without(settings: dict[str, Any]) -> None:
 
 # What leaves the node.
 def _relays(session: foreprop.Session) -> list[Relay]:
-    handles = session._training.backend.connections.handles  # type: ignore[attr-defined]
+    handles = session._training.backends.all[-1].connections.handles  # type: ignore[attr-defined]
     served = [handle._server for handle in handles]
     return [server for server in served if isinstance(server, Relay)]
 

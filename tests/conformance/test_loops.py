@@ -122,7 +122,7 @@ def test_a_gradient_may_be_written_to_as_soon_as_its_reply_is_in() -> None:
     train(plain, plain_optimizer)
     model, optimizer = build_seeded(with_sgd(lr=0.01))
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
-        for stream in session._training.engine._streams:
+        for stream in session._training.backends.engines[0]._streams:
             delay(stream)
         train(model, optimizer)
         check_same_bits(model.state_dict(), plain.state_dict())

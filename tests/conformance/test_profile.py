@@ -259,10 +259,7 @@ def test_order_and_shapes_are_those_that_a_session_sees(make: Any) -> None:
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
         token_loss(model, tokens()).backward()
         optimizer.step()
-        infos = [
-            session._training.engine.parameters[index]
-            for index in session._training.first.use_order
-        ]
+        infos = [session._training.infos[index] for index in session._training.first.use_order]
     assert [(a.name, a.shape) for a in profile.arrays] == [(i.name, i.shape) for i in infos]
     assert all(
         array.forward_s is not None

@@ -113,7 +113,7 @@ def test_all_ranks_learn_one_planned_order() -> None:
         with foreprop.parallelize(
             model, optimizer, world=world, architecture="ring", chunk_elems=4
         ) as session:
-            engine = session._training.engine
+            engine = session._training.backends.engines[0]
             assert isinstance(engine, RingEngine)
             train_classifier(model, optimizer, make_batches(3))
             before = engine.order

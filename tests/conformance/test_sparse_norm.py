@@ -391,7 +391,7 @@ def test_auto_tells_the_scaler_of_the_step_after_which_it_chose(bad_step: int) -
             model, optimizer, world=world, scaler=scaler, architecture="auto"
         ) as session:
             run = scaler_runs.train(model, optimizer, scaler, batches, bad_step=bad)
-            assert any(info.rows for info in session._training.engine.parameters)
+            assert any(info.rows for info in session._training.infos)
         return run
 
     for got in run_cluster(2, work):

@@ -115,7 +115,7 @@ def _receive_late(session: ConnectedSession) -> None:
 
         stream.receive_into = receive_late
 
-    for stream in session._training.engine._streams:  # type: ignore[attr-defined]
+    for stream in session._training.backends.engines[0]._streams:  # type: ignore[attr-defined]
         delay(stream)
 
 

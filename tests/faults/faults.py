@@ -91,7 +91,7 @@ class Faults:
                 return
 
     def _fire(self, fault: Fault) -> None:
-        backend = self._session._training.backend
+        backend = self._session._training.backends.all[-1]
         connections = getattr(backend, "connections", None)  # a ring has none
         pids = [handle.pid for handle in connections.handles] if connections is not None else []
         done: dict[str, Any] = {"action": fault.action, "rank": fault.rank, "step": fault.step}

@@ -62,7 +62,7 @@ def cut(world: World) -> None:
     session = train(world)
     session.flush()
     if world.rank == 1:
-        for stream in session._training.backend.connections.streams:
+        for stream in session._training.backends.all[-1].connections.streams:
             stream.close()
     with pytest.raises(ForepropError):
         train_for_ever(session)
@@ -84,7 +84,7 @@ def real_servers(world: World) -> None:
     session = train(world, steps=1)
     assert all(
         isinstance(handle, ProcessServer)
-        for handle in session._training.backend.connections.handles
+        for handle in session._training.backends.all[-1].connections.handles
     )
     session.close()
 

@@ -49,7 +49,7 @@ def test_an_error_that_leaves_step_is_told_at_once(architecture: str, error: Bas
         session.flush()
         trained.wait()  # otherwise rank 0 may be told of the error in its flush
         if world.rank == 1:
-            session._training.engine.end_step = raiser(error)
+            session._training.backends.engines[0].end_step = raiser(error)
             with pytest.raises(type(error), match="odd"):
                 step()
             assert told.wait(30), "rank 0 is waiting"

@@ -22,7 +22,7 @@ from foreprop.path.reception import greeting
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.composed import ServerComposer
-from foreprop.servers.workers import Worker
+from foreprop.servers.served import add_features
 from foreprop.version import __version__
 
 SESSION = "a-session"
@@ -242,7 +242,8 @@ def engine(
     config = Config(**{"step_timeout_s": 10.0, "join_timeout_s": 10.0, **settings})
     manifest = manifest_of(servers=servers, knobs=config.knobs(servers))
     streams = [SocketStream(near, f"server {i}") for i, (near, _) in enumerate(pairs)]
-    made = Worker(manifest, [Memory(), Memory()], streams, rank=0, config=config).engine
+    made = WorkerEngine(manifest, [Memory(), Memory()], streams, rank=0, config=config)
+    add_features(made)
     try:
         for fake in fakes:
             fake.send(Kind.WELCOME)

@@ -100,7 +100,7 @@ class RingEngine:
         self._sizes_bytes = self._sums.chunk_sizes_bytes()
         self._updates = RingUpdates(self._sums, updater, self._aggregation, len(parameters))
         self._ordering = Ordering(
-            group, self.raise_if_failed, self.chunks, self._sizes_bytes, len(parameters)
+            group, self.progress.raise_if_failed, self.chunks, self._sizes_bytes, len(parameters)
         )
         self._machine = self._make_machine()
         self._work = threading.Condition()
@@ -176,7 +176,7 @@ class RingEngine:
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter is updated; raises what went wrong meanwhile."""
-        self.raise_if_failed()
+        self.progress.raise_if_failed()
         self._ordering.needed(parameter, step)
         if self._machine.is_complete(parameter):
             return
@@ -194,24 +194,13 @@ class RingEngine:
         """The global norm of the step's gradients, once it is known; None if none is needed."""
         if not self._aggregation.needs_norm:
             return None
-        self.raise_if_failed()
+        self.progress.raise_if_failed()
         return self._norms.of(step) if self.chunks else 0.0
 
     def use_norm(self, step: int, norm: float) -> None:
         """The global norm of the step, with what is not in the ring. Any thread."""
         if self.chunks:
             self._dispatch(NormArrived(0, step, norm=norm))
-
-    def raise_if_failed(self) -> None:
-        self.progress.raise_if_failed()
-
-    @property
-    def is_rank_zero(self) -> bool:
-        return self._rank == 0
-
-    @property
-    def failed(self) -> bool:
-        return self.progress.error is not None
 
     @property
     def queue_depth(self) -> int:
@@ -227,12 +216,12 @@ class RingEngine:
     def fetch_blob(self, which: int, step: int) -> memoryview:
         """Rank 0's blob of this step; blocks until it is there."""
         what = f"rank 0's buffers of step {step}"
-        return self._board.lookup_bytes(f"blob/{which}/{step}", what, self.raise_if_failed)
+        return self._board.lookup_bytes(f"blob/{which}/{step}", what, self.progress.raise_if_failed)
 
     # The end.
     def give_up(self, error: BaseException) -> None:
         """Tell all ranks that this one goes on no more, and why: see `WorkerEngine.give_up`."""
-        if not self.failed:
+        if self.progress.error is None:
             self._fail(own_error(error, self._rank))
 
     def close(self, *, failure: BaseException | None = None) -> None:
@@ -266,7 +255,7 @@ class RingEngine:
         if self.progress.error is not None:
             return self.progress.error
         try:
-            self._group.part(self.raise_if_failed)
+            self._group.part(self.progress.raise_if_failed)
         except ForepropError as error:
             return error
         return None
@@ -279,7 +268,7 @@ class RingEngine:
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
-        self.raise_if_failed()
+        self.progress.raise_if_failed()
         with self._work:
             instructions = self._machine.handle(event)
             for instruction in instructions:
@@ -333,7 +322,7 @@ class RingEngine:
             work.wait()
             self._device.finish()
         except RuntimeError as error:
-            if self._closing or self.failed:
+            if self._closing or self.progress.error is not None:
                 return False
             describe = self._reports.describe_awaited
             cause = self._group.cause(error, lambda: describe(self.progress.awaited))

@@ -6,7 +6,7 @@ import io
 import json
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,17 +23,14 @@ from foreprop.core.manifest import (
     decode_ring_manifest,
     describe_mismatch,
 )
-from foreprop.core.norm import SquareSum
-from foreprop.errors import ConfigError, HandshakeError, InternalError
+from foreprop.errors import ConfigError, HandshakeError
 from foreprop.numerics.moving_average import LocalAverages
 from foreprop.path.hyperparameters import with_scale
+from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import Memory, MemoryFactory, Ready
 from foreprop.path.optimizer import check_groups
 from foreprop.path.tensors import DTYPES
-from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
-
-if TYPE_CHECKING:
-    from foreprop.tables.rowengine import RowEngine
+from foreprop.servers.setup import Setup, describe_wire_dtype
 
 _NO_VALUES = memoryview(b"")
 
@@ -56,7 +53,7 @@ class RingBackend:
         try:
             self._device = self._meet()
             self._memory_factory = MemoryFactory(stays=self._device.device.type != "cpu")
-            self._engine = RingEngine(
+            self.engine = RingEngine(
                 setup.infos,
                 setup.memory,
                 self._updater,
@@ -109,16 +106,8 @@ class RingBackend:
         )
         return self._setup.manifest(knobs, session=self.session_id)
 
-    @property
-    def engine(self) -> RingEngine:
-        return self._engine
-
-    @property
-    def rows(self) -> RowEngine:
-        raise InternalError("collectives have no rows")
-
     # The start.
-    def start(self, parameters: Sequence[Starting]) -> None:
+    def start(self, parameters: Sequence[ManagedParameter]) -> None:
         if self._group.size > 1:
             for tensor in (*self._setup.parameters, *self._setup.frozen):
                 self._group.broadcast(tensor)
@@ -162,7 +151,7 @@ class RingBackend:
     def announce(self, step: int) -> None:
         self._updater.announce(step)
         scale = self._setup.scale
-        self._engine.announce_hyperparameters(
+        self.engine.announce_hyperparameters(
             step, self._settings(), 1.0 if scale is None else scale
         )
 
@@ -187,12 +176,9 @@ class RingBackend:
             self._updater.take_state()
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
-        return self._engine.aggregated(parameter)
+        return self.engine.aggregated(parameter)
 
     can_measure = False
-
-    def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        raise InternalError("collectives do not tell sums of squares")
 
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         return self._setup.parameters
@@ -214,8 +200,8 @@ class RingBackend:
         if not failed:
             self.pull_state(0)
 
-    def see_off(self, *, failed: bool) -> None:
-        """There is nobody else: the ranks have parted."""
+    def part(self, failure: BaseException | None) -> None:
+        self.engine.close(failure=failure)
 
     def forget_in_child(self) -> None:
         """Nothing is held that a child could keep alive."""

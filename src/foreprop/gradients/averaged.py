@@ -379,8 +379,7 @@ class AveragedParameter:
 
     def receive_initial_value(self) -> None:
         """Other ranks: block until rank 0's values are here."""
-        self._session.engine.wait(self.index, 0)
-        self._part.memory.land()
+        self._part.receive_initial_value()
         self.start = ValueMark(self.parameter)
 
     def give_away(self) -> None:

@@ -59,6 +59,7 @@ class RoundPart:
         self._name = name
         self._parameter = parameter
         self._session = session
+        self._engine, self._number = session.engine_of(index)
         self._together = together
         self._rounds = together.rounds
         self._held = HeldGradient(name)
@@ -80,6 +81,10 @@ class RoundPart:
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._held.take(start_bytes, stop_bytes)
 
+    def receive_initial_value(self) -> None:
+        self._engine.wait(self._number, 0)
+        self.memory.land()
+
     # A round.
     @property
     def is_in_this_round(self) -> bool:
@@ -88,7 +93,7 @@ class RoundPart:
     @property
     def is_counted(self) -> bool:
         """Whether a round is only complete with word of every parameter."""
-        return self._together.measures or self._session.engine.every_parameter
+        return self._together.measures or self._session.every_parameter
 
     @property
     def is_expected(self) -> bool:
@@ -112,14 +117,14 @@ class RoundPart:
 
     def _push(self, flags: int) -> None:
         flags |= Flag.MEASURE if self._together.measures else 0
-        self._session.engine.push(self._index, self._rounds.step, flags=flags | self._rounds.flags)
+        self._engine.push(self._number, self._rounds.step, flags=flags | self._rounds.flags)
 
     def end(self) -> bool:
         """Wait for the average; whether one has landed that is still wanted."""
         if not self.under_way:
             return False
         self.memory.await_staged()
-        self._session.engine.wait(self._index, self._rounds.step)
+        self._engine.wait(self._number, self._rounds.step)
         self.under_way = False
         if self._answered and self.kept:
             raise TrainingLoopError(

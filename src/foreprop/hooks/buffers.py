@@ -21,7 +21,7 @@ from foreprop.hooks.modelhooks import OwnHook
 from foreprop.path.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from foreprop.path.engines import Engine
+    from foreprop.path.managedparameter import Engine
 
 
 class BufferSource(Protocol):

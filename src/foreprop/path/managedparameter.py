@@ -1,4 +1,4 @@
-"""What a session and the parameters that it manages ask of each other."""
+"""What a session, the parameters that it manages, and their engines ask of each other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from foreprop.cluster.world import World
+from foreprop.core.manifest import ParameterInfo
 from foreprop.core.norm import SquareSum
-from foreprop.path.engines import Engine
 from foreprop.path.memory import Memory
 
 if TYPE_CHECKING:
     from foreprop.path.stalereaders import StaleReaders
+
+
+class Engine(Protocol):
+    """One rank's part in the synchronisation of parameters, by the engine's number and step."""
+
+    def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
+        """A parameter's gradient may be taken, or there is none in this step. Any thread."""
+
+    def is_complete(self, parameter: int) -> bool: ...
+    def wait(self, parameter: int, step: int) -> None:
+        """Block until the parameter's update is in; raises what went wrong meanwhile."""
+
+    def publish_blob(self, which: int, step: int, data: bytes) -> None:
+        """Rank 0: leave bytes for whoever asks."""
+
+    def fetch_blob(self, which: int, step: int) -> memoryview:
+        """Rank 0's bytes of this step; blocks until they are there."""
 
 
 class Watched(Protocol):
@@ -94,7 +112,13 @@ class FirstUses(Protocol):
 class SessionState(FirstUses, Protocol):
     """What a parameter needs to know of its session."""
 
-    engine: Engine
+    infos: Sequence[ParameterInfo]
+    """What the parameters were at `parallelize`, by number."""
+
+    every_parameter: bool
+    """Whether each step needs word of every parameter, also of one without gradients."""
+
+    world: World
     completed: int
     """Steps that `optimizer.step()` has ended."""
 
@@ -113,6 +137,9 @@ class SessionState(FirstUses, Protocol):
     @property
     def eager(self) -> bool:
         """Whether gradients are pushed during the backward pass, not only at step()."""
+
+    def engine_of(self, parameter: int) -> tuple[Engine, int]:
+        """Who synchronises it, and its number there."""
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
         """Where the parameter's bytes are for the engine."""

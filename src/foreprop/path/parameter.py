@@ -36,6 +36,7 @@ class SynchronisedParameter:
         self.counts_rows = False
         self.touched_rows = 0  # of the last gradient's, if they are counted
         self._session = session
+        self._engine, self._number = session.engine_of(index)
         self._value = ParameterValue(index, parameter, session)
         self._held = HeldGradient(name)
         self._first_use = FirstUse(self, session)
@@ -60,7 +61,7 @@ class SynchronisedParameter:
 
     def receive_initial_value(self) -> None:
         """Other ranks: block until rank 0's values are here."""
-        self._session.engine.wait(self.index, 0)
+        self._engine.wait(self._number, 0)
         self._value.land()
 
     def take_over(
@@ -92,7 +93,7 @@ class SynchronisedParameter:
                 readers.pending(self.name, self.parameter, poisoned=replaced)
         if gradient is None:
             flags |= Flag.NO_GRADIENT
-            self._session.engine.push(self.index, step, flags=flags, with_value=with_value)
+            self._engine.push(self._number, step, flags=flags, with_value=with_value)
             return
         self._gradient.guarded = gradient.numel() > 0
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
@@ -104,7 +105,7 @@ class SynchronisedParameter:
     ) -> None:
         """Its bytes are where they can be sent from. Any thread."""
         self._held.hold(gradient, its_bytes)
-        self._session.engine.push(self.index, step, flags=flags, with_value=with_value)
+        self._engine.push(self._number, step, flags=flags, with_value=with_value)
 
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""
@@ -122,7 +123,7 @@ class SynchronisedParameter:
         with torch._C.DisableTorchFunctionSubclass():
             self._value.memory.await_staged()
             gradient, own = self.parameter.grad, self._gradient
-            busy = own.pushed_step and not self._session.engine.is_complete(self.index)
+            busy = own.pushed_step and not self._engine.is_complete(self._number)
             if busy and gradient is not None:
                 self.parameter.grad = torch.zeros_like(gradient)
             elif not own.left:
@@ -137,7 +138,7 @@ class SynchronisedParameter:
             raise looprules.read_before_step(self.name, session.completed + 1, in_place=in_place)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._value.memory.await_staged()
-            session.engine.wait(self.index, own.pushed_step)
+            self._engine.wait(self._number, own.pushed_step)
             gradient = own.seen.tensor
             if gradient is not None and own.pushed_step and not in_place:
                 self._show_aggregated(gradient)
@@ -213,7 +214,7 @@ class SynchronisedParameter:
         if not is_waiting(self.parameter) or self._first_use.watched:
             return
         self._value.memory.await_staged()
-        self._session.engine.wait(self.index, self._gradient.pushed_step)
+        self._engine.wait(self._number, self._gradient.pushed_step)
         with torch._C.DisableTorchFunctionSubclass():
             self._gradient.check_unedited()
         self._gradient.guarded = False

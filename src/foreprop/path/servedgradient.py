@@ -184,7 +184,7 @@ class ServedGradient:
             if gradient._version != self.seen.version and self.is_new:
                 raise looprules.edited(owner.name)
         else:
-            awaited = owner.parameter.requires_grad or session.engine.every_parameter
+            awaited = owner.parameter.requires_grad or session.every_parameter
             if gradient is None and not awaited:
                 return
             self._check_as_computed(gradient)

@@ -51,7 +51,7 @@ class ParameterValue:
         if parameter.data_ptr() != mark.address:
             self._rebind()
             changed = True
-        sends = (changed or mark.exposed) and self._session.engine.is_rank_zero
+        sends = (changed or mark.exposed) and self._session.world.rank == 0
         mark.exposed = False
         if sends:
             self.memory.before_sending_values()
@@ -69,7 +69,7 @@ def check_same_kind(
     index: int, tensor: torch.Tensor, session: SessionState, now: str = " and is"
 ) -> None:
     """Raise `ConfigError` unless the tensor is what the parameter was at `parallelize`."""
-    info = session.engine.parameters[index]
+    info = session.infos[index]
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tuple(tensor.shape) != info.shape or dtype != info.dtype:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 One thread sends and one receives per server, straight out of and into the parameters' memory. The
 training thread dispatches gradients and waits for parameters. What else a worker does with its
-servers are services of its own: `path.requests`, and features (`servers.workers`).
+servers are services of its own: `path.requests`, and features (`servers.served.add_features`).
 """
 
 from __future__ import annotations
@@ -238,17 +238,6 @@ class WorkerEngine:
             return None
         self.progress.raise_if_failed()
         return self.norm_of(step) if self.slices or self.shards else 0.0
-
-    def raise_if_failed(self) -> None:
-        self.progress.raise_if_failed()
-
-    @property
-    def is_rank_zero(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def failed(self) -> bool:
-        return self.progress.error is not None
 
     @property
     def queue_depth(self) -> int:

@@ -12,11 +12,13 @@ from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Mani
 from foreprop.core.norm import SquareSum
 from foreprop.core.shards import Shard
 from foreprop.core.slicing import Slice
-from foreprop.core.wire import Flag
+from foreprop.core.wire import Flag, Kind
 from foreprop.hooks import buffers
 from foreprop.path.hyperparameters import with_scale
-from foreprop.path.memory import Memory, MemoryFactory
+from foreprop.path.managedparameter import ManagedParameter
+from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
+from foreprop.path.services import Later
 from foreprop.path.summing import start_average
 from foreprop.path.tensors import (
     AVERAGE,
@@ -27,16 +29,12 @@ from foreprop.path.tensors import (
     encode_state,
 )
 from foreprop.path.worker import WorkerEngine
-from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
-from foreprop.servers.framelimits import check_frames
 from foreprop.servers.launch import Connections
-from foreprop.servers.workers import Worker
+from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
 
 if TYPE_CHECKING:
     from foreprop.numerics.workernorm import WorkerNorm
-
-if TYPE_CHECKING:
-    from foreprop.tables.rowengine import RowEngine
+    from foreprop.tables.exchange import RowExchange
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
@@ -58,6 +56,7 @@ class ServedBackend:
         self._by_workers = setup.by_workers
         self._optimizer = setup.optimizer
         self._memory_factory = MemoryFactory()
+        self.memory_of = self._memory_factory.memory_of
         self._loaded: dict[Any, Any] | None = None
         self._loaded_after = -1
         """Optimizer state that was loaded, and after which step: it counts until the next one."""
@@ -73,7 +72,7 @@ class ServedBackend:
         """Of the parameters that are cast."""
         self.connections.open()
         self.session_id = self.connections.session_id
-        self._worker = Worker(
+        self.engine = WorkerEngine(
             msgspec.structs.replace(manifest, session=self.session_id),
             setup.memory,
             self.connections.streams,
@@ -82,17 +81,17 @@ class ServedBackend:
             trace=setup.make_trace(self.session_id),
             servers=self.connections.server_names(),
         )
-        self._engine = self._worker.engine
+        self._rows, self._norm = add_features(self.engine)
 
     @property
     def _shards(self) -> list[Shard]:
         """Those of tables that workers have, too."""
-        return [shard for shard in self._engine.shards if not shard.remote]
+        return [shard for shard in self.engine.shards if not shard.remote]
 
     @property
     def _slices(self) -> Sequence[Slice]:
         """Those that servers update."""
-        return () if self._by_workers else self._engine.slices
+        return () if self._by_workers else self.engine.slices
 
     @property
     def _pieces(self) -> Sequence[Slice | Shard]:
@@ -108,24 +107,20 @@ class ServedBackend:
         )
 
     @property
-    def engine(self) -> WorkerEngine:
-        return self._engine
-
-    @property
-    def rows(self) -> RowEngine:
-        return self._worker.rows
+    def rows(self) -> RowExchange:
+        return self._rows.service
 
     @property
     def norm(self) -> WorkerNorm:
         """For whoever has another part in it."""
-        return self._worker.norm
+        return self._norm.service
 
     # The start.
-    def start(self, parameters: Sequence[Starting]) -> None:
-        rank_zero = self.engine.is_rank_zero
+    def start(self, parameters: Sequence[ManagedParameter]) -> None:
+        rank_zero = self._setup.world.rank == 0
         if not rank_zero:
-            self._engine.await_values()  # before the servers know us: values may come at once
-        self._engine.join(self.connections.board.check_failed)
+            self.engine.await_values()  # before the servers know us: values may come at once
+        self.engine.join(self.connections.board.check_failed)
         self.connections.settled()
         shared = [[frozen] for frozen in self._setup.frozen]
         if rank_zero:
@@ -133,7 +128,7 @@ class ServedBackend:
                 parameter.before_offering()
             if self._serves:
                 self._send_state(0)  # first: who has the values may ask for it
-            self._engine.offer_values()
+            self.engine.offer_values()
             for number, info in enumerate(self._setup.infos):
                 if info.rows and info.init is None:
                     table = self._setup.parameters[number].detach()
@@ -148,9 +143,6 @@ class ServedBackend:
                 buffers.unpack_into(tensors, self.engine.fetch_blob(number, 0))
         self._forget_state()
 
-    def memory_of(self, parameter: torch.Tensor) -> Memory:
-        return self._memory_factory.memory_of(parameter)
-
     # The optimizer's numbers and state.
     def numbers(self) -> tuple[Hyperparameters, ...]:
         own, scale = self._hyperparameters(), self._setup.loss_scale
@@ -160,7 +152,7 @@ class ServedBackend:
         return hyperparameters(self._optimizer) if self._serves else ()
 
     def announce(self, step: int) -> None:
-        self._engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
+        self.engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
 
     def pull_state(self, step: int) -> None:
         """Fetch what single-process training would have."""
@@ -175,7 +167,7 @@ class ServedBackend:
                 self._optimizer.state[parameter] = own
 
     def _settle_rows(self) -> None:
-        if self._engine.shards:
+        if self.engine.shards:
             self.rows.settle_rows()
 
     def _pull(self, step: int, flags: int = 0) -> dict[int, dict[str, Any]]:
@@ -199,7 +191,7 @@ class ServedBackend:
     ) -> Iterator[tuple[Slice | Shard, dict[str, Any]]]:
         """Each piece's state after ``step``, or what the flags say instead."""
         numbers = [piece.number for piece in pieces]
-        answers = self._engine.requests.fetch_states(numbers, step, flags=flags)
+        answers = self.engine.requests.fetch_states(numbers, step, flags=flags)
         for piece in pieces:
             yield piece, decode_state(memoryview(answers[piece.number]), elems=piece.elems)
 
@@ -231,7 +223,7 @@ class ServedBackend:
 
         Until then every rank keeps what it has loaded, for rank 0's may still be on its way.
         """
-        if self.engine.is_rank_zero:
+        if self._setup.world.rank == 0:
             self._settle_rows()  # the updates so far go by the old state
             self._send_state(step + 1)
         self._loaded, self._loaded_after = dict(self._optimizer.state), step
@@ -244,17 +236,17 @@ class ServedBackend:
         for piece in self._slices:
             parameter = self._setup.parameters[piece.parameter]
             part = _cut_state(state.get(parameter, {}), parameter, piece[2], piece[3])
-            self._engine.requests.send_state(piece.number, step, encode_state(part))
+            self.engine.requests.send_state(piece.number, step, encode_state(part))
         for shard in self._shards:
             parameter = self._setup.parameters[shard.parameter]
             own = {
                 key: value[shard.server :: self.connections.servers] if _has_shape(value) else value
                 for key, value in state.get(parameter, {}).items()
             }
-            self._engine.requests.send_state(shard.number, step, encode_state(own))
+            self.engine.requests.send_state(shard.number, step, encode_state(own))
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
-        pieces = [piece for piece in self._engine.slices if piece.parameter == parameter]
+        pieces = [piece for piece in self.engine.slices if piece.parameter == parameter]
         states = self._fetch(pieces, step, Flag.GRADIENT)
         return torch.cat([state[GRADIENT] for _, state in states])
 
@@ -296,11 +288,11 @@ class ServedBackend:
 
     def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
         """As with the optimizer's state, rank 0's count, and its own for every rank until then."""
-        if self.engine.is_rank_zero:
+        if self._setup.world.rank == 0:
             for piece in self._pieces:
                 part = self._own_part(piece, averages[piece.parameter].contiguous())
                 data = encode_state({AVERAGE: part.reshape(-1)})
-                self._engine.requests.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
+                self.engine.requests.send_state(piece.number, step + 1, data, flags=Flag.AVERAGES)
         self._loaded_averages, self._averages_loaded_after = averages, step
 
     # The end.
@@ -310,8 +302,16 @@ class ServedBackend:
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()
 
-    def see_off(self, *, failed: bool) -> None:
-        self.connections.close(kill=failed)
+    def part(self, failure: BaseException | None) -> None:
+        """Any thread. Also ends the processes that this rank has started."""
+        failed = failure is not None or self.engine.progress.error is not None
+        try:
+            self.engine.close(failure=failure)
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            self.connections.close(kill=failed)
 
     def forget_in_child(self) -> None:
         self.connections.forget_in_child()
@@ -327,6 +327,33 @@ class ServedBackend:
             f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
             f" address {connections.address}"
         )
+
+
+def add_features(engine: WorkerEngine) -> tuple[Later[RowExchange], Later[WorkerNorm]]:
+    """Rows, the norm and casts, as the manifest asks for them; others when somebody needs them."""
+
+    def make_rows() -> RowExchange:
+        from foreprop.tables.exchange import RowExchange
+
+        return RowExchange(engine)
+
+    def make_norm() -> WorkerNorm:
+        from foreprop.numerics.workernorm import WorkerNorm
+
+        return WorkerNorm(engine)
+
+    manifest = engine.manifest
+    rows = Later({Kind.ROWS_REPLY, Kind.TABLE_REPLY}, make_rows)
+    norm = Later({Kind.NORM, Kind.NORM_PART}, make_norm)
+    engine.use(
+        rows.service if engine.shards else rows,
+        norm.service if manifest.knobs.aggregation.needs_norm else norm,
+    )
+    if manifest.wire_dtypes() != [info.dtype for info in manifest.parameters]:
+        from foreprop.numerics.wirecasts import WireCasts
+
+        engine.memory.casts = WireCasts(manifest, engine.slices)
+    return rows, norm
 
 
 def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class Automatic:
             training.config,
             training.world,
             training.parameters,
-            training.engine.parameters,
+            training.infos,
             training.user.candidates,
             type(training.user.model).__name__,
             servable=can_be_served(training.user.optimizer),
@@ -55,10 +55,10 @@ class Automatic:
         """All ranks alike, after the same step: connect anew if something is to change."""
         training = self._training
         self._planning = training.probe = None
-        plan = planning.decide(training.backend.session_id, training.engine.raise_if_failed)
+        plan = planning.decide(training.backends.session_id, training.backends.raise_if_failed)
         training.report(plan.text)
         before, training.config = training.config, plan.applied_to(training.config)
-        row_wise = {info.name for info in training.engine.parameters if info.rows}
+        row_wise = {info.name for info in training.infos if info.rows}
         anew = needs_another_backend(before, training.config, planning.nodes)
         if anew or plan.row_wise != row_wise:
             with training.state.quietly():

@@ -30,7 +30,7 @@ class Checkpoints:
         training = self._training
         self._check_averages()
         training.flush()
-        averages = training.backend.pull_averages(training.completed)
+        averages = training.backends.pull_averages(training.completed)
         with self._tables_aside(averages, AVERAGE) as averages:
             return averaged_state_dict(training.user.model, self._own_parameters(), averages)
 
@@ -40,14 +40,14 @@ class Checkpoints:
         training.flush()
         with self._remote_aside():
             averages = averages_from(state, training.user.model, self._own_parameters())
-        training.backend.replace_averages(training.completed, averages)
+        training.backends.replace_averages(training.completed, averages)
 
     def master_state_dict(self) -> dict[str, Any]:
         from foreprop.tables.kept import VALUES
 
         training = self._training
         training.flush()
-        masters = training.backend.pull_masters(training.completed)
+        masters = training.backends.pull_masters(training.completed)
         with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
             return averaged_state_dict(training.user.model, self._own_parameters(), masters)
 
@@ -85,7 +85,7 @@ class Checkpoints:
             names = [own.name for own in training.parameters]
             raise ConfigError(f"no parameter is called {name!r}; there are {names}")
         for table in training.tables:
-            if table is found and training.engine.parameters[table.index].init is not None:
+            if table is found and training.infos[table.index].init is not None:
                 rows: torch.Tensor = table.rows(numbers)  # type: ignore[union-attr]
                 return rows
         with torch.no_grad():
@@ -117,8 +117,8 @@ class Checkpoints:
                 " update='workers')."
             )
         training.settle_all()
-        training.backend.pull_state(training.completed)
+        training.backends.pull_state(training.completed)
 
     def replace_state(self) -> None:
         self._training.settle_all()  # the updates so far go by the old state
-        self._training.backend.replace_state(self._training.completed)
+        self._training.backends.replace_state(self._training.completed)

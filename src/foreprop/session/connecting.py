@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 from foreprop.gradients.update import Needs
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
-from foreprop.servers.backend import Setup
-from foreprop.session.features import connect_backend, make_parameter
+from foreprop.servers.setup import Setup
+from foreprop.session.features import connect_backends, make_parameter
 from foreprop.session.firststep import FirstStep
 from foreprop.session.settingswatch import SettingsWatch
 
@@ -29,28 +29,28 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
     training.parameters, training.tables = [], []
     training.averaging = training.remote = None
     training.first = FirstStep(training, needs)
-    training.backend = backend = connect_backend(_setup(training, row_wise))
-    training.engine = backend.engine
+    setup = _setup(training, row_wise)
+    training.backends = backends = connect_backends(setup)
+    training.infos, training.every_parameter = setup.infos, backends.every_parameter
     scaled = training.loss_scale is not None
     training.settings = SettingsWatch(
-        user.optimizer, backend, parameters=user.optimized, is_scaled=scaled
+        user.optimizer, backends, parameters=user.optimized, is_scaled=scaled
     )
-    training.buffers = SharedBuffers(user.buffers, backend.engine, training.world)
+    training.buffers = SharedBuffers(user.buffers, backends.engines[0], training.world)
     training.publishes_buffers = bool(user.buffers) and training.buffers.publishes
     training.life.connected = True
     try:
         for index, (name, parameter, _) in enumerate(user.named):
             training.parameters.append(make_parameter(training, index, name, parameter))
-        infos = backend.engine.parameters
-        by_rows = [p for p in training.parameters if infos[p.index].rows]
+        by_rows = [p for p in training.parameters if training.infos[p.index].rows]
         training.tables = cast("list[RowParameter | RemoteTable]", by_rows)
-        if any(info.init is not None for info in infos):
+        if any(info.init is not None for info in training.infos):
             training.remote = remote_tables(training)
-        backend.start(training.parameters)
+        backends.start(training.parameters)
         if training.publishes_buffers:
             training.buffers.publish(0)
     except BaseException as error:
-        backend.refuse(error)
+        backends.refuse(error)
         raise
     for synchronised in training.parameters:
         synchronised.watch()
@@ -90,13 +90,14 @@ def remote_tables(training: Training) -> RemoteTables:
     """All remote tables; there may be none."""
     from foreprop.tables.tables import RemoteTables
 
-    infos = training.engine.parameters
+    infos, backends = training.infos, training.backends
     remote = [table for table in training.tables if infos[table.index].init is not None]
     return RemoteTables(
         cast("list[RemoteTable]", remote),
         infos,
         training.user.optimizer,
-        training.backend,
+        lambda: backends.rows,
+        training.board("tables"),
         world=training.world,
         config=training.config,
     )

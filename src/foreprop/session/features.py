@@ -9,7 +9,8 @@ import torch
 
 from foreprop.config import Config
 from foreprop.path.parameter import SynchronisedParameter
-from foreprop.servers.backend import Backend, Setup
+from foreprop.servers.setup import Setup
+from foreprop.session.backends import Backends
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
@@ -29,20 +30,21 @@ def needs_servers(
     return config.dedicated_servers > 0 or any(tensor.is_meta for tensor in tensors)
 
 
-def connect_backend(setup: Setup) -> Backend:
-    """The backend for the architecture that is asked for and the parameters that there are."""
+def connect_backends(setup: Setup) -> Backends:
+    """Those for the architecture that is asked for and the parameters that there are."""
     rows = [info.rows for info in setup.infos]
+    numbers = range(len(rows))
     if is_served(setup.config) or all(rows):
         from foreprop.servers.served import ServedBackend
 
-        return ServedBackend(setup)
+        return Backends([(ServedBackend(setup), numbers)])
     if any(rows):
-        from foreprop.collectives.hybrid import HybridBackend
+        from foreprop.collectives.hybrid import connect_both
 
-        return HybridBackend(setup)
+        return Backends(connect_both(setup))
     from foreprop.collectives.ring import RingBackend
 
-    return RingBackend(setup)
+    return Backends([(RingBackend(setup), numbers)])
 
 
 def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
@@ -62,15 +64,15 @@ def make_parameter(
     training: Training, index: int, name: str, parameter: torch.nn.Parameter
 ) -> ManagedParameter:
     """The parameter of this number, as the session's choice so far has it."""
-    info = training.engine.parameters[index]
+    info = training.infos[index]
     if info.init is not None:
         from foreprop.tables.remote import RemoteTable
 
-        return RemoteTable(index, name, parameter, training, training.backend.rows)
+        return RemoteTable(index, name, parameter, training, training.backends.rows)
     if info.rows:
         from foreprop.tables.rowparameter import RowParameter
 
-        return RowParameter(index, name, parameter, training, training.backend.rows)
+        return RowParameter(index, name, parameter, training, training.backends.rows)
     wanted = index < training.user.optimized
     if wanted and training.choice is not None and not training.by_workers:
         return SynchronisedParameter(index, name, parameter, training)

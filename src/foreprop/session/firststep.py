@@ -88,9 +88,9 @@ class FirstStep:
         training.report(choice.text)
         if choice.by_workers:
             if training.averaging is not None:
-                training.averaging.measures = choice.norm and training.backend.can_measure
+                training.averaging.measures = choice.norm and training.backends.can_measure
             with training.state.quietly():
-                training.backend.leave_updates()
+                training.backends.leave_updates()
             training.state.end()
             return
         self._let_servers_update()
@@ -135,7 +135,7 @@ class FirstStep:
         else:
             what = "rank 0's first step (its forward pass gives the priorities)"
             order = json.loads(board.lookup("order", what))
-        training.engine.learn_priorities(order)
+        training.backends.learn_priorities(order)
 
     def missing_steps(self) -> str | None:
         """What to say of a loop that never made a step with the optimizer that was given."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
 from foreprop.hooks import managed
-from foreprop.servers.backend import part
 from foreprop.session import opened
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Lifetime:
             return
         training = self._training
         try:
-            if not training.engine.failed:
+            if not training.backends.failed:
                 training.settle_all()
                 training.saving(True)
                 training.settle_tables()
@@ -92,15 +91,15 @@ class Lifetime:
                 training.trace.write()  # last: it may raise
 
     def disconnect(self, failure: BaseException | None) -> None:
-        engine, backend = self._training.engine, self._training.backend
-        failed = failure is not None or engine.failed
+        backends = self._training.backends
+        failed = failure is not None or backends.failed
         self.connected = False
         partings = self.world.partings
-        backend.close(failed=failed)
+        backends.close(failed=failed)
         if self.closed and not failed and opened.has_siblings(self.world):
-            partings.begin(lambda: part(engine, backend))
+            partings.begin(backends.part)
             return
-        part(engine, backend, failure)
+        backends.part(failure)
         if not failed:
             partings.wait()
 
@@ -123,12 +122,12 @@ class Lifetime:
 
     def give_up(self, error: BaseException) -> None:
         """This rank's training has ended with an error: tell the others, whatever comes after."""
-        engine = self._training.engine
-        if self.connected and not engine.failed:
-            engine.give_up(error)
+        backends = self._training.backends
+        if self.connected and not backends.failed:
+            backends.give_up(error)
 
     def forget_in_child(self) -> None:
-        self._training.backend.forget_in_child()
+        self._training.backends.forget_in_child()
 
 
 def _error_under_way(before: BaseException | None) -> BaseException | None:

@@ -72,16 +72,16 @@ class ConnectedSession(Session):
         self._training.checkpoints.load_tables(folder)
 
     def stats(self) -> dict[str, Any]:
-        engine = self._training.engine
-        counters = engine.counters
-        names = [info.name for info in engine.parameters]
+        backends = self._training.backends
+        counters = backends.counters
+        names = [info.name for info in self._training.infos]
         return {
             "steps": self._steps,
             "pushes": counters.pushes,
             "pushed_bytes": counters.pushed_bytes,
             "replies": counters.replies,
             "reply_bytes": counters.reply_bytes,
-            "queue_depth": engine.queue_depth,
+            "queue_depth": backends.queue_depth,
             "max_queue_depth": counters.max_queue_depth,
             "waits": counters.waits,
             "waited_s": counters.waited_s,
@@ -97,7 +97,7 @@ class ConnectedSession(Session):
 
     def describe(self) -> str:
         interface = f" (interface={self.config.interface})" if self.config.interface else ""
-        return self._training.backend.describe() + interface
+        return self._training.backends.describe() + interface
 
     def close(self) -> None:
         self._training.life.close()

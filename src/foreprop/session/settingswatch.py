@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.servers.backend import Backend
+from foreprop.session.backends import Backends
 
 _CONSTANT = frozenset({int, float, bool, str, type(None)})
 
@@ -23,7 +23,7 @@ class SettingsWatch:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        backend: Backend,
+        backends: Backends,
         *,
         parameters: int,
         is_scaled: bool,
@@ -34,7 +34,7 @@ class SettingsWatch:
         """
         self.announced_step = 0
         self._optimizer = optimizer
-        self._backend = backend
+        self._backends = backends
         self._parameters = parameters
         self._is_scaled = is_scaled
         self._announced: Any = None
@@ -44,9 +44,9 @@ class SettingsWatch:
     def announce(self, step: int) -> None:
         """The step's first push is about to leave: servers must know what has changed."""
         if not self._is_as_read():
-            numbers = self._backend.numbers()
+            numbers = self._backends.numbers()
             if numbers != self._announced:
-                self._backend.announce(step)
+                self._backends.announce(step)
                 self._announced = numbers
             self._keep()
         self.announced_step = step
@@ -55,7 +55,7 @@ class SettingsWatch:
         """At `step()`: what was announced still holds, if anything was."""
         if self._is_as_read() or self.announced_step != step:
             return
-        if self._backend.numbers() != self._announced:
+        if self._backends.numbers() != self._announced:
             raise TrainingLoopError(
                 "the optimizer's settings (lr, ...) were changed between backward() and"
                 " step(), when servers had been sent gradients with the old ones. Change them after"

@@ -12,19 +12,18 @@ import torch
 from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.core.manifest import NO_GROUP
+from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.core.norm import SquareSum
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.shownstate import ShownState
 from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
-from foreprop.path.engines import Engine
-from foreprop.path.managedparameter import ManagedParameter, Watched
+from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
 from foreprop.path.memory import Memory
-from foreprop.servers.backend import Backend
 from foreprop.session import opened
 from foreprop.session.adopting import adopt
+from foreprop.session.backends import Backends
 from foreprop.session.belongings import Belongings
 from foreprop.session.connecting import connect
 from foreprop.session.features import is_served, stale_readers_for
@@ -48,8 +47,9 @@ if TYPE_CHECKING:  # what only some sessions need
 class Training:
     """One session. The model's hooks and parameters keep it alive, whoever drops the `Session`."""
 
-    engine: Engine
-    backend: Backend
+    backends: Backends
+    infos: Sequence[ParameterInfo]
+    every_parameter: bool
     settings: SettingsWatch
     first: FirstStep
     buffers: SharedBuffers
@@ -137,7 +137,7 @@ class Training:
         return ShownState(
             self.user.optimizer,
             fetch=lambda: alive().checkpoints.pull_state(),
-            forget=lambda: alive().backend.drop_state(),
+            forget=lambda: alive().backends.drop_state(),
             replace=lambda: alive().checkpoints.replace_state(),
         )
 
@@ -159,7 +159,7 @@ class Training:
 
     @property
     def grad_norm(self) -> float | None:
-        return self.engine.grad_norm(self.completed) if self.completed else self.norm_before
+        return self.backends.grad_norm(self.completed) if self.completed else self.norm_before
 
     @property
     def planning(self) -> bool:
@@ -178,8 +178,8 @@ class Training:
         return alive
 
     def board(self, key: str) -> Board:
-        about = f"{key}/{self.backend.session_id}"
-        return step_board(self.world, self.config, about, self.engine.raise_if_failed)
+        about = f"{key}/{self.backends.session_id}"
+        return step_board(self.world, self.config, about, self.backends.raise_if_failed)
 
     def report(self, text: str | None) -> None:
         if text and self.world.rank == 0:
@@ -214,7 +214,7 @@ class Training:
     def check_layout(self, parameter: int, layout: torch.layout) -> None:
         from foreprop.tables.embeddings import check_kind
 
-        info = self.engine.parameters[parameter]
+        info = self.infos[parameter]
         sparse = layout != torch.strided
         if sparse and info.group != NO_GROUP and not self.by_workers:
             from foreprop.tables.sparseoptimizers import check_row_wise
@@ -222,8 +222,11 @@ class Training:
             check_row_wise(self.user.optimizer, {info.name: info.group})
         check_kind(info, self.config.aggregation, sparse=sparse)
 
+    def engine_of(self, parameter: int) -> tuple[Engine, int]:
+        return self.backends.engine_of(parameter)
+
     def memory_of(self, parameter: torch.Tensor) -> Memory:
-        return self.backend.memory_of(parameter)
+        return self.backends.memory_of(parameter)
 
     def first_use_begins(self, parameter: Watched) -> None:
         if self.probe is not None:
@@ -234,14 +237,14 @@ class Training:
 
     def aggregated_gradient(self, parameter: int) -> torch.Tensor:
         """What the last update of the parameter was made with, flat, from who made it."""
-        return self.backend.pull_gradient(parameter, self.completed)
+        return self.backends.pull_gradient(parameter, self.completed)
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        return self.backend.square_sums(round_)
+        return self.backends.square_sums(round_)
 
     def gradients_read(self, parameter: Watched, *, norm: bool = False) -> None:
         """Somebody reads or edits this rank's own gradient: have it averaged, and the others'."""
-        every = self.engine.every_parameter
+        every = self.every_parameter
         # collectives average all or nothing, and what they update themselves is not to be had yet
         if parameter.index < self.user.optimized or every:
             what = "the norm of gradients is taken" if norm else f"{parameter.name}.grad is used"
@@ -277,8 +280,8 @@ class Training:
 
     def settle_all(self) -> None:
         """Wait for what the servers send by themselves."""
-        self.engine.raise_if_failed()
-        self.engine.start_step()
+        self.backends.raise_if_failed()
+        self.backends.start_step()
         for parameter in self.parameters:
             parameter.check_stepped()
             parameter.settle()
@@ -300,7 +303,7 @@ class Training:
 
     def step_whole(self, own_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The user's own `step()`, on averaged gradients; it may have a closure that makes them."""
-        self.engine.raise_if_failed()
+        self.backends.raise_if_failed()
         if not (args or kwargs):
             self._finish_rounds()
             if self.averaging is not None:
@@ -312,7 +315,7 @@ class Training:
         return result
 
     def step(self) -> None:
-        self.engine.raise_if_failed()
+        self.backends.raise_if_failed()
         self.leaves_rows = False  # if a state_dict() was broken off
         if self.loss_scale is not None:
             self.loss_scale.check_stepping()
@@ -348,7 +351,7 @@ class Training:
             table.prefetch()
         if self.publishes_buffers:
             self.buffers.publish(step)
-        self.engine.end_step(rounds)
+        self.backends.end_step(rounds)
         if self._automatic is not None:
             self._automatic.end_step()
 

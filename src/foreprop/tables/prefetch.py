@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from foreprop.path.managedparameter import SessionState
-from foreprop.tables.exchange import Pull
+from foreprop.tables.exchange import Pull, RowExchange
 from foreprop.tables.lookahead import RowSources, lookahead
-from foreprop.tables.rowengine import RowEngine
 
 _LEARNING_STEPS = 2
 
@@ -15,12 +14,15 @@ _LEARNING_STEPS = 2
 class Prefetch:
     """Of one table: its ``pulls`` have been asked for, and have not been used yet."""
 
-    def __init__(self, index: int, rows: int, session: SessionState, engine: RowEngine) -> None:
+    def __init__(
+        self, number: int, rows: int, session: SessionState, exchange: RowExchange
+    ) -> None:
+        """``number``: by which the engine knows the table, which has so many ``rows``."""
         self.pulls: list[Pull] = []
-        self._index = index
+        self._number = number
         self._rows = rows
         self._session = session
-        self._engine = engine
+        self._exchange = exchange
         self._sources = RowSources()
 
     def learn(self, numbers: torch.Tensor) -> None:
@@ -32,4 +34,4 @@ class Prefetch:
         """This step has been made: ask for the rows that the next batch will look up."""
         numbers = self._sources.numbers_in(lookahead.upcoming, self._rows)
         if len(numbers):
-            self.pulls.append(self._engine.pull_rows(self._index, step, numbers))
+            self.pulls.append(self._exchange.pull_rows(self._number, step, numbers))

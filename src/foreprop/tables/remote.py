@@ -22,11 +22,10 @@ from foreprop.path.managedparameter import SessionState
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.summing import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
-from foreprop.tables.exchange import gradient_rows
+from foreprop.tables.exchange import RowExchange, gradient_rows
 from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.kept import VALUES
 from foreprop.tables.prefetch import Prefetch
-from foreprop.tables.rowengine import RowEngine
 
 _Tensor = torch.Tensor
 _LOOK_UPS = {look_up: inspect.signature(look_up) for look_up in (F.embedding, F.embedding_bag)}
@@ -57,7 +56,7 @@ class RemoteTable:
         name: str,
         parameter: torch.nn.Parameter,
         session: SessionState,
-        engine: RowEngine,
+        rows: RowExchange,
     ) -> None:
         one = torch.zeros((), dtype=parameter.dtype)
         leaf = torch.nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
@@ -67,14 +66,15 @@ class RemoteTable:
         self.counts_rows = False
         self.touched_rows = 0
         self._session = session
-        self._rows = engine
+        self._rows = rows
+        _, self.number = session.engine_of(index)  # the engine's
         self.row_count, self.row_elems = parameter.shape
         self._leaf = leaf
         self._first_use = FirstUse(self, session)
         self._gradient = ServedGradient(
             self, leaf, session, torch.sparse_coo, hook=self._on_gradient
         )
-        self._prefetch = Prefetch(index, self.row_count, session, engine)
+        self._prefetch = Prefetch(self.number, self.row_count, session, rows)
         self._mark = torch.empty_like(parameter)
         """Shown as the gradient, to notice when somebody discards it: without memory, too."""
         self._mark_version = 0
@@ -169,7 +169,7 @@ class RemoteTable:
 
     def whole_of(self, entry: str) -> torch.Tensor:
         """All rows' averages, or values in full (`tables.kept`)."""
-        init = self._session.engine.parameters[self.index].init
+        init = self._session.infos[self.index].init
         if init is None:
             raise InternalError(f"{self.name} is not remote")
         dtype = self.parameter.dtype
@@ -179,7 +179,7 @@ class RemoteTable:
         if entry != VALUES:
             table = start_average(table)
         self._rows.settle_rows()
-        for part in self._rows.kept_rows(self.index):
+        for part in self._rows.kept_rows(self.number):
             table[part.numbers] = part.entries.get(entry, part.entries[VALUES]).to(table.dtype)
         return table
 
@@ -203,7 +203,7 @@ class RemoteTable:
         return numbers[~torch.isin(numbers, self._have, assume_unique=True)]
 
     def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:
-        pull = self._rows.pull_rows(self.index, self._gradient.pushed_step, numbers)
+        pull = self._rows.pull_rows(self.number, self._gradient.pushed_step, numbers)
         return self._rows.wait_for_rows(pull)
 
     def _remember(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
@@ -249,7 +249,7 @@ class RemoteTable:
         self._first_use.watched = False
         self.drop_rows()
         part = None if gradient is None else gradient_rows(gradient.detach().cpu())
-        self._rows.push_rows(self.index, step, part, flags=0)
+        self._rows.push_rows(self.number, step, part, flags=0)
 
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""

@@ -17,16 +17,16 @@ import msgspec
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.cluster.rendezvous import step_board
+from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
 from foreprop.hooks.buffers import ModelHook
+from foreprop.tables.exchange import RowExchange
 from foreprop.tables.folder import TableFolder
 from foreprop.tables.kept import VALUES, KeptRows
 from foreprop.tables.remote import RemoteTable
-from foreprop.tables.rowengine import RowBackend, RowEngine
 
 _PARTS_IN_A_FILE = 16
 _AT_ONCE_ELEMS = 1 << 20
@@ -42,7 +42,8 @@ class RemoteTables:
         tables: Sequence[RemoteTable],
         infos: Sequence[ParameterInfo],
         optimizer: torch.optim.Optimizer,
-        backend: RowBackend,
+        get_rows: Callable[[], RowExchange],
+        board: Board,
         *,
         world: World,
         config: Config,
@@ -50,17 +51,16 @@ class RemoteTables:
         self._by_name = {table.name: table for table in tables}
         self._infos = {info.name: info for info in infos if info.init is not None}
         self._optimizer = type(optimizer).__name__
-        self._backend = backend
+        self._get_rows = get_rows
+        self._board = board
         self._world = world
         self._config = config
-        look = backend.engine.raise_if_failed
-        self._board = step_board(world, config, f"tables/{backend.session_id}", look)
         self._changes = 0
         self._aside = False
 
     @property
-    def _rows(self) -> RowEngine:
-        return self._backend.rows
+    def _rows(self) -> RowExchange:
+        return self._get_rows()
 
     def _check_any(self) -> None:
         if not self._by_name:
@@ -79,7 +79,7 @@ class RemoteTables:
     def _write_to(self, folder: TableFolder) -> dict[str, Any]:
         described = {}
         for number, (name, table) in enumerate(self._by_name.items()):
-            groups = _in_groups(self._rows.kept_rows(table.index), _PARTS_IN_A_FILE)
+            groups = _in_groups(self._rows.kept_rows(table.number), _PARTS_IN_A_FILE)
             files = [folder.write_part(number, n, parts) for n, parts in enumerate(groups)]
             described[name] = {**self._describe(name), "files": files}
         return described
@@ -115,16 +115,16 @@ class RemoteTables:
         for start in range(0, len(numbers), at_once):
             some = slice(start, start + at_once)
             part = KeptRows(numbers[some], {VALUES: rows[some]})
-            self._rows.send_kept_rows(table.index, part)
+            self._rows.send_kept_rows(table.number, part)
             yield
 
     def _read(self, folder: Path) -> Iterator[None]:
         described = self._read_index(folder)
         for name, table in self._by_name.items():
-            self._rows.send_kept_rows(table.index, KeptRows(_NOTHING, {}), anew=True)
+            self._rows.send_kept_rows(table.number, KeptRows(_NOTHING, {}), anew=True)
             for file in described[name]["files"]:
                 for part in _parts_in(folder / file):
-                    self._rows.send_kept_rows(table.index, part)
+                    self._rows.send_kept_rows(table.number, part)
                     yield
 
     def _read_index(self, folder: Path) -> Mapping[str, Any]:

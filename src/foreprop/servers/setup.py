@@ -1,0 +1,140 @@
+"""What a session hands to its backends, and what all ranks must agree on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import (
+    ITEMSIZE_BYTES,
+    AnyKnobs,
+    AnyManifest,
+    Hyperparameters,
+    Manifest,
+    OptimizerInfo,
+    ParameterInfo,
+)
+from foreprop.core.norm import SquareSum
+from foreprop.core.wire import MAX_PAYLOAD_BYTES
+from foreprop.errors import ConfigError
+from foreprop.hooks.buffers import packed_bytes
+from foreprop.observe.trace import TraceRecorder
+from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.tensors import state_limit_bytes
+from foreprop.version import __version__
+
+if TYPE_CHECKING:  # what a training loads that uses it
+    from foreprop.hooks.buffers import ModelBuffers
+    from foreprop.numerics.loss_scale import LossScale
+
+
+_MOST_ROWS = 2**31 - 1
+"""Of a shard: their numbers travel as int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a session hands to its backend. Parameters are in the order of their numbers."""
+
+    world: World
+    config: Config
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[torch.nn.Parameter]
+    infos: Sequence[ParameterInfo]
+    frozen: Sequence[torch.nn.Parameter]
+    """The model's parameters that the optimizer does not have."""
+    buffers: ModelBuffers
+    memory: Sequence[ParameterMemory]
+    """Of the parameters; filled between the backend's construction and its start."""
+    make_trace: Callable[[str], TraceRecorder | None]
+    """For the session of that id."""
+    part: str = ""
+    """Of a session that has several backends: what this one is called."""
+    loss_scale: LossScale | None = None
+    by_workers: bool = False
+    """Nobody but the workers updates, but for tables by rows."""
+    send_sum: Callable[[int, SquareSum], None] | None = None
+    """For collectives, if other parameters have a part in the global norm: see `RingEngine`."""
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """What all ranks must do alike with aggregated gradients."""
+        skip = self.loss_scale is not None
+        return msgspec.structs.replace(self.config.aggregation, skip_nonfinite=skip)
+
+    def manifest(
+        self,
+        knobs: AnyKnobs,
+        *,
+        session: str = "",
+        groups: tuple[Hyperparameters, ...] = (),
+        workers_per_push: int = 1,
+    ) -> AnyManifest[AnyKnobs]:
+        """What this rank and all others must agree on."""
+        return AnyManifest(
+            foreprop=__version__,
+            torch=torch.__version__.partition("+")[0],
+            byteorder=sys.byteorder,
+            session=session,
+            world_size=self.world.size,
+            knobs=knobs,
+            optimizer=OptimizerInfo(name=type(self.optimizer).__name__, groups=groups),
+            parameters=tuple(self.infos),
+            blob_bytes=(
+                self.buffers.size_bytes,
+                *(packed_bytes([parameter]) for parameter in self.frozen),
+            ),
+            workers_per_push=workers_per_push,
+        )
+
+    @property
+    def scale(self) -> float | None:
+        """What the loss is multiplied by, if there is a scaler."""
+        return self.loss_scale.factor if self.loss_scale is not None else None
+
+
+def describe_wire_dtype(config: Config) -> str:
+    """For the line that is printed at the start, if it is not the parameters' own."""
+    return f" wire_dtype={config.wire_dtype}" if config.wire_dtype is not None else ""
+
+
+def check_frames(manifest: Manifest) -> None:
+    """Raise `ConfigError` for what is too large for a frame, with what to do about it."""
+    if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:
+        raise ConfigError(
+            f"a frozen parameter (or all buffers) of {max(manifest.blob_bytes)} bytes is larger"
+            f" than a frame of {MAX_PAYLOAD_BYTES}"
+        )
+    slices = manifest.slices()
+    for shard in manifest.shards(len(slices)):
+        if shard.rows > _MOST_ROWS:
+            raise ConfigError(
+                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
+                f" each server; at most {_MOST_ROWS}: use more servers (servers_per_node,"
+                " dedicated_servers)"
+            )
+        if shard.remote:
+            continue
+        limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
+        if limit_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
+                f" each server, whose optimizer state may take {limit_bytes} bytes; a frame holds"
+                f" {MAX_PAYLOAD_BYTES}: use more servers (servers_per_node, dedicated_servers)"
+            )
+    for piece in slices:
+        info = manifest.parameters[piece.parameter]
+        size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]
+        if size_bytes > MAX_PAYLOAD_BYTES:
+            raise ConfigError(
+                f"parameter {info.name} would be sent in a frame of {size_bytes} bytes; a frame"
+                f" holds {MAX_PAYLOAD_BYTES}: use granularity='slice'"
+            )

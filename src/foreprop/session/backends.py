@@ -1,0 +1,214 @@
+"""The one or two backends of a session, and what is done once for all of them.
+
+Servers have all parameters, or collectives have; or collectives have the dense ones and servers the
+row-wise ones (``hybrid``, as in Parallax). Each backend knows its own parameters only, by numbers
+of its own. A parameter talks to the engine that has it, and passes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from foreprop.core.norm import SquareSum
+from foreprop.path.managedparameter import Engine, ManagedParameter
+from foreprop.path.memory import Memory
+from foreprop.path.progress import Counters
+
+if TYPE_CHECKING:
+    from foreprop.collectives.ring import RingBackend
+    from foreprop.servers.served import ServedBackend
+    from foreprop.tables.exchange import RowExchange
+
+    Backend = ServedBackend | RingBackend
+
+_TOTALS = [spec.name for spec in fields(Counters) if spec.name != "waited_s_by_parameter"]
+
+
+class Backends:
+    """Connections, engines and the optimizer's state. Training thread, if nothing else is said."""
+
+    def __init__(self, parts: Sequence[tuple[Backend, Sequence[int]]]) -> None:
+        """``parts``: each with the session's numbers of its parameters, by its own.
+
+        The first one has the buffers, and the last one the rows.
+        """
+        self.all = [backend for backend, _ in parts]
+        self.engines = [backend.engine for backend in self.all]
+        self._first, self._last = self.all[0], self.all[-1]
+        self._parts = parts
+        self._places = {
+            whole: (backend, own) for backend, numbers in parts for own, whole in enumerate(numbers)
+        }
+        self.session_id = self._first.session_id
+        self.every_parameter = any(engine.every_parameter for engine in self.engines)
+        """Whether each step needs word of every parameter, also of one without gradients."""
+        self.can_measure = self._first.can_measure
+        """Whether it tells `square_sums`."""
+        self.raise_if_failed = self._first.engine.progress.raise_if_failed
+        """Also what has gone wrong with the other one."""
+
+    # One parameter, by the session's number.
+    def engine_of(self, parameter: int) -> tuple[Engine, int]:
+        """Who synchronises it, and its number there."""
+        backend, number = self._places[parameter]
+        return backend.engine, number
+
+    @property
+    def rows(self) -> RowExchange:
+        """Of the row-wise parameters, by the numbers of their engine."""
+        return cast("ServedBackend", self._last).rows
+
+    def memory_of(self, parameter: torch.Tensor) -> Memory:
+        """Where the parameter's bytes are for the engine."""
+        return self._first.memory_of(parameter)
+
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        """The aggregated gradient of the parameter's last update, flat."""
+        backend, number = self._places[parameter]
+        return backend.pull_gradient(number, step)
+
+    # The start, and the steps.
+    def start(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Make everybody's parameters, buffers and optimizer state rank 0's."""
+        for backend, numbers in self._parts:
+            backend.start([parameters[number] for number in numbers])
+
+    def learn_priorities(self, order: Sequence[int]) -> None:
+        """The parameters in the order of their first use in the forward pass."""
+        for backend in self.all:
+            places = (self._places[parameter] for parameter in order)
+            backend.engine.learn_priorities([own for other, own in places if other is backend])
+
+    def start_step(self) -> None:
+        """The next forward pass begins."""
+        for engine in self.engines:
+            engine.start_step()
+
+    def end_step(self, step: int) -> None:
+        """All parameters of a step have been pushed."""
+        for engine in self.engines:
+            engine.end_step(step)
+
+    def grad_norm(self, step: int) -> float | None:
+        """The global gradient norm before clipping, of all parameters; None if it is not needed.
+
+        Blocks until it is known.
+        """
+        return self._last.engine.grad_norm(step)
+
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        """By parameter, of the averaged gradients of a round that was measured; blocks."""
+        return cast("ServedBackend", self._first).square_sums(round_)
+
+    # The optimizer's numbers and state. Servers clear the user's optimizer: they are last.
+    def numbers(self) -> Any:
+        """The optimizer's numbers (lr, ...) as they are now, to be compared."""
+        return self._first.numbers()
+
+    def announce(self, step: int) -> None:
+        """From ``step`` on they count as they are now."""
+        for backend in self.all:
+            backend.announce(step)
+
+    def pull_state(self, step: int) -> None:
+        """Before ``optimizer.state_dict()``, when the updates of ``step`` are in."""
+        for backend in self.all:
+            backend.pull_state(step)
+
+    def drop_state(self) -> None:
+        """After it."""
+        for backend in self.all:
+            backend.drop_state()
+
+    def replace_state(self, step: int) -> None:
+        """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
+        for backend in self.all:
+            backend.replace_state(step)
+
+    def leave_updates(self) -> None:
+        """In the first step: from now on the workers update all but rows, and have the state."""
+        self._first.leave_updates()
+
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        """The parameters in full after ``step``, which they show as they came over the wire."""
+        return self._by_number([backend.pull_masters(step) for backend in self.all])
+
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        """The parameters' moving averages after ``step``, flat or not."""
+        return self._by_number([backend.pull_averages(step) for backend in self.all])
+
+    def _by_number(self, found: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        of = dict(zip(self.all, found, strict=True))
+        places = (self._places[number] for number in range(len(self._places)))
+        return [of[backend][own] for backend, own in places]
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        """Go on from these; they count after ``step``. Every rank calls it alike."""
+        for backend, numbers in self._parts:
+            backend.replace_averages(step, [averages[number] for number in numbers])
+
+    # What is reported.
+    @property
+    def counters(self) -> Counters:
+        """All added up."""
+        total = Counters()
+        for backend, numbers in self._parts:
+            counters = backend.engine.counters
+            for name in _TOTALS:
+                setattr(total, name, getattr(total, name) + getattr(counters, name))
+            for own, seconds in counters.waited_s_by_parameter.items():
+                total.waited_s_by_parameter[numbers[own]] = seconds
+        return total
+
+    @property
+    def queue_depth(self) -> int:
+        return sum(engine.queue_depth for engine in self.engines)
+
+    def describe(self) -> str:
+        """Who synchronises, and how, for the line that is printed at the start."""
+        text = self._first.describe()
+        for backend in self.all[1:]:
+            names = ", ".join(info.name for info in backend.engine.parameters)
+            text += f"; the rows of {names}: {backend.describe()}"
+        return text
+
+    # The end.
+    @property
+    def failed(self) -> bool:
+        return any(engine.progress.error is not None for engine in self.engines)
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the others that this rank does not take part."""
+        for backend in self.all:
+            backend.refuse(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell all ranks that this one goes on no more, and why."""
+        for engine in reversed(self.engines):
+            engine.give_up(error)
+
+    def close(self, *, failed: bool) -> None:
+        """The training thread's part of the end: nothing is under way, and nothing follows."""
+        for backend in reversed(self.all):
+            backend.close(failed=failed)
+
+    def part(self, failure: BaseException | None = None) -> None:
+        """Leave the session together with the other ranks, or tell them why not. Any thread."""
+        failure = failure or self._last.engine.progress.error
+        try:
+            self._first.part(failure)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            for backend in self.all[1:]:
+                backend.part(failure or self._first.engine.progress.error)
+
+    def forget_in_child(self) -> None:
+        """In a forked child: let go of what only the parent may keep alive."""
+        for backend in self.all:
+            backend.forget_in_child()
