@@ -335,6 +335,28 @@ def test_a_checkpoint_goes_on_where_it_was(
         check_same_bits(got, wanted)
 
 
+@pytest.mark.parametrize("architecture", SERVED)
+def test_a_checkpoint_takes_nothing_from_workers_that_update(architecture: str) -> None:
+    """Who reads gradients has the workers update the dense parameters: they keep their state."""
+
+    def train(world: World, *, saves: bool) -> dict[str, Any]:
+        model, optimizer = build_seeded(with_optimizer(Words, torch.optim.Adagrad), world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, architecture=architecture):
+            for words, labels in words_of(world.rank):
+                optimizer.zero_grad()
+                F.cross_entropy(model(words), labels).backward()
+                model.out.weight.grad.mul_(0.5)
+                optimizer.step()
+                if saves:
+                    optimizer.state_dict()
+            return copy.deepcopy(model.state_dict())
+
+    def work(world: World) -> None:
+        check_same_bits(train(world, saves=True), train(world, saves=False))
+
+    run_cluster(2, work)
+
+
 def test_a_state_that_is_loaded_counts_from_the_next_step_on() -> None:
     """Rank 0 loads it while the last step's gradient of the other rank is not there yet."""
 

@@ -131,7 +131,8 @@ class Backends:
 
     def leave_updates(self) -> None:
         """In the first step: from now on the workers update all but rows, and have the state."""
-        self._first.leave_updates()
+        for backend in self.all:
+            backend.leave_updates()
 
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         """The parameters in full after ``step``, which they show as they came over the wire."""
