@@ -15,13 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from foreprop.collectives.gpu import DeviceWork, HostWork
-from foreprop.collectives.gradientsums import GradientSums
+from foreprop.collectives.gradientsums import GradientSums, StepSettings
 from foreprop.collectives.group import Group
-from foreprop.collectives.local_update import LocalUpdater
-from foreprop.collectives.ordering import Ordering
-from foreprop.collectives.ringreports import RingReports
-from foreprop.collectives.ringupdates import RingUpdates
-from foreprop.collectives.stepsettings import StepSettings
+from foreprop.collectives.local_update import LocalUpdater, RingUpdates
+from foreprop.collectives.ordering import Ordering, RingReports
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
 from foreprop.core.frames import (

@@ -2,31 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import zlib
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
+from foreprop.cluster.rendezvous import Board
 from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.group import Group
-from foreprop.collectives.stepsettings import DIGEST_BITS, StepSettings
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation, Reduction
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
-from foreprop.errors import InternalError, TrainingLoopError
+from foreprop.errors import InternalError, StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
+from foreprop.path.hyperparameters import describe_groups
 from foreprop.path.slicememory import ParameterMemory
 from foreprop.path.summing import finish_sum
 from foreprop.path.tensors import DTYPES
 
-_MARKS = 2 + DIGEST_BITS
+_DIGEST_BITS = 18
+_OTHERS_S = 5.0
+_MARKS = 2 + _DIGEST_BITS
 """Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,
 and for each bit of the settings' digest, how many ranks have it. None exceeds the number of ranks.
 """
 MOST_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11}
 """By type: up to these counts are exact, in whatever order they are added up."""
+
+
+class _Settings(NamedTuple):
+    since: int
+    text: str
+    """JSON."""
+    digest: list[int]
+    """Bits that can be summed: of equal ones each is summed to nothing or the number of ranks."""
+    scale: float
+    """Of the loss."""
+
+
+def _settings(since: int, text: str, scale: float = 1.0) -> _Settings:
+    digest = zlib.crc32(text.encode())
+    return _Settings(since, text, [digest >> bit & 1 for bit in range(_DIGEST_BITS)], scale)
+
+
+class StepSettings:
+    """The optimizer's settings by step: every rank's are compared while gradients are summed.
+
+    One rank's, of the last two steps at which they changed. Any thread.
+    """
+
+    def __init__(self, board: Board, *, ranks: int) -> None:
+        self._board = board
+        self._ranks = ranks
+        self._kept = [_settings(0, "")]
+
+    def announce(self, step: int, text: str, scale: float = 1.0) -> None:
+        """From ``step`` on the optimizer has these settings."""
+        self._kept = [self._kept[-1], _settings(step, text, scale)]
+
+    def _at(self, step: int) -> _Settings:
+        return next(settings for settings in reversed(self._kept) if settings.since <= step)
+
+    def scale_at(self, step: int) -> float:
+        return self._at(step).scale
+
+    def digest_at(self, step: int, alike: int) -> list[int]:
+        """With what else must be the same on every rank, as a number."""
+        code = zlib.crc32(str(alike).encode()) if alike else 0
+        return [bit ^ (code >> n & 1) for n, bit in enumerate(self._at(step).digest)]
+
+    def how_they_differ(self, step: int) -> TrainingLoopError:
+        """Every rank comes to this, and publishes what it has."""
+        self._board.publish(f"settings/{self._board.rank}", self._at(step).text)
+        found: list[Any] = []
+        with contextlib.suppress(StepTimeout):  # but not of what another rank publishes meanwhile
+            for rank in range(self._ranks):
+                text = self._board.lookup(f"settings/{rank}", "its settings", timeout_s=_OTHERS_S)
+                found.append(json.loads(text))
+        for rank, groups in enumerate(found):
+            if groups != found[0]:
+                return TrainingLoopError(describe_groups(step, (0, rank), found[0], groups))
+        return TrainingLoopError(
+            f"step {step}: the ranks use their gradients differently: the optimizer's settings"
+            " differ, or some have run other backward passes, or read or edited gradients, and"
+            " others have not"
+        )
 
 
 class GradientSums:
