@@ -116,9 +116,9 @@ def test_all_ranks_learn_one_planned_order() -> None:
             engine = session._training.backends.engines[0]
             assert isinstance(engine, RingEngine)
             train_classifier(model, optimizer, make_batches(3))
-            before = engine.order
+            before = engine.ordering.order
             train_classifier(model, optimizer, make_batches(7))
-            return before, engine.order, len(engine.chunks)
+            return before, engine.ordering.order, len(engine.chunks)
 
     before, order, chunks = zip(*run_cluster(3, work), strict=True)
     assert before == (None, None, None)

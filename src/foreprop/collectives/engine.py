@@ -10,17 +10,15 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from foreprop.collectives.gpu import DeviceWork, HostWork
+from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.gradientsums import GradientSums, StepSettings
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalUpdater, RingUpdates
-from foreprop.collectives.ordering import Ordering, RingReports
-from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation
+from foreprop.collectives.ordering import Ordering
 from foreprop.core.frames import (
     Closing,
     CompleteParameter,
@@ -30,8 +28,6 @@ from foreprop.core.frames import (
     PrioritiesLearned,
     SendNormPart,
 )
-from foreprop.core.manifest import ParameterInfo
-from foreprop.core.norm import SquareSum
 from foreprop.core.ring_machine import (
     ChunkReduced,
     MeasureParameter,
@@ -47,9 +43,8 @@ from foreprop.errors import ForepropError, InternalError, StepTimeout
 from foreprop.link.failure import own_error
 from foreprop.numerics.norms import GradientNorms
 from foreprop.observe.stages import RingStage
-from foreprop.observe.trace import TraceRecorder
-from foreprop.path.progress import Progress
-from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.progress import NOTHING, Progress
+from foreprop.servers.setup import Setup
 
 _LEAVE_S = 1.0
 _KEPT_BLOBS = 3
@@ -66,42 +61,38 @@ class RingEngine:
     every_parameter = True
 
     def __init__(
-        self,
-        parameters: Sequence[ParameterInfo],
-        memory: Sequence[ParameterMemory],
-        updater: LocalUpdater,
-        group: Group,
-        *,
-        config: Config,
-        trace: TraceRecorder | None = None,
-        aggregation: Aggregation | None = None,
-        send_sum: Callable[[int, SquareSum], None] | None = None,
-        device: DeviceWork | None = None,
+        self, setup: Setup, updater: LocalUpdater, group: Group, device: DeviceWork, session_id: str
     ) -> None:
-        self.parameters = parameters
+        config = setup.config
+        self.parameters = setup.infos
         self._group = group
         self._board = group.board
-        self._device = device or HostWork()
-        self._rank = group.rank
+        self._device = device
         self._config = config
-        self._trace = trace
-        self._aggregation = aggregation or config.aggregation
-        names = [info.name for info in parameters]
+        self._aggregation = setup.aggregation
+        self._send_sum = setup.send_sum
+        self._trace = trace = setup.make_trace(session_id)
+        names = [info.name for info in setup.infos]
         self.progress = Progress(names, rank=group.rank, config=config, trace=trace)
         self.counters = self.progress.counters
         self._norms = GradientNorms(self.progress, config)
-        self._send_sum = send_sum
-        self._settings = StepSettings(self._board, ranks=group.size)
-        self._sums = self._make_sums(memory)
-        self.chunks = self._sums.chunks
-        self._sizes_bytes = self._sums.chunk_sizes_bytes()
-        self._updates = RingUpdates(self._sums, updater, self._aggregation, len(parameters))
-        self._ordering = Ordering(
-            group, self.progress.raise_if_failed, self.chunks, self._sizes_bytes, len(parameters)
+        self.settings = StepSettings(self._board, ranks=group.size)
+        self.sums = GradientSums(setup, self.settings, group, device)
+        self.chunks = self.sums.chunks
+        self._sizes_bytes = self.sums.chunk_sizes_bytes()
+        self._updates = RingUpdates(self.sums, updater, self._aggregation, len(names))
+        self.ordering = Ordering(
+            group, self.progress.raise_if_failed, self.chunks, self._sizes_bytes, len(names)
         )
-        self._machine = self._make_machine()
+        self._machine = RingMachine(
+            self.chunks,
+            parameters=len(names),
+            in_flight=config.most_collectives,
+            in_flight_elems=config.chunks_in_flight * config.chunk_elems,
+            needs_norm=self._aggregation.needs_norm,
+            shares_norm=self._send_sum is not None,
+        )
         self._work = threading.Condition()
-        self._reports = RingReports(self._machine, self._work, parameters, group)
         self._todo: deque[ReduceChunk | MeasureParameter | UpdateParameter] = deque()
         self._under_way = 0
         self._stopped = False
@@ -114,44 +105,18 @@ class RingEngine:
         for thread in self._threads:
             thread.start()
 
-    def _make_sums(self, memory: Sequence[ParameterMemory]) -> GradientSums:
-        return GradientSums(
-            self.parameters,
-            memory,
-            self._settings,
-            config=self._config,
-            aggregation=self._aggregation,
-            device=self._device,
-            group=self._group,
-        )
-
-    def _make_machine(self) -> RingMachine:
-        config = self._config
-        return RingMachine(
-            self.chunks,
-            parameters=len(self.parameters),
-            in_flight=config.most_collectives,
-            in_flight_elems=config.chunks_in_flight * config.chunk_elems,
-            needs_norm=self._aggregation.needs_norm,
-            shares_norm=self._send_sum is not None,
-        )
-
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """A parameter's gradient may be taken, or there is none in this step. Any thread."""
         del with_value  # every rank has its own
-        self._sums.flags[parameter] = flags
+        self.sums.flags[parameter] = flags
         self.progress.gradient_ready(parameter, step)
-        self._ordering.gradient_ready(parameter, step)
+        self.ordering.gradient_ready(parameter, step)
         self._dispatch(GradientReady(parameter, step))
-
-    def announce_hyperparameters(self, step: int, settings: str, scale: float = 1.0) -> None:
-        """From ``step`` on the optimizer has these settings, which must be every rank's."""
-        self._settings.announce(step, settings, scale)
 
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
-        self._ordering.forward_order = list(order)
+        self.ordering.forward_order = list(order)
         self._dispatch(PrioritiesLearned(tuple(order)))
 
     def start_step(self) -> None:
@@ -159,14 +124,9 @@ class RingEngine:
 
     def end_step(self, step: int) -> None:
         """`optimizer.step()` is over."""
-        order = self._ordering.end_step(step)
+        order = self.ordering.end_step(step)
         if order is not None:
             self._dispatch(OrderLearned(order, step + 1))
-
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """Of the collectives, as planned; None until there is a plan."""
-        return self._ordering.order
 
     def is_complete(self, parameter: int) -> bool:
         return self._machine.is_complete(parameter)
@@ -174,7 +134,7 @@ class RingEngine:
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter is updated; raises what went wrong meanwhile."""
         self.progress.raise_if_failed()
-        self._ordering.needed(parameter, step)
+        self.ordering.needed(parameter, step)
         if self._machine.is_complete(parameter):
             return
         started = time.monotonic()
@@ -182,10 +142,10 @@ class RingEngine:
             parameter,
             step,
             lambda: self._machine.is_complete(parameter),
-            lambda: self._reports.describe_wait(parameter, step),
+            lambda: self._describe_wait(parameter, step),
             self.look_around,
         )
-        self._ordering.waited(time.monotonic() - started)
+        self.ordering.waited(time.monotonic() - started)
 
     def grad_norm(self, step: int) -> float | None:
         """The global norm of the step's gradients, once it is known; None if none is needed."""
@@ -196,8 +156,7 @@ class RingEngine:
 
     def use_norm(self, step: int, norm: float) -> None:
         """The global norm of the step, with what is not in the ring. Any thread."""
-        if self.chunks:
-            self._dispatch(NormArrived(0, step, norm=norm))
+        self._dispatch(NormArrived(0, step, norm=norm))
 
     @property
     def queue_depth(self) -> int:
@@ -219,7 +178,7 @@ class RingEngine:
     def give_up(self, error: BaseException) -> None:
         """Tell all ranks that this one goes on no more, and why: see `WorkerEngine.give_up`."""
         if self.progress.error is None:
-            self._fail(own_error(error, self._rank))
+            self._fail(own_error(error, self._board.rank))
 
     def close(self, *, failure: BaseException | None = None) -> None:
         """Finish what is under way on all ranks, or tell the others why not. Idempotent.
@@ -292,7 +251,9 @@ class RingEngine:
         except ForepropError as error:
             self._fail(error)
         except BaseException as error:
-            self._broke(error)
+            wrapped = InternalError(f"rank {self._board.rank}: {error!r}")
+            wrapped.__cause__ = error
+            self._fail(wrapped)
 
     def _do_next(self) -> bool:
         """Carry out one instruction; collectives are issued in the order of the machine's."""
@@ -304,7 +265,7 @@ class RingEngine:
             instruction = self._todo.popleft()
             if isinstance(instruction, ReduceChunk):
                 started_ns = time.perf_counter_ns()
-                work = self._group.sum(self._sums.fill(*instruction))
+                work = self._group.sum(self.sums.fill(*instruction))
                 self._under_way += 1
         if isinstance(instruction, UpdateParameter):
             self._updates.update(*instruction)
@@ -321,15 +282,13 @@ class RingEngine:
         except RuntimeError as error:
             if self._closing or self.progress.error is not None:
                 return False
-            describe = self._reports.describe_awaited
-            cause = self._group.cause(error, lambda: describe(self.progress.awaited))
-            raise cause from error
+            raise self._group.cause(error, self._describe_awaited) from error
         finally:
             del work  # gloo's connections last as long, also in the traceback of an error
         with self._work:
             self._under_way -= 1
             more = self._under_way > 0
-            self._ordering.reduced(instruction.chunk, more=more)
+            self.ordering.reduced(instruction.chunk, more=more)
         self._note_reduced(instruction, started_ns)
         self._dispatch(ChunkReduced(instruction.chunk))
         return True
@@ -348,21 +307,39 @@ class RingEngine:
                 started_ns,
                 step=step,
                 slice_=number,
-                size_bytes=self._sums.size_bytes(piece),
+                size_bytes=self.sums.size_bytes(piece),
             )
 
-    def aggregated(self, parameter: int) -> torch.Tensor:
-        """The aggregated gradient of the parameter's last update, flat. Training thread."""
-        return self._sums.aggregated(parameter)
-
-    # Waiting and failing.
+    # Waiting and failing: what this rank reports, and publishes for the others' reports.
     def describe(self) -> str:
         """What is being reduced, what comes next, and what other ranks publish of themselves."""
-        return self._reports.describe()
+        with self._work:
+            under_way, following = self._machine.under_way, self._machine.next_chunk
+        text = f"the next collective here is that of {self._name_and_step(following)}"
+        if under_way is not None:
+            text = f"the collective of {self._name_and_step(under_way)} is under way; {text}"
+        return f"{text}; {self._group.states()}"
+
+    def _describe_wait(self, parameter: int, step: int) -> str:
+        name, stage = self.parameters[parameter].name, RingStage.CHUNK_REDUCED.value
+        return f"parameter {name}, step {step}, stage {stage}; {self.describe()}"
+
+    def _describe_awaited(self) -> str:
+        """What the training thread waits for."""
+        awaited = self.progress.awaited
+        if awaited == NOTHING:
+            return "nothing"
+        return self._describe_wait(awaited, self._machine.step_of(awaited))
+
+    def _name_and_step(self, chunk: tuple[int, int]) -> str:
+        parameter, step = chunk
+        return f"{self.parameters[parameter].name}, step {step}"
 
     def look_around(self) -> None:
         """Nothing goes on: publish what is missing here, and look for failures elsewhere."""
-        self._reports.publish()
+        with self._work:
+            following = self._machine.next_chunk
+        self._group.publish_state(f"waits to reduce {self._name_and_step(following)}")
         try:
             self._board.check_failed()
         except ForepropError as error:
@@ -379,8 +356,3 @@ class RingEngine:
         self.progress.notify()
         with contextlib.suppress(ForepropError):
             self._board.publish_failure(error)
-
-    def _broke(self, error: BaseException) -> None:
-        wrapped = InternalError(f"rank {self._rank}: {error!r}")
-        wrapped.__cause__ = error
-        self._fail(wrapped)

@@ -14,17 +14,16 @@ import torch
 from foreprop.cluster.rendezvous import Board
 from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.group import Group
-from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation, Reduction
+from foreprop.core.aggregation import Reduction
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
 from foreprop.path.hyperparameters import describe_groups
-from foreprop.path.slicememory import ParameterMemory
 from foreprop.path.summing import finish_sum
 from foreprop.path.tensors import DTYPES
+from foreprop.servers.setup import Setup
 
 _DIGEST_BITS = 18
 _OTHERS_S = 5.0
@@ -99,22 +98,15 @@ class GradientSums:
     """One rank's. A parameter's sum is touched by one thread at a time."""
 
     def __init__(
-        self,
-        parameters: Sequence[ParameterInfo],
-        memory: Sequence[ParameterMemory],
-        settings: StepSettings,
-        *,
-        config: Config,
-        aggregation: Aggregation,
-        device: DeviceWork,
-        group: Group,
+        self, setup: Setup, settings: StepSettings, group: Group, device: DeviceWork
     ) -> None:
+        config, parameters = setup.config, setup.infos
         self.flags = [0] * len(parameters)
         """With which each gradient was pushed."""
         self._parameters = parameters
-        self._memory = memory
+        self._memory = setup.memory
         self._settings = settings
-        self._aggregation = aggregation
+        self._aggregation = setup.aggregation
         self._device = device
         self._rank = group.rank
         self._ranks = group.size

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from foreprop.core.manifest import NO_GROUP
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.wire import Flag
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.slicememory import ParameterMemory
 from foreprop.path.summing import clip, square_sum
+from foreprop.servers.setup import Setup
 
 Groups = tuple[Mapping[str, Any], ...]
 """The parameter groups' settings as they were at some time, without the parameters."""
@@ -60,17 +60,10 @@ def comparable(settings: Groups) -> list[dict[str, Any]]:
 class LocalUpdater:
     """Updates parameters by number; the calls for one parameter must follow each other."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        averages: LocalAverages | None = None,
-        *,
-        memory: Sequence[ParameterMemory] = (),
-    ) -> None:
-        """``memory``: of the parameters, for gradients that the training thread applies."""
+    def __init__(self, setup: Setup, averages: LocalAverages | None) -> None:
+        optimizer, parameters = setup.optimizer, setup.parameters
         self._averages = averages
-        self._memory = memory
+        self._memory = setup.memory  # for gradients that the training thread applies
         self._optimizer = optimizer
         self._parameters = parameters
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update

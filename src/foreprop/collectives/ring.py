@@ -27,7 +27,7 @@ from foreprop.errors import ConfigError, HandshakeError
 from foreprop.numerics.moving_average import LocalAverages
 from foreprop.path.hyperparameters import with_scale
 from foreprop.path.managedparameter import ManagedParameter
-from foreprop.path.memory import Memory, MemoryFactory, Ready
+from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup, describe_wire_dtype
@@ -45,24 +45,14 @@ class RingBackend:
         self._setup = setup
         decay = setup.config.ema
         self._averages = LocalAverages(setup.parameters, decay) if decay is not None else None
-        self._updater = LocalUpdater(
-            setup.optimizer, setup.parameters, self._averages, memory=setup.memory
-        )
+        self._updater = LocalUpdater(setup, self._averages)
         self._by_workers = setup.by_workers
         self._group = Group(setup.world, setup.config)
         try:
             self._device = self._meet()
             self._memory_factory = MemoryFactory(stays=self._device.device.type != "cpu")
             self.engine = RingEngine(
-                setup.infos,
-                setup.memory,
-                self._updater,
-                self._group,
-                config=setup.config,
-                trace=setup.make_trace(self.session_id),
-                aggregation=setup.aggregation,
-                send_sum=setup.send_sum,
-                device=self._device,
+                setup, self._updater, self._group, self._device, self.session_id
             )
         except BaseException as error:
             self.refuse(error)
@@ -151,9 +141,7 @@ class RingBackend:
     def announce(self, step: int) -> None:
         self._updater.announce(step)
         scale = self._setup.scale
-        self.engine.announce_hyperparameters(
-            step, self._settings(), 1.0 if scale is None else scale
-        )
+        self.engine.settings.announce(step, self._settings(), 1.0 if scale is None else scale)
 
     def _settings(self) -> str:
         """The numbers as JSON, to be compared with other ranks'."""
@@ -176,7 +164,7 @@ class RingBackend:
             self._updater.take_state()
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
-        return self.engine.aggregated(parameter)
+        return self.engine.sums.aggregated(parameter)
 
     can_measure = False
 
@@ -223,13 +211,8 @@ class OutgoingMemory:
     receives_values = False
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        self._memory.stage_gradient(gradient, ready)
-
-    def await_staged(self) -> None:
-        self._memory.await_staged()
+        self.stage_gradient = memory.stage_gradient
+        self.await_staged = memory.await_staged
 
     def before_sending_values(self) -> None:
         pass
