@@ -153,7 +153,6 @@ def _done_already(_: InstallValue) -> None:
 
 _SLICE_UPDATED = SliceUpdated()
 
-
 SettingsAt = Callable[[int], tuple[Hyperparameters, ...]]
 
 
@@ -177,7 +176,7 @@ class Updates:
         self._settings_at = settings_at
         self._names = names
         self._trace = executor.host.trace
-        self._updated_ns: dict[int, int] = {}  # by slice, for the trace
+        self._updated_ns: dict[tuple[int, int], int] = {}  # by slice and step, for the trace
         executor.doers[UpdateSlice] = self._update
         executor.doers[SendSquares] = self._send_squares
         if self._trace is not None:
@@ -209,13 +208,15 @@ class Updates:
         name = self._names[update.slice]
         place = {"step": update.step, "slice_": update.slice}
         trace.span(Stage.UPDATED.value, name, started_ns, **place)
-        self._updated_ns[update.slice] = trace.now_ns()
+        # the step before may still be asked for, when its reply has left
+        self._updated_ns.pop((update.slice, update.step - 2), None)
+        self._updated_ns[update.slice, update.step] = trace.now_ns()
 
     def _on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
         if self._trace is not None and frame.kind == Kind.REPLY:
             peer, kind, step, slice_, priority, flags, _ = frame
             sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)
-            queued_ns = self._updated_ns.get(slice_, started_ns)
+            queued_ns = self._updated_ns.get((slice_, step), started_ns)
             names = self._names
             span(self._trace, Stage.REPLY_QUEUED, names, sent, queued_ns, stop_ns=started_ns)
             span(self._trace, Stage.REPLY_SENT, names, sent, started_ns)
