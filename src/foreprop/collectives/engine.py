@@ -42,7 +42,7 @@ from foreprop.core.ring_machine import (
 from foreprop.errors import ForepropError, InternalError, StepTimeout
 from foreprop.link.failure import own_error
 from foreprop.numerics.norms import GradientNorms
-from foreprop.observe.stages import RingStage
+from foreprop.observe.trace import RingStage
 from foreprop.path.progress import NOTHING, Progress
 from foreprop.servers.setup import Setup
 

@@ -14,15 +14,19 @@ import torch
 from foreprop.cluster.rendezvous import Board
 from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.group import Group
-from foreprop.core.aggregation import Reduction
-from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
+from foreprop.core.manifest import (
+    ITEMSIZE_BYTES,
+    ParameterInfo,
+    Reduction,
+    WireDtype,
+    wire_dtype_of,
+)
 from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.hyperparameters import describe_groups
-from foreprop.path.summing import finish_sum
-from foreprop.path.tensors import DTYPES
+from foreprop.path.optimizer import describe_groups
+from foreprop.path.tensors import DTYPES, finish_sum
 from foreprop.servers.setup import Setup
 
 _DIGEST_BITS = 18

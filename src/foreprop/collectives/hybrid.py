@@ -14,7 +14,7 @@ import torch
 from foreprop.collectives.ring import RingBackend
 from foreprop.core.norm import SquareSum
 from foreprop.hooks.buffers import ModelBuffers
-from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.memory import ParameterMemory
 from foreprop.servers.served import ServedBackend
 from foreprop.servers.setup import Setup
 

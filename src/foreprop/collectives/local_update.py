@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from foreprop.collectives.gradientsums import GradientSums
-from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import NO_GROUP
+from foreprop.core.manifest import NO_GROUP, Aggregation
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.wire import Flag
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.summing import clip, square_sum
+from foreprop.path.tensors import clip, square_sum
 from foreprop.servers.setup import Setup
 
 Groups = tuple[Mapping[str, Any], ...]

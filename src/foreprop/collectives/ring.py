@@ -25,10 +25,9 @@ from foreprop.core.manifest import (
 )
 from foreprop.errors import ConfigError, HandshakeError
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.hyperparameters import with_scale
 from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import Memory, MemoryFactory
-from foreprop.path.optimizer import check_groups
+from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup, describe_wire_dtype
 

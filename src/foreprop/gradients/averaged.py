@@ -24,10 +24,9 @@ from foreprop.core.norm import SquareSum
 from foreprop.gradients.averagereader import AverageReader
 from foreprop.gradients.roundpart import RoundPart, Together
 from foreprop.gradients.scalable import Scaling, Scalings
-from foreprop.path.firstuse import FirstUse
 from foreprop.path.managedparameter import SessionState
-from foreprop.path.seengradient import SeenGradient
-from foreprop.path.value import GET_DATA, ValueMark
+from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
+from foreprop.path.servedgradient import SeenGradient
 from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
 
 if TYPE_CHECKING:  # for loops in which the workers update

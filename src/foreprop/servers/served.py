@@ -14,12 +14,10 @@ from foreprop.core.shards import Shard
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.hooks import buffers
-from foreprop.path.hyperparameters import with_scale
+from foreprop.link.connection import Later
 from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import MemoryFactory
-from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
-from foreprop.path.services import Later
-from foreprop.path.summing import start_average
+from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
 from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
@@ -27,6 +25,7 @@ from foreprop.path.tensors import (
     MASTER,
     decode_state,
     encode_state,
+    start_average,
 )
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.launch import Connections

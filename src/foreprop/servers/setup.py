@@ -12,9 +12,9 @@ import torch
 
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import (
     ITEMSIZE_BYTES,
+    Aggregation,
     AnyKnobs,
     AnyManifest,
     Hyperparameters,
@@ -27,7 +27,7 @@ from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.buffers import packed_bytes
 from foreprop.observe.trace import TraceRecorder
-from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.memory import ParameterMemory
 from foreprop.path.tensors import state_limit_bytes
 from foreprop.version import __version__
 
