@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from foreprop.auto.planning import Outlook, Planning
 from foreprop.path.optimizer import can_be_served
+from foreprop.session.backends import needs_another_backend
 from foreprop.session.connecting import reconnect
-from foreprop.session.features import needs_another_backend
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training

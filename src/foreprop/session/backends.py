@@ -7,16 +7,19 @@ of its own. A parameter talks to the engine that has it, and passes nothing here
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from foreprop.config import Config
 from foreprop.core.norm import SquareSum
 from foreprop.path.managedparameter import Engine, ManagedParameter
 from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters
+from foreprop.servers.setup import Setup
 
 if TYPE_CHECKING:
     from foreprop.collectives.ring import RingBackend
@@ -213,3 +216,44 @@ class Backends:
         """In a forked child: let go of what only the parent may keep alive."""
         for backend in self.all:
             backend.forget_in_child()
+
+
+# Which ones there are.
+def connect_backends(setup: Setup) -> Backends:
+    """Those for the architecture that is asked for and the parameters that there are."""
+    rows = [info.rows for info in setup.infos]
+    numbers = range(len(rows))
+    if is_served(setup.config) or all(rows):
+        from foreprop.servers.served import ServedBackend
+
+        return Backends([(ServedBackend(setup), numbers)])
+    if any(rows):
+        from foreprop.collectives.hybrid import connect_both
+
+        return Backends(connect_both(setup))
+    from foreprop.collectives.ring import RingBackend
+
+    return Backends([(RingBackend(setup), numbers)])
+
+
+def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
+    """Whether a session must connect anew for these settings, its parameters being as they are."""
+    if is_served(after) != is_served(before):
+        return True
+    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
+    return is_served(after) and len(sizes) > 1
+
+
+def is_served(config: Config) -> bool:
+    """Whether servers have the dense parameters, too, and not collectives."""
+    return config.architecture not in ("ring", "hybrid", "auto")
+
+
+def needs_servers(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> bool:
+    """Whether a world of one has to have servers: for remote tables, or as they are there."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    own = (parameter for group in groups for parameter in group["params"])
+    tensors = itertools.chain(model.parameters(), own, model.buffers())
+    return config.dedicated_servers > 0 or any(tensor.is_meta for tensor in tensors)

@@ -6,16 +6,23 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from foreprop.gradients.update import Needs
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
+from foreprop.observe.trace import TraceRecorder, trace_path
+from foreprop.path.parameter import SynchronisedParameter
 from foreprop.servers.setup import Setup
 from foreprop.session.adopting import SettingsWatch
-from foreprop.session.features import connect_backends, make_parameter
+from foreprop.session.backends import connect_backends, is_served
 from foreprop.session.firststep import FirstStep
 
 if TYPE_CHECKING:
-    from foreprop.observe.trace import TraceRecorder
+    from foreprop.config import Config
+    from foreprop.gradients.averaging import Averaging
+    from foreprop.path.managedparameter import ManagedParameter
+    from foreprop.path.stalereaders import StaleReaders
     from foreprop.session.training import Training
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
@@ -41,7 +48,7 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
     training.life.connected = True
     try:
         for index, (name, parameter, _) in enumerate(user.named):
-            training.parameters.append(make_parameter(training, index, name, parameter))
+            training.parameters.append(_make_parameter(training, index, name, parameter))
         by_rows = [p for p in training.parameters if training.infos[p.index].rows]
         training.tables = cast("list[RowParameter | RemoteTable]", by_rows)
         if any(info.init is not None for info in training.infos):
@@ -56,6 +63,50 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
         synchronised.watch()
         managed.claim(synchronised.name, synchronised.parameter, training)
     training.first.watch(user.model)
+
+
+def _make_parameter(
+    training: Training, index: int, name: str, parameter: torch.nn.Parameter
+) -> ManagedParameter:
+    """The parameter of this number, as the session's choice so far has it."""
+    info = training.infos[index]
+    if info.init is not None:
+        from foreprop.tables.remote import RemoteTable
+
+        return RemoteTable(index, name, parameter, training, training.backends.rows)
+    if info.rows:
+        from foreprop.tables.rowparameter import RowParameter
+
+        return RowParameter(index, name, parameter, training, training.backends.rows)
+    wanted = index < training.user.optimized
+    if wanted and training.choice is not None and not training.by_workers:
+        return SynchronisedParameter(index, name, parameter, training)
+    from foreprop.gradients.averaged import AveragedParameter
+
+    averaging = _averaging_of(training)
+    averaged = AveragedParameter(index, name, parameter, training, averaging, wanted=wanted)
+    averaging.parameters.append(averaged)
+    return averaged
+
+
+def _averaging_of(training: Training) -> Averaging:
+    if training.averaging is None:
+        from foreprop.gradients.averaging import Averaging
+
+        training.averaging = Averaging(
+            training.user.optimizer,
+            training.fixed_passes,
+            collectives=not is_served(training.config),
+        )
+    return training.averaging
+
+
+def stale_readers_for(config: Config) -> StaleReaders | None:
+    if not config.check_stale:
+        return None
+    from foreprop.path.stalereaders import StaleReaders
+
+    return StaleReaders()
 
 
 def _setup(training: Training, row_wise: Collection[str]) -> Setup:
@@ -78,8 +129,6 @@ def _setup(training: Training, row_wise: Collection[str]) -> Setup:
 def _make_trace(training: Training, session_id: str) -> TraceRecorder | None:
     folder = training.config.trace
     if folder is not None and training.trace is None:
-        from foreprop.observe.trace import TraceRecorder, trace_path
-
         rank = training.world.rank
         path = trace_path(Path(folder), f"worker-{rank}", session_id)
         training.trace = TraceRecorder(path, f"worker {rank}", rank)

@@ -12,10 +12,11 @@ from foreprop.gradients.update import Needs, SettingsMark, agree
 from foreprop.hooks.buffers import FirstForward
 from foreprop.hooks.modelhooks import before_forward
 from foreprop.path.managedparameter import Watched
+from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.waiting import is_differentiable
-from foreprop.session.features import served_instead
 
 if TYPE_CHECKING:
+    from foreprop.gradients.averaged import AveragedParameter
     from foreprop.session.training import Training
 
 
@@ -103,7 +104,7 @@ class FirstStep:
             return
         for averaged in [p for p in averaging.parameters if p.index < training.user.optimized]:
             averaging.parameters.remove(averaged)
-            training.parameters[averaged.index] = served_instead(training, averaged)
+            training.parameters[averaged.index] = _served_instead(training, averaged)
         if len(training.parameters) == training.user.optimized:
             training.averaging = None  # others, also those given away, go by its rounds
 
@@ -147,3 +148,12 @@ class FirstStep:
         if self.is_over:
             return f"{text}: gradients were averaged when they were read, with no overlap"
         return f"{text}, and no gradient was read: nothing has been synchronised, ranks may differ"
+
+
+def _served_instead(training: Training, averaged: AveragedParameter) -> SynchronisedParameter:
+    """In the first step, when it is known that servers update: with what it has shown so far."""
+    averaged.detach()
+    served = SynchronisedParameter(averaged.index, averaged.name, averaged.parameter, training)
+    passes, discards = averaged.passes - averaged.discards, averaged.discards
+    served.take_over(averaged.gradient, averaged.start, passes=passes, discards=discards)
+    return served

@@ -5,19 +5,27 @@ The error that ended a loop stays the one that is seen, whatever fails after it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from foreprop.cluster.world import World
+from foreprop.cluster.world import World, wait_for_all_partings
 from foreprop.errors import ForepropError
 from foreprop.hooks import managed
-from foreprop.session import opened
+from foreprop.hooks.uncaught import watch_uncaught_errors
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
+
+
+_open: weakref.WeakSet[Lifetime] = weakref.WeakSet()
+"""The open sessions of this process, which are closed when it ends."""
+_exit_registered = False
 
 
 class Lifetime:
@@ -31,6 +39,16 @@ class Lifetime:
         self._training = training
         self._handled_before = sys.exception()
         self._undo: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """The session is open."""
+        global _exit_registered  # noqa: PLW0603 - once per process
+        _open.add(self)
+        if not _exit_registered:
+            _exit_registered = True
+            atexit.register(_close_all)
+            watch_uncaught_errors(_open)
+            os.register_at_fork(after_in_child=_forget_all_in_child)
 
     def add_undo(self, *functions: Callable[[], None]) -> None:
         """Call these when the session ends, the last ones first."""
@@ -74,7 +92,7 @@ class Lifetime:
         if self.closed:
             return
         self.closed = True
-        opened.leave(self)
+        _open.discard(self)
         training = self._training
         if failure is None:
             training.report(training.first.missing_steps())
@@ -96,7 +114,7 @@ class Lifetime:
         self.connected = False
         partings = self.world.partings
         backends.close(failed=failed)
-        if self.closed and not failed and opened.has_siblings(self.world):
+        if self.closed and not failed and any(other.world is self.world for other in _open):
             partings.begin(backends.part)
             return
         backends.part(failure)
@@ -127,7 +145,28 @@ class Lifetime:
             backends.give_up(error)
 
     def forget_in_child(self) -> None:
+        """In a forked child: the session is the parent's."""
         self._training.backends.forget_in_child()
+
+
+def _close_all() -> None:
+    """Close every open session of this process; after an uncaught error, tell the others why."""
+    failure = getattr(sys, "last_value", None)
+    for life in list(_open):
+        try:
+            if failure is not None:
+                life.release(failure=failure)
+            else:
+                life.close()
+        except ForepropError as error:
+            print(f"foreprop: at the end: {error}", file=sys.stderr, flush=True)
+    wait_for_all_partings()
+
+
+def _forget_all_in_child() -> None:
+    for life in list(_open):
+        life.forget_in_child()
+    _open.clear()
 
 
 def _error_under_way(before: BaseException | None) -> BaseException | None:

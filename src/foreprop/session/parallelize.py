@@ -11,8 +11,8 @@ from foreprop.cluster.world import World, current_world, is_alone
 from foreprop.config import Config, Preset, Settings
 from foreprop.errors import ConfigError
 from foreprop.hooks import wrappers
+from foreprop.session.backends import needs_servers
 from foreprop.session.contract import Session
-from foreprop.session.features import needs_servers
 from foreprop.session.session import ConnectedSession
 
 

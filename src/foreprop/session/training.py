@@ -21,12 +21,10 @@ from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
 from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
 from foreprop.path.memory import Memory
-from foreprop.session import opened
 from foreprop.session.adopting import SettingsWatch, adopt
-from foreprop.session.backends import Backends
+from foreprop.session.backends import Backends, is_served
 from foreprop.session.belongings import Belongings
-from foreprop.session.connecting import connect
-from foreprop.session.features import is_served, stale_readers_for
+from foreprop.session.connecting import connect, stale_readers_for
 from foreprop.session.firststep import FirstStep
 from foreprop.session.lifetime import Lifetime
 
@@ -121,7 +119,7 @@ class Training:
             if self.world.rank != 0:
                 self.buffers.fetch(0)
             adopt(self)
-            opened.enter(self.life)
+            self.life.begin()
         except BaseException as error:
             self.life.release(failure=error)
             raise
