@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ def comparable(settings: Groups) -> list[dict[str, Any]]:
 class LocalUpdater:
     """Updates parameters by number; the calls for one parameter must follow each other."""
 
-    def __init__(self, setup: Setup, averages: LocalAverages | None) -> None:
-        optimizer, parameters = setup.optimizer, setup.parameters
-        self._averages = averages
+    def __init__(self, setup: Setup) -> None:
+        optimizer, parameters, decay = setup.optimizer, setup.parameters, setup.config.ema
+        self.averages = LocalAverages(parameters, decay) if decay is not None else None
         self._memory = setup.memory  # for gradients that the training thread applies
         self._optimizer = optimizer
         self._parameters = parameters
@@ -108,8 +108,8 @@ class LocalUpdater:
 
     def end_step(self, parameter: int) -> None:
         """The step is over, with an update or without. Any thread, without gradients."""
-        if self._averages is not None:
-            self._averages.move(parameter)
+        if self.averages is not None:
+            self.averages.move(parameter)
 
     def _stand_in(self, parameter: int) -> torch.nn.Parameter:
         """Of the memory that the parameter has now; its state goes with it."""
@@ -135,6 +135,46 @@ class LocalUpdater:
         for number, parameter in enumerate(self._parameters):
             state = _copied(self._optimizer.state.get(parameter, {}))
             self._own[number].state[self._stand_in(number)] = state
+
+
+class LocalState:
+    """What every rank has beside the values: state, averages, gradients. Training thread."""
+
+    def __init__(self, setup: Setup, updater: LocalUpdater, sums: GradientSums) -> None:
+        self._setup = setup
+        self._updater = updater
+        self._sums = sums
+        self._by_workers = setup.by_workers
+
+    def pull(self, step: int) -> None:
+        if not self._by_workers:
+            self._updater.show_state()
+
+    def drop(self) -> None:
+        """It stays where it is."""
+
+    def leave_updates(self) -> None:
+        self.pull(0)
+        self._by_workers = True
+
+    def replace(self, step: int) -> None:
+        """Every rank goes on from what it has loaded itself."""
+        if not self._by_workers:
+            self._updater.take_state()
+
+    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
+        return self._sums.aggregated(parameter)
+
+    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
+        return self._setup.parameters
+
+    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
+        """Every rank has its own, which are alike."""
+        return self._updater.averages.values if self._updater.averages is not None else ()
+
+    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
+        if self._updater.averages is not None:
+            self._updater.averages.values = list(averages)
 
 
 class RingUpdates:

@@ -15,7 +15,7 @@ from foreprop.collectives.engine import RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
 from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
-from foreprop.collectives.local_update import LocalUpdater, comparable, settings_of
+from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
 from foreprop.core.manifest import (
     RingKnobs,
     RingManifest,
@@ -24,7 +24,6 @@ from foreprop.core.manifest import (
     describe_mismatch,
 )
 from foreprop.errors import ConfigError, HandshakeError
-from foreprop.numerics.moving_average import LocalAverages
 from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
@@ -42,10 +41,7 @@ class RingBackend:
             _check_optimizer(setup.optimizer)
         _check_wire_dtype(setup.config.wire_dtype, setup.world.size)
         self._setup = setup
-        decay = setup.config.ema
-        self._averages = LocalAverages(setup.parameters, decay) if decay is not None else None
-        self._updater = LocalUpdater(setup, self._averages)
-        self._by_workers = setup.by_workers
+        self._updater = LocalUpdater(setup)
         self._group = Group(setup.world, setup.config)
         try:
             self._device = self._meet()
@@ -53,6 +49,7 @@ class RingBackend:
             self.engine = RingEngine(
                 setup, self._updater, self._group, self._device, self.session_id
             )
+            self.state = LocalState(setup, self._updater, self.engine.sums)
         except BaseException as error:
             self.refuse(error)
             raise
@@ -103,10 +100,9 @@ class RingBackend:
             self._share_state()
         for parameter in parameters:
             parameter.receive_initial_value()
-        if not self._by_workers:
-            self._updater.take_state()
-        if self._averages is not None:
-            self._averages.start()
+        self.state.replace(0)
+        if self._updater.averages is not None:
+            self._updater.averages.start()
 
     def _share_state(self) -> None:
         """Rank 0's optimizer state becomes everybody's."""
@@ -133,7 +129,7 @@ class RingBackend:
     def memory_of(self, parameter: torch.Tensor) -> Memory:
         return OutgoingMemory(self._memory_factory.memory_of(parameter))
 
-    # The optimizer's numbers and state.
+    # The optimizer's numbers.
     def numbers(self) -> Any:
         return with_scale(comparable(settings_of(self._setup.optimizer)), self._setup.scale)
 
@@ -146,37 +142,7 @@ class RingBackend:
         """The numbers as JSON, to be compared with other ranks'."""
         return json.dumps(self.numbers(), default=repr)
 
-    def pull_state(self, step: int) -> None:
-        if not self._by_workers:
-            self._updater.show_state()
-
-    def drop_state(self) -> None:
-        """It stays where it is: on every rank."""
-
-    def leave_updates(self) -> None:
-        self.pull_state(0)
-        self._by_workers = True
-
-    def replace_state(self, step: int) -> None:
-        """Every rank goes on from what it has loaded itself."""
-        if not self._by_workers:
-            self._updater.take_state()
-
-    def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
-        return self.engine.sums.aggregated(parameter)
-
     can_measure = False
-
-    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
-        return self._setup.parameters
-
-    # Moving averages: every rank has its own, which are alike.
-    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
-        return self._averages.values if self._averages is not None else ()
-
-    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
-        if self._averages is not None:
-            self._averages.values = list(averages)
 
     # The end.
     def refuse(self, error: BaseException) -> None:
@@ -185,7 +151,7 @@ class RingBackend:
     def close(self, *, failed: bool) -> None:
         self._memory_factory.stop()
         if not failed:
-            self.pull_state(0)
+            self.state.pull(0)
 
     def part(self, failure: BaseException | None) -> None:
         self.engine.close(failure=failure)

@@ -42,8 +42,8 @@ class Backends:
         self.all = [backend for backend, _ in parts]
         self.engines = [backend.engine for backend in self.all]
         self._first, self._last = self.all[0], self.all[-1]
-        self._parts = parts
-        self._places = {
+        self.parts = parts
+        self.places = {
             whole: (backend, own) for backend, numbers in parts for own, whole in enumerate(numbers)
         }
         self.session_id = self._first.session_id
@@ -57,7 +57,7 @@ class Backends:
     # One parameter, by the session's number.
     def engine_of(self, parameter: int) -> tuple[Engine, int]:
         """Who synchronises it, and its number there."""
-        backend, number = self._places[parameter]
+        backend, number = self.places[parameter]
         return backend.engine, number
 
     @property
@@ -71,19 +71,19 @@ class Backends:
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat."""
-        backend, number = self._places[parameter]
-        return backend.pull_gradient(number, step)
+        backend, number = self.places[parameter]
+        return backend.state.pull_gradient(number, step)
 
     # The start, and the steps.
     def start(self, parameters: Sequence[ManagedParameter]) -> None:
         """Make everybody's parameters, buffers and optimizer state rank 0's."""
-        for backend, numbers in self._parts:
+        for backend, numbers in self.parts:
             backend.start([parameters[number] for number in numbers])
 
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
         for backend in self.all:
-            places = (self._places[parameter] for parameter in order)
+            places = (self.places[parameter] for parameter in order)
             backend.engine.learn_priorities([own for other, own in places if other is backend])
 
     def start_step(self) -> None:
@@ -105,9 +105,9 @@ class Backends:
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
         """By parameter, of the averaged gradients of a round that was measured; blocks."""
-        return cast("ServedBackend", self._first).square_sums(round_)
+        return cast("ServedBackend", self._first).norm.square_sums(round_)
 
-    # The optimizer's numbers and state. Servers clear the user's optimizer: they are last.
+    # The optimizer's numbers and state.
     def numbers(self) -> Any:
         """The optimizer's numbers (lr, ...) as they are now, to be compared."""
         return self._first.numbers()
@@ -117,50 +117,22 @@ class Backends:
         for backend in self.all:
             backend.announce(step)
 
-    def pull_state(self, step: int) -> None:
-        """Before ``optimizer.state_dict()``, when the updates of ``step`` are in."""
-        for backend in self.all:
-            backend.pull_state(step)
-
     def drop_state(self) -> None:
-        """After it."""
+        """After ``optimizer.state_dict()``, which servers clear; see `session.checkpoints`."""
         for backend in self.all:
-            backend.drop_state()
-
-    def replace_state(self, step: int) -> None:
-        """After ``optimizer.load_state_dict()``: what was loaded counts after ``step``."""
-        for backend in self.all:
-            backend.replace_state(step)
+            backend.state.drop()
 
     def leave_updates(self) -> None:
         """In the first step: from now on the workers update all but rows, and have the state."""
         for backend in self.all:
-            backend.leave_updates()
-
-    def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
-        """The parameters in full after ``step``, which they show as they came over the wire."""
-        return self._by_number([backend.pull_masters(step) for backend in self.all])
-
-    def pull_averages(self, step: int) -> Sequence[torch.Tensor]:
-        """The parameters' moving averages after ``step``, flat or not."""
-        return self._by_number([backend.pull_averages(step) for backend in self.all])
-
-    def _by_number(self, found: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        of = dict(zip(self.all, found, strict=True))
-        places = (self._places[number] for number in range(len(self._places)))
-        return [of[backend][own] for backend, own in places]
-
-    def replace_averages(self, step: int, averages: Sequence[torch.Tensor]) -> None:
-        """Go on from these; they count after ``step``. Every rank calls it alike."""
-        for backend, numbers in self._parts:
-            backend.replace_averages(step, [averages[number] for number in numbers])
+            backend.state.leave_updates()
 
     # What is reported.
     @property
     def counters(self) -> Counters:
         """All added up."""
         total = Counters()
-        for backend, numbers in self._parts:
+        for backend, numbers in self.parts:
             counters = backend.engine.counters
             for name in _TOTALS:
                 setattr(total, name, getattr(total, name) + getattr(counters, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,12 @@ from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.session.connecting import remote_tables
 
 if TYPE_CHECKING:
+    from foreprop.collectives.local_update import LocalState
+    from foreprop.servers.servedstate import ServedState
     from foreprop.session.training import Training
     from foreprop.tables.tables import RemoteTables
+
+    KeptState = LocalState | ServedState
 
 
 class Checkpoints:
@@ -30,7 +34,7 @@ class Checkpoints:
         training = self._training
         self._check_averages()
         training.flush()
-        averages = training.backends.pull_averages(training.completed)
+        averages = self._by_number(lambda state: state.pull_averages(training.completed))
         with self._tables_aside(averages, AVERAGE) as averages:
             return averaged_state_dict(training.user.model, self._own_parameters(), averages)
 
@@ -40,16 +44,27 @@ class Checkpoints:
         training.flush()
         with self._remote_aside():
             averages = averages_from(state, training.user.model, self._own_parameters())
-        training.backends.replace_averages(training.completed, averages)
+        for backend, numbers in training.backends.parts:
+            own = [averages[number] for number in numbers]
+            backend.state.replace_averages(training.completed, own)
 
     def master_state_dict(self) -> dict[str, Any]:
         from foreprop.tables.kept import VALUES
 
         training = self._training
         training.flush()
-        masters = training.backends.pull_masters(training.completed)
+        masters = self._by_number(lambda state: state.pull_masters(training.completed))
         with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
             return averaged_state_dict(training.user.model, self._own_parameters(), masters)
+
+    def _by_number(
+        self, pull: Callable[[KeptState], Sequence[torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """What the backends' states have, by the session's numbers."""
+        found: dict[int, torch.Tensor] = {}
+        for backend, numbers in self._training.backends.parts:
+            found.update(zip(numbers, pull(backend.state), strict=True))
+        return [found[number] for number in sorted(found)]
 
     def _check_averages(self) -> None:
         if self._training.config.ema is None:
@@ -117,8 +132,10 @@ class Checkpoints:
                 " update='workers')."
             )
         training.settle_all()
-        training.backends.pull_state(training.completed)
+        for backend in training.backends.all:
+            backend.state.pull(training.completed)
 
     def replace_state(self) -> None:
         self._training.settle_all()  # the updates so far go by the old state
-        self._training.backends.replace_state(self._training.completed)
+        for backend in self._training.backends.all:  # servers clear it: they are last
+            backend.state.replace(self._training.completed)
