@@ -18,7 +18,7 @@ from foreprop.link.stream import listen
 from foreprop.path.server import Server
 from foreprop.path.slicestore import SliceStore
 from foreprop.servers.composed import ServerComposer
-from foreprop.servers.launch import dedicated_key
+from foreprop.servers.dedicated import dedicated_key
 
 _ANNOUNCED_S = timedelta(seconds=60)
 _JOIN_S = 30.0

@@ -17,7 +17,7 @@ import pytest
 
 from foreprop.errors import ConfigError, TransportError
 from foreprop.link.local import connected_pair
-from foreprop.link.pacing import Link, PacedStream
+from foreprop.link.pacing import Link, NodeLinks, PacedStream
 from foreprop.link.stream import (
     TCP_NOTSENT_LOWAT,
     TCP_USER_TIMEOUT,
@@ -28,7 +28,6 @@ from foreprop.link.stream import (
     local_address,
     tune,
 )
-from foreprop.servers.processes import NodeLinks
 
 HEADER = b"header--"
 

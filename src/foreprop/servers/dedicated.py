@@ -22,19 +22,48 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from foreprop.cluster.world import StoreClient
 from foreprop.config import Config
 from foreprop.errors import ConfigError, ForepropError, TransportError
 from foreprop.link.stream import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
-from foreprop.servers.launch import DEDICATED_SESSIONS, REFUSED, PublishedSession, dedicated_key
+from foreprop.servers.launch import REFUSED
 from foreprop.servers.processes import ProcessServer, ServerTask
 from foreprop.version import __version__
 
+_SESSIONS = "foreprop/dedicated/sessions"
+"""The raw store's key that counts them."""
 _POLL_S = 0.2
 _STORE_TIMEOUT_S = 30.0
 _REPORT_S = 10.0
 
 Report = Callable[[str], None]
+
+
+def dedicated_key(session: int) -> str:
+    """The raw store's key that publishes a session to `foreprop server`."""
+    return f"foreprop/dedicated/{session}"
+
+
+class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """What `foreprop server` must know of a session, from rank 0."""
+
+    session_id: str
+    world_size: int
+    servers: int
+    nodes: int
+    workers_per_node: int
+    foreprop: str
+    config: dict[str, str | bool | int | float | None]
+
+
+def publish_session(entries: StoreClient, token: str, **about: Any) -> str:
+    """Rank 0: have `foreprop server` serve a session; returns its id, which ends in ``token``."""
+    number = entries.add(_SESSIONS, 1)
+    session_id = f"{number}-{token}"
+    published = PublishedSession(session_id=session_id, foreprop=__version__, **about)
+    entries.set(dedicated_key(number), msgspec.json.encode(published))
+    return session_id
 
 
 class _SessionPublished(NamedTuple):
@@ -193,7 +222,7 @@ class _StoreWatch:
         seen = 0
         try:
             while not self._stop.wait(_POLL_S) and not self.is_gone():
-                published = self.store.add(DEDICATED_SESSIONS, 0)
+                published = self.store.add(_SESSIONS, 0)
                 while seen < published and self.store.check([dedicated_key(seen + 1)]):
                     seen += 1
                     self.events.put(_SessionPublished(seen))

@@ -8,9 +8,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from foreprop.cluster.rendezvous import agree_on_session, raw_board, session_board
 from foreprop.cluster.world import World
@@ -29,45 +27,23 @@ from foreprop.link.stream import (
     tune,
 )
 from foreprop.servers.processes import (
-    NodeLinks,
     ProcessServer,
     RelayTask,
-    ServerHandle,
     ServerTask,
-    ThreadServer,
-    build_relays,
     node_links,
     start_server,
 )
-from foreprop.version import __version__
 
-DEDICATED_SESSIONS = "foreprop/dedicated/sessions"
+if TYPE_CHECKING:
+    from foreprop.link.pacing import NodeLinks
+    from foreprop.servers.main import ThreadServer
+
 _END_BY_ITSELF_S = 3.0
 """A server that has to end is given this long to tell the other workers why."""
 
 
-def dedicated_key(session: int) -> str:
-    """The raw store's key that publishes a session to `foreprop server`."""
-    return f"foreprop/dedicated/{session}"
-
-
 REFUSED = "refused "
 """How an entry begins that says why a dedicated server will not come."""
-
-
-class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """What `foreprop server` must know of a session, from rank 0."""
-
-    session_id: str
-    world_size: int
-    servers: int
-    nodes: int
-    workers_per_node: int
-    foreprop: str
-    config: dict[str, str | bool | int | float | None]
-
-    def encode(self) -> str:
-        return msgspec.json.encode(self).decode()
 
 
 class Connections:
@@ -79,7 +55,7 @@ class Connections:
     def __init__(self, world: World, config: Config, part: str = "") -> None:
         self.board = session_board(world, config, part)
         self.streams: list[Stream] = []
-        self.handles: list[ServerHandle] = []
+        self.handles: list[ProcessServer | ThreadServer] = []
         self._world = world
         self._config = config
         self._sockets: list[socket.socket] = []
@@ -157,20 +133,17 @@ class Connections:
         }
 
     def _publish_to_dedicated(self, token: str) -> str:
-        entries = self._world.raw_entries
-        number = entries.add(DEDICATED_SESSIONS, 1)
-        session_id = f"{number}-{token}"
-        published = PublishedSession(
-            session_id=session_id,
+        from foreprop.servers.dedicated import publish_session
+
+        return publish_session(
+            self._world.raw_entries,
+            token,
             world_size=self._world.size,
             servers=self.servers,
             nodes=self.nodes,
             workers_per_node=self.workers_per_node,
-            foreprop=__version__,
             config=asdict(self._config),
         )
-        entries.set(dedicated_key(number), published.encode())
-        return session_id
 
     def _start_servers(self) -> None:
         if self._world.rank != self._first_rank:
@@ -214,6 +187,8 @@ class Connections:
             raise
         ports = [listener.getsockname()[1] for listener in listeners]
         if self._world.in_process:
+            from foreprop.servers.main import ThreadServer, build_relays
+
             relays = build_relays(task, self._config, upstreams)
             self.handles += map(ThreadServer, relays, listeners)
         else:
@@ -250,6 +225,8 @@ class Connections:
     def _reach(self, server: int) -> socket.socket:
         dedicated = self._config.dedicated_servers
         if dedicated:
+            from foreprop.servers.dedicated import dedicated_key
+
             number = self.session_id.partition("-")[0]
             look, key = self.board.check_failed, dedicated_key(int(number))
             board = raw_board(self._world, self._config, key, look)

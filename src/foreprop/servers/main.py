@@ -3,7 +3,7 @@
 Started by a worker or by ``foreprop server``, never by hand. FDS is the server's listening socket;
 of a relay the listening sockets, one for each server, and as many connections to the servers. It
 ends when its session does, and at once when the process that holds the other end of its lifeline
-ends.
+ends. A world within one process has the same servers in threads (`ThreadServer`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foreprop.config import Config
-from foreprop.servers.processes import (
-    RelayTask,
-    ServerTask,
-    build_relays,
-    build_server,
-    unlink_links,
-)
+from foreprop.link.pacing import unlink_links
+from foreprop.link.stream import SocketStream, Stream
+from foreprop.servers.processes import REPORT_S, RelayTask, ServerTask, node_links
+
+if TYPE_CHECKING:
+    from foreprop.path.server import Server
+    from foreprop.relays.relay import Relay
 
 _PR_SET_PDEATHSIG = 1
 
@@ -78,6 +79,75 @@ def _end_with_parent(lifeline_fd: int, task: ServerTask | RelayTask) -> None:
     os.read(lifeline_fd, 1)  # returns when the parent has gone, however it went
     unlink_links(task.session_id, task.node)
     os._exit(1)
+
+
+def build_server(task: ServerTask, config: Config) -> Server:
+    from foreprop.path.server import Server
+    from foreprop.servers.composed import ServerComposer
+
+    links = node_links(config, task.session_id, task.node, task.workers_per_node)
+    if links is not None and not task.shares_node:
+        links.unlink()
+    wrap = links.wrap if links is not None else None
+    server = Server(
+        index=task.index,
+        session_id=task.session_id,
+        config=config,
+        composer=ServerComposer(),
+        world_size=task.world_size,
+        wrap=wrap,
+    )
+    if links is not None:
+        weakref.finalize(server, links.close)  # in this process; another one's end closes them
+    return server
+
+
+def build_relays(
+    task: RelayTask, config: Config, upstreams: Sequence[socket.socket]
+) -> list[Relay]:
+    """A node's relays, one to each server. ``upstreams``: the connections, by server."""
+    from foreprop.relays.relay import Relay
+
+    links = node_links(config, task.session_id, task.node, task.workers_per_node)
+    relays = []
+    for server, sock in enumerate(upstreams):
+        name = task.server_names[server]
+        stream: Stream = SocketStream(sock, name)
+        if links is not None:
+            stream = links.wrap_to_node(stream, task.server_nodes[server])
+        relay = Relay(
+            server=server,
+            server_name=name,
+            node=task.node,
+            first_rank=task.node * task.workers_per_node,
+            session_id=task.session_id,
+            config=config,
+            world_size=task.world_size,
+            upstream=stream,
+        )
+        if links is not None:
+            weakref.finalize(relay, links.close)
+        relays.append(relay)
+    return relays
+
+
+class ThreadServer:
+    """A server, or a relay to one, in threads of this process."""
+
+    def __init__(self, server: Server | Relay, listener: socket.socket) -> None:
+        self._thread = threading.Thread(
+            target=server.run, args=(listener,), name=f"foreprop-server{server.index}", daemon=True
+        )
+        self._server = server
+        self._thread.start()
+
+    def finish(self, *, kill_after_s: float, report: Callable[[], None]) -> None:
+        self._thread.join(min(REPORT_S, kill_after_s))
+        if self._thread.is_alive() and kill_after_s > REPORT_S:
+            report()
+            self._thread.join(kill_after_s - REPORT_S)
+        self._server.cancel()
+        self._thread.join()
 
 
 if __name__ == "__main__":
