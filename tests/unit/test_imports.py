@@ -8,8 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-MOST_MODULES = 86
-MOST_LINES = 12_300
+MOST_MODULES = 79
+MOST_LINES = 11_850
 """To come down to 50 and 10,000."""
 
 NEVER = (
