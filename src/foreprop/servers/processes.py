@@ -35,9 +35,6 @@ class ServerTask:
     shares_node: bool = True
     """Whether other processes of the session are on its (emulated) node."""
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayTask:
@@ -52,9 +49,6 @@ class RelayTask:
     """Of all servers, by index, for messages."""
     server_nodes: list[int]
     """Which (emulated) node each is on."""
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
 
 
 class ProcessServer:
@@ -73,7 +67,7 @@ class ProcessServer:
             "foreprop.servers.main",
             ",".join(map(str, descriptors)),
             str(read_end),
-            task.encode(),
+            json.dumps(asdict(task)),
         ]
         if isinstance(task, RelayTask):
             command.append("--relay")
