@@ -50,10 +50,6 @@ class Group:
         self._group: Any = None
         self._nccl: Any = None
 
-    def gpus(self, mine: str) -> dict[int, str]:
-        """By rank, what each publishes of its GPU (`collectives.gpu.usable_gpu`)."""
-        return dict(enumerate(self.board.exchange("gpu", mine, "device")))
-
     def open(self, gpu: torch.device | None = None) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
         options = _Gloo._Options()

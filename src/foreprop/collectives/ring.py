@@ -30,8 +30,6 @@ from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup, describe_wire_dtype
 
-_NO_VALUES = memoryview(b"")
-
 
 class RingBackend:
     """Collectives of torch.distributed in a planned order, updates on the workers."""
@@ -55,10 +53,7 @@ class RingBackend:
             raise
 
     def _meet(self) -> DeviceWork:
-        shape = {
-            "world size": self._setup.world.size,
-            "architecture": "ring",
-        }
+        shape = {"world size": self._setup.world.size, "architecture": "ring"}
         group = self._group
         self.session_id = agree_on_session(
             group.joining, self._setup.config, secrets.token_hex(8), shape
@@ -74,7 +69,8 @@ class RingBackend:
             if difference:
                 raise HandshakeError(f"rank 0 and {mine} do not agree: {difference}")
         collectives, parameters = self._setup.config.collectives, self._setup.parameters
-        gpus = group.gpus(usable_gpu(parameters, collectives))
+        mine = usable_gpu(parameters, collectives)
+        gpus = dict(enumerate(group.board.exchange("gpu", mine, "device")))
         if group.size > 1 and uses_nccl(collectives, gpus):
             group.open(parameters[0].device)
             return GpuWork(parameters[0].device)
@@ -172,7 +168,7 @@ class RingBackend:
 class OutgoingMemory:
     """A parameter whose gradient goes out, and whose values are updated in place."""
 
-    values = _NO_VALUES
+    values = memoryview(b"")
     receives_values = False
 
     def __init__(self, memory: Memory) -> None:

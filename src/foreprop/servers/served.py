@@ -112,8 +112,7 @@ class ServedBackend:
 
     # The optimizer's numbers.
     def numbers(self) -> tuple[Hyperparameters, ...]:
-        own, scale = self._hyperparameters(), self._setup.loss_scale
-        return own if scale is None else with_scale(own, scale.factor)
+        return with_scale(self._hyperparameters(), self._setup.scale)
 
     def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
         return hyperparameters(self._optimizer) if self._serves else ()

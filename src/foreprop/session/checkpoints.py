@@ -11,6 +11,7 @@ import torch
 
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
+from foreprop.path.tensors import AVERAGE
 from foreprop.session.connecting import remote_tables
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ class Checkpoints:
         self._training = training
 
     def ema_state_dict(self) -> dict[str, Any]:
-        from foreprop.path.tensors import AVERAGE
-
         training = self._training
         self._check_averages()
         training.flush()
