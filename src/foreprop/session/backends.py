@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from foreprop.config import Config
 from foreprop.core.norm import SquareSum
 from foreprop.path.managedparameter import Engine, ManagedParameter
-from foreprop.path.memory import Memory
 from foreprop.path.progress import Counters
 from foreprop.servers.setup import Setup
 
@@ -43,10 +42,14 @@ class Backends:
         self.engines = [backend.engine for backend in self.all]
         self._first, self._last = self.all[0], self.all[-1]
         self.parts = parts
-        self.places = {
+        self._places = {
             whole: (backend, own) for backend, numbers in parts for own, whole in enumerate(numbers)
         }
         self.session_id = self._first.session_id
+        self.memory_of = self._first.memory_of
+        """Where a parameter's bytes are for its engine."""
+        self.numbers = self._first.numbers
+        """The optimizer's numbers (lr, ...) as they are now, to be compared."""
         self.every_parameter = any(engine.every_parameter for engine in self.engines)
         """Whether each step needs word of every parameter, also of one without gradients."""
         self.can_measure = self._first.can_measure
@@ -57,7 +60,7 @@ class Backends:
     # One parameter, by the session's number.
     def engine_of(self, parameter: int) -> tuple[Engine, int]:
         """Who synchronises it, and its number there."""
-        backend, number = self.places[parameter]
+        backend, number = self._places[parameter]
         return backend.engine, number
 
     @property
@@ -65,13 +68,9 @@ class Backends:
         """Of the row-wise parameters, by the numbers of their engine."""
         return cast("ServedBackend", self._last).rows
 
-    def memory_of(self, parameter: torch.Tensor) -> Memory:
-        """Where the parameter's bytes are for the engine."""
-        return self._first.memory_of(parameter)
-
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat."""
-        backend, number = self.places[parameter]
+        backend, number = self._places[parameter]
         return backend.state.pull_gradient(number, step)
 
     # The start, and the steps.
@@ -83,7 +82,7 @@ class Backends:
     def learn_priorities(self, order: Sequence[int]) -> None:
         """The parameters in the order of their first use in the forward pass."""
         for backend in self.all:
-            places = (self.places[parameter] for parameter in order)
+            places = (self._places[parameter] for parameter in order)
             backend.engine.learn_priorities([own for other, own in places if other is backend])
 
     def start_step(self) -> None:
@@ -108,17 +107,13 @@ class Backends:
         return cast("ServedBackend", self._first).norm.square_sums(round_)
 
     # The optimizer's numbers and state.
-    def numbers(self) -> Any:
-        """The optimizer's numbers (lr, ...) as they are now, to be compared."""
-        return self._first.numbers()
-
     def announce(self, step: int) -> None:
-        """From ``step`` on they count as they are now."""
+        """From ``step`` on the optimizer's numbers count as they are now."""
         for backend in self.all:
             backend.announce(step)
 
     def drop_state(self) -> None:
-        """After ``optimizer.state_dict()``, which servers clear; see `session.checkpoints`."""
+        """After ``optimizer.state_dict()``: what servers have leaves the user's optimizer."""
         for backend in self.all:
             backend.state.drop()
 
