@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
 from foreprop.cluster.world import World, current_world, is_alone
-from foreprop.config import Config, Preset, Settings
+from foreprop.config import Config, Preset
 from foreprop.errors import ConfigError
 from foreprop.hooks import wrappers
 from foreprop.session.contract import Session
 from foreprop.session.features import needs_servers
 from foreprop.session.session import ConnectedSession
+
+if TYPE_CHECKING:
+    from foreprop.config.typed import Settings
 
 
 def parallelize(
