@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from foreprop.auto.attribution import PassRecord
-from foreprop.hooks import buffers, compiled
+from foreprop.hooks import buffers
+from foreprop.hooks.interception import watch_entries
 from foreprop.path.waiting import (
     is_differentiable,
     is_waiting,
@@ -98,7 +99,7 @@ class Watch:
         model: Any = self._model
         watch: Any = self  # a hook's source, of which FirstForward uses one method
         self._undo.append(self.forward_ended)
-        self._undo.append(compiled.watch_entries(self))
+        self._undo.append(watch_entries(self))
         self._undo.append(model.register_forward_pre_hook(buffers.FirstForward(watch)).remove)
         for array in self._arrays:
             self._undo.append(array.hook())

@@ -11,7 +11,7 @@ from typing import Protocol
 from foreprop.cluster.parting import wait_for_all
 from foreprop.cluster.world import World
 from foreprop.errors import ForepropError
-from foreprop.hooks.uncaught import watch_uncaught_errors
+from foreprop.hooks.interception import watch_uncaught_errors
 
 
 class Closable(Protocol):

@@ -10,7 +10,7 @@ import torch
 from foreprop.cluster.world import World, current_world, is_alone
 from foreprop.config import Config, Preset
 from foreprop.errors import ConfigError
-from foreprop.hooks import wrappers
+from foreprop.hooks.managed import bare_model, bare_optimizer
 from foreprop.session.contract import Session
 from foreprop.session.features import needs_servers
 from foreprop.session.session import ConnectedSession
@@ -64,8 +64,8 @@ def parallelize(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
     config = config or Config.resolve(preset, **settings)
-    model = wrappers.bare_model(model)
-    optimizer = wrappers.bare_optimizer(optimizer)
+    model = bare_model(model)
+    optimizer = bare_optimizer(optimizer)
     if world is None and is_alone() and not needs_servers(model, optimizer, config):
         from foreprop.session.alone import LoneSession
 
