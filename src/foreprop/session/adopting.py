@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foreprop.gradients.settlingstate import give_plain_state
+from foreprop.gradients.optimizerstate import give_plain_state
 from foreprop.hooks import buffers
 from foreprop.hooks.interception import watch_entries, watch_scripts
 from foreprop.hooks.managed import watch_wrappers
