@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -162,20 +162,10 @@ class _Array:
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._watch.ready[self.number] = self._watch.mark()  # of several passes the last one
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
-    def before_use(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_place: bool,
-    ) -> bool:
-        del func, args, kwargs, in_place
+    def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         self._asked = self._watch.mark()
         stop_waiting(self.parameter)
         return True
