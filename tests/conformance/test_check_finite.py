@@ -11,7 +11,7 @@ from torch import nn
 
 import foreprop
 from foreprop.cluster.world import World
-from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import Aggregation
 from foreprop.errors import ForepropError, TrainingLoopError
 from foreprop.numerics.finite import check_finite, is_finite
 from tests.cluster import run_cluster

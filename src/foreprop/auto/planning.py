@@ -26,7 +26,7 @@ from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
-from foreprop.link.tcp import local_address
+from foreprop.link.stream import local_address
 from foreprop.model.deployment import Deployment
 from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deployment_for
 from foreprop.model.planner import choose as choose_candidate

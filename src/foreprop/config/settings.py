@@ -19,10 +19,9 @@ from foreprop.config.environment import (
     preset_from_environment,
     settings_from_environment,
 )
-from foreprop.core.aggregation import Aggregation, Reduction
-from foreprop.core.manifest import Knobs, Reply, WireDtype
+from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
 from foreprop.core.rowinit import check_table_init
-from foreprop.core.sendqueue import Order
+from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
 

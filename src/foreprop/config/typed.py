@@ -13,9 +13,8 @@ from foreprop.config.settings import (
     Wait,
     WholeTables,
 )
-from foreprop.core.aggregation import Reduction
-from foreprop.core.manifest import Reply, WireDtype
-from foreprop.core.sendqueue import Order
+from foreprop.core.manifest import Reduction, WireDtype
+from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Granularity, Placement
 
 

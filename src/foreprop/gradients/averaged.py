@@ -23,10 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from foreprop.core.norm import SquareSum
 from foreprop.gradients.averaging import AverageReader, Averaging
-from foreprop.path.firstuse import FirstUse
 from foreprop.path.managedparameter import SessionState
-from foreprop.path.seengradient import SeenGradient
-from foreprop.path.value import GET_DATA, ValueMark
+from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
+from foreprop.path.servedgradient import SeenGradient
 from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
 
 if TYPE_CHECKING:  # for loops in which the workers update

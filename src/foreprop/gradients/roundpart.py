@@ -19,8 +19,8 @@ from foreprop.errors import TrainingLoopError
 from foreprop.gradients.averaging import Averaging
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.memory import HeldGradient
+from foreprop.path.parameter import check_same_kind
 from foreprop.path.tensors import bytes_of
-from foreprop.path.value import check_same_kind
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import Aggregation
 from foreprop.errors import TrainingLoopError
 
 

@@ -10,7 +10,7 @@ from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.norm import ENCODED_BYTES, SquareSum, decode_square_sum
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, bounded
 from foreprop.numerics.norms import (
     NORM_BYTES,
     GradientNorms,
@@ -18,8 +18,7 @@ from foreprop.numerics.norms import (
     decode_norm,
     encode_norm,
 )
-from foreprop.path.inquiry import Outside
-from foreprop.path.services import bounded
+from foreprop.path.requests import Outside
 from foreprop.path.worker import WorkerEngine
 
 

@@ -9,20 +9,24 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from foreprop.core.frames import CONTROL_PRIORITY, Finish, NotifyArrived, ReplyArrived, SendFrame
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    Finish,
+    NotifyArrived,
+    ReplyArrived,
+    SendFrame,
+    SliceUpdated,
+    UpdateSlice,
+)
 from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
-from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TransportError
-from foreprop.link.connection import Connection
-from foreprop.observe.stages import RelayStage, Stage
+from foreprop.link.connection import EMPTY, Connection, bounded, exactly
+from foreprop.observe.trace import RelayStage, Stage, span
 from foreprop.path.executor import Executor
-from foreprop.path.services import EMPTY, bounded, exactly
-from foreprop.path.slices import Slices
+from foreprop.path.slices import SettingsAt, Slices
 from foreprop.path.slicestore import GradientBuffer
-from foreprop.path.sliceupdates import SettingsAt
-from foreprop.path.spans import span
 from foreprop.relays.relaystore import RelayStore
 
 

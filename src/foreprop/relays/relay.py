@@ -17,13 +17,12 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER, Peers, workers_of_node
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection, FrameOwner
+from foreprop.link.connection import Connection, FailureReports, FrameOwner
 from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.path.executor import Host
-from foreprop.path.partoptimizer import unknown_optimizer
+from foreprop.path.optimizer import unknown_optimizer
 from foreprop.path.server import Server
-from foreprop.path.services import FailureReports
 from foreprop.relays.work import RelayWork
 from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
 

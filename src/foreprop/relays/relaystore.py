@@ -14,8 +14,7 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.slicestore import Extent, GradientBuffer
-from foreprop.path.summing import add_up, sum_dtype
-from foreprop.path.tensors import DTYPES
+from foreprop.path.tensors import DTYPES, add_up, sum_dtype
 
 
 class _Relayed:

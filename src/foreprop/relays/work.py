@@ -10,16 +10,14 @@ from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER, Peers
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
-from foreprop.link.connection import Connection, FrameOwner
+from foreprop.link.connection import Connection, FrameOwner, Service, bounded, owners_of
 from foreprop.link.failure import Failure
 from foreprop.numerics.finite import finite_check
-from foreprop.observe.stages import Stage
+from foreprop.observe.trace import Stage, names_of
 from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
-from foreprop.path.services import Service, bounded, owners_of
 from foreprop.path.slices import Slices
-from foreprop.path.sliceupdates import AnnouncedNumbers
-from foreprop.path.spans import names_of
+from foreprop.path.updates import AnnouncedNumbers
 from foreprop.relays.nodesums import Sums
 from foreprop.relays.passing import (
     PassedBlobs,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from foreprop.core.manifest import Hyperparameters
-from foreprop.path.partoptimizer import optimizer_arguments
 from foreprop.path.tensors import is_array
+from foreprop.path.updates import optimizer_arguments
 from foreprop.tables.table import RowTable, lazy_zeros
 
 

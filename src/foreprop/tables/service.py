@@ -28,12 +28,11 @@ from foreprop.core.rows_machine import (
 from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, bounded, exactly
 from foreprop.numerics.finite import check_finite
 from foreprop.path.executor import Executor
-from foreprop.path.hyperparameters import scale_of
-from foreprop.path.services import bounded, exactly
-from foreprop.path.sliceupdates import SettingsAt
+from foreprop.path.optimizer import scale_of
+from foreprop.path.slices import SettingsAt
 from foreprop.tables.kept import PULL_BYTES
 from foreprop.tables.parts import decode_pull, pulled_shard
 from foreprop.tables.store import RowStore
