@@ -20,7 +20,7 @@ from foreprop.cluster.world import World
 from foreprop.collectives import ring
 from foreprop.collectives.group import Group
 from foreprop.errors import ConfigError, PeerLost
-from foreprop.path import memory
+from foreprop.path import gpumemory, memory
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     batches_of,
@@ -89,8 +89,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         def memory_of(self, parameter: torch.Tensor) -> memory.Memory:
             if parameter.device not in self._stagers:
-                self._stagers[parameter.device] = memory.Stager(_Copier())
-            return memory.DeviceMemory(self._stagers[parameter.device])
+                self._stagers[parameter.device] = gpumemory.Stager(_Copier())
+            return gpumemory.DeviceMemory(self._stagers[parameter.device])
 
     def open_nccl(group: Group, gpu: torch.device) -> Any:
         opened.append(group.rank)

@@ -11,6 +11,7 @@ import pytest
 
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Kind
+from foreprop.link.connection import greeting
 from foreprop.path import joining, server
 from tests.faults.relay_peers import MANIFEST, node
 from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, resident_bytes, session
@@ -125,7 +126,7 @@ def test_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> No
         idle = [running.stranger() for _ in range(30)]
         for silent in idle[:25]:
             silent.expect_end()
-        assert receiving_threads() <= 7
+        await_receiving_threads(7)
         joins_all_the_same(running)
 
 
@@ -135,14 +136,19 @@ def test_who_does_not_greet_in_time_loses_its_thread(monkeypatch: pytest.MonkeyP
     with session() as running:
         idle = [running.stranger() for _ in range(5)]
         for half, silent in enumerate(idle):
-            silent.raw(joining.greeting(SESSION, 1)[: half * 7])
+            silent.raw(greeting(SESSION, 1)[: half * 7])
             silent.expect_end()
-        deadline = time.monotonic() + 10
-        while receiving_threads() > 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        await_receiving_threads(2)
         running.make_a_step()
         running.say_goodbye()
+
+
+def await_receiving_threads(most: int) -> None:
+    """A connection's end is seen before its thread's."""
+    deadline = time.monotonic() + 10
+    while receiving_threads() > most:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def receiving_threads() -> int:

@@ -182,14 +182,14 @@ class WorkerMachine:
                 self._pulls.append(self._pull_frame(index))
         if not pieces:
             return [CompleteParameter(parameter, step)]
-        return self._departures()
+        return self._left(self._lanes.depart())
 
     def _on_values_offered(self, event: ValuesOffered) -> Sequence[WorkerInstruction]:
         for index, parameter, _, _, server in self._slices:
             priority = self._priority[parameter]
             frame = SendFrame(server, Kind.VALUE, 0, index, priority, 0, NO_TOKEN)
             self._lanes.push(server, 0, priority, frame)
-        return self._departures()
+        return self._left(self._lanes.depart())
 
     def _on_values_awaited(self, _: ValuesAwaited) -> Sequence[WorkerInstruction]:
         done: list[WorkerInstruction] = []
@@ -205,7 +205,7 @@ class WorkerMachine:
         server, kind, step, priority, slice_, token, flags = event
         frame = SendFrame(server, kind, step, slice_, priority, flags, token)
         self._lanes.push(server, step, priority, frame)
-        return self._departures()
+        return self._left(self._lanes.depart())
 
     def _on_frame_sent(self, event: FrameSent) -> Sequence[WorkerInstruction]:
         return self._left(self._lanes.sent(event.peer))
@@ -240,7 +240,7 @@ class WorkerMachine:
         for slice_ in notified:
             self._enqueue(self._pull_frame(slice_))
         notified.clear()
-        return self._departures()
+        return self._left(self._lanes.depart())
 
     def _pull_frame(self, slice_: int) -> SendFrame:
         piece = self._slices[slice_]
@@ -252,7 +252,7 @@ class WorkerMachine:
         pulls, self._pulls = self._pulls, []
         for frame in pulls:
             self._enqueue(frame)
-        return self._departures()
+        return self._left(self._lanes.depart())
 
     def _on_priorities_learned(self, event: PrioritiesLearned) -> Sequence[WorkerInstruction]:
         if sorted(event.order) != list(range(len(self._priority))):
@@ -263,14 +263,11 @@ class WorkerMachine:
 
     def _on_closing(self, _: Closing) -> Sequence[WorkerInstruction]:
         self._closing = True
-        return self._departures()
+        return self._left(self._lanes.depart())
 
     # Shared pieces.
     def _enqueue(self, frame: SendFrame) -> None:
         self._lanes.push(frame.peer, frame.step, frame.priority, frame)
-
-    def _departures(self) -> Sequence[WorkerInstruction]:
-        return self._left(self._lanes.depart())
 
     def _left(self, frames: list[SendFrame]) -> Sequence[WorkerInstruction]:
         for frame in frames:

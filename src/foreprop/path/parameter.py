@@ -125,6 +125,7 @@ class SynchronisedParameter:
         self._session = session
         self._value = ParameterValue(index, parameter, session)
         self._held = HeldGradient(name)
+        self.take_gradient = self._held.take
         self._first_use = FirstUse(self, session)
         usual = None if session.reduces_by_kind else torch.strided
         self._gradient = ServedGradient(self, parameter, session, usual)
@@ -133,9 +134,6 @@ class SynchronisedParameter:
     @property
     def values(self) -> memoryview:
         return self._value.memory.values
-
-    def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
-        return self._held.take(start_bytes, stop_bytes)
 
     def land_average(self, gradient: torch.Tensor) -> None:
         raise InternalError(f"the workers do not update {self.name}")

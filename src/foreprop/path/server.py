@@ -256,7 +256,13 @@ class Server:
     def _receive(self, peer: Connection) -> None:
         torch.set_grad_enabled(False)  # holds for this thread, which may have to update slices
         peer.receive(self)
-        if not peer.joined or not self._done.is_set():
+        if not peer.joined:
+            with self.lock:  # first: who sees the end may come again at once, with the same rank
+                self._reception.forget(peer)
+                self._connections.remove(peer)
+            peer.stream.close()
+            return
+        if not self._done.is_set():
             peer.stream.close()  # otherwise it is still told why the session has ended
         self._on_closed(peer)
 
@@ -295,11 +301,6 @@ class Server:
             self.broke(error)
 
     def _on_closed(self, peer: Connection) -> None:
-        if not peer.joined:
-            with self.lock:
-                self._reception.forget(peer)
-                self._connections.remove(peer)
-            return
         if peer.left or self._done.is_set():
             return
         who = self._name_of(peer)

@@ -89,6 +89,7 @@ class _SliceTensors:
         "piece",
         "shown",
         "staged",
+        "sum_dtype",
         "total",
         "value_bytes",
         "view",
@@ -102,11 +103,15 @@ class _SliceTensors:
         dtype: torch.dtype,
         wire_dtype: torch.dtype,
         optimizer: type[torch.optim.Optimizer],
+        *,
+        workers: int,
     ) -> None:
         self.piece = piece
         self.extent = extent_of(piece, parameter_elems)
         self.parameter = torch.nn.Parameter(self.extent.zeros(dtype))
         self.wire_dtype = wire_dtype
+        is_cast = wire_dtype != dtype  # what follows the sum is done in float32, too
+        self.sum_dtype = sum_dtype(wire_dtype, workers=2 if is_cast else workers)
         self.gradient_bytes = piece.elems * wire_dtype.itemsize
         self.value_bytes = piece.elems * dtype.itemsize
         self.shown: torch.Tensor | None = None  # the parameter as cast for the last replies
@@ -145,6 +150,7 @@ class SliceStore:
                 dtypes[piece.parameter],
                 wire_dtypes[piece.parameter],
                 optimizer,
+                workers=self._world_size,
             )
             for piece in slices
             if piece.server == index
@@ -290,10 +296,7 @@ class SliceStore:
     ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         gradients = [tensors.gradients[rank].tensor for rank in ranks]
-        wire_dtype = gradients[0].dtype
-        is_cast = wire_dtype != tensors.parameter.dtype  # what follows is done in float32, too
-        dtype = sum_dtype(wire_dtype, workers=2 if is_cast else self._world_size)
-        total = add_up(gradients, dtype)
+        total = add_up(gradients, tensors.sum_dtype)
         reduction = self._reductions[tensors.piece.parameter]
         finish_sum(total, reduction, workers=self._world_size, scale=scale)
         return total
