@@ -67,7 +67,6 @@ def check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> Non
 # Wrappers.
 EXCHANGING = ("deepspeed", "horovod", "fairscale", "apex")
 """Libraries whose modules and optimizers exchange gradients themselves."""
-HALVED_BYTES = "; wire_dtype='bfloat16' of parallelize() halves the bytes"
 _WRAPPING = ("torch.nn.parallel", "torch.distributed", *EXCHANGING)
 
 
@@ -99,35 +98,15 @@ def watch_wrappers() -> list[Callable[[], None]]:
     return [interception.hold() for interception in _INTERCEPTIONS]
 
 
-def _making(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-        from foreprop.hooks.wrappers import is_taken_off
+def _led_past(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method of DistributedDataParallel: `hooks.wrappers` has what is done instead."""
 
-        original(self, *arguments, **options)
-        is_taken_off(self)
-
-    return __init__
-
-
-def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
-        from foreprop.hooks.wrappers import pass_on
-
-        return pass_on(original, self, inputs, named)
-
-    return forward
-
-
-def _refusing(advice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: DistributedDataParallel, *arguments: Any, **options: Any) -> Any:
-            from foreprop.hooks.wrappers import check_not_taken_off
+            from foreprop.hooks.wrappers import INSTEAD
 
-            check_not_taken_off(self, original.__name__, advice)
-            return original(self, *arguments, **options)
+            return INSTEAD[name](original, self, *arguments, **options)
 
         return method
 
@@ -135,16 +114,6 @@ def _refusing(advice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 _INTERCEPTIONS = [
-    Interception(DistributedDataParallel, "__init__", _making),
-    Interception(DistributedDataParallel, "forward", _passing_on),
-    Interception(
-        DistributedDataParallel,
-        "join",
-        _refusing("Give every rank equally many batches instead, as foreprop.shard(loader) does."),
-    ),
-    Interception(
-        DistributedDataParallel,
-        "register_comm_hook",
-        _refusing(f"Leave the hook out{HALVED_BYTES}."),
-    ),
+    Interception(DistributedDataParallel, name, _led_past(name))
+    for name in ("__init__", "forward", "join", "register_comm_hook")
 ]

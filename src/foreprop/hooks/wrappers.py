@@ -17,12 +17,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.hooks.managed import EXCHANGING, HALVED_BYTES, is_managed
+from foreprop.hooks.managed import EXCHANGING, is_managed
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")
+_HALF = "; wire_dtype='bfloat16' of parallelize() halves the bytes"
 _OPTIONS = (
-    ("_comm_hooks", "a communication hook (register_comm_hook)", HALVED_BYTES),
+    ("_comm_hooks", "a communication hook (register_comm_hook)", _HALF),
     ("mixed_precision", "mixed_precision", "; use torch.autocast"),
     ("_delay_all_reduce_params", "delay_all_reduce_named_params", ""),
     ("parameters_to_ignore", "parameters that it ignores", ""),
@@ -123,7 +124,7 @@ def _check_options(wrapper: DistributedDataParallel) -> None:
 _checked: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-def is_taken_off(wrapper: DistributedDataParallel) -> bool:
+def _is_taken_off(wrapper: DistributedDataParallel) -> bool:
     """Whether a session has its parameters; raises if it has some of them, or changes results."""
     if not any(is_managed(parameter) for parameter in wrapper.module.parameters()):
         return False
@@ -148,14 +149,13 @@ def _check_all_managed(wrapper: DistributedDataParallel) -> None:
         )
 
 
-def pass_on(
-    original: Callable[..., Any],
-    wrapper: Any,
-    inputs: tuple[Any, ...],
-    named: Mapping[str, Any],
-) -> Any:
-    """A wrapper's forward pass."""
-    if not is_taken_off(wrapper):
+def _make(original: Callable[..., Any], wrapper: Any, /, *arguments: Any, **options: Any) -> None:
+    original(wrapper, *arguments, **options)
+    _is_taken_off(wrapper)
+
+
+def _pass_on(original: Callable[..., Any], wrapper: Any, /, *inputs: Any, **named: Any) -> Any:
+    if not _is_taken_off(wrapper):
         return original(wrapper, *inputs, **named)
     if wrapper.device_ids:
         moved, moved_named = wrapper.to_kwargs(inputs, named, wrapper.device_ids[0])
@@ -180,10 +180,26 @@ def _reads_buffers(model: torch.nn.Module) -> bool:
     )
 
 
-def check_not_taken_off(wrapper: DistributedDataParallel, method: str, advice: str) -> None:
-    """Raises `TrainingLoopError` for a method that would change nothing."""
-    if is_taken_off(wrapper):
-        raise TrainingLoopError(
-            f"{method}() of a {_DDP} was called, but since parallelize() the model's gradients do"
-            f" not go through it. {advice}"
-        )
+def _refuse(advice: str) -> Callable[..., Any]:
+    def refused(
+        original: Callable[..., Any], wrapper: Any, /, *arguments: Any, **options: Any
+    ) -> Any:
+        if _is_taken_off(wrapper):
+            raise TrainingLoopError(
+                f"{original.__name__}() of a {_DDP} was called, but since parallelize() the"
+                f" model's gradients do not go through it. {advice}"
+            )
+        return original(wrapper, *arguments, **options)
+
+    return refused
+
+
+INSTEAD: Mapping[str, Callable[..., Any]] = {
+    "__init__": _make,
+    "forward": _pass_on,
+    "join": _refuse(
+        "Give every rank equally many batches instead, as foreprop.shard(loader) does."
+    ),
+    "register_comm_hook": _refuse(f"Leave the hook out{_HALF}."),
+}
+"""Called with the class's own method, the wrapper, and the arguments."""
