@@ -145,7 +145,9 @@ class ShownState:
         with self.quietly():
             self._fetch()
             if self._watches:
-                self._see()
+                state: dict[Any, dict[str, Any]] = self._optimizer.state
+                self._seen = self._contents()
+                self._kept = [[*own.values()] for own in dict.values(state)]
 
     def lend(self) -> None:
         """For `state_dict`, until `take_back`: it is not kept twice."""
@@ -193,11 +195,6 @@ class ShownState:
         if not isinstance(self._optimizer.state, SettlingState):  # another one has been assigned
             return True
         return self._seen is not None and self._contents() != self._seen
-
-    def _see(self) -> None:
-        self._seen = self._contents()
-        state: dict[Any, dict[str, Any]] = self._optimizer.state
-        self._kept = [[*own.values()] for own in dict.values(state)]
 
     def _contents(self) -> _Contents:
         """What is there, by identity; edits of a tensor show in its version."""
