@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workers import run_workers
 from foreprop.config import Config
-from foreprop.session.contract import Session
-from foreprop.session.parallelize import parallelize
+from foreprop.session.session import Session, parallelize
 
 DDP, AGAIN = "ddp", "ddp, again"
 _WARM_UP_STEPS = 5

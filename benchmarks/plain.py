@@ -14,8 +14,7 @@ from torch import nn
 
 from benchmarks.wire import lonely_world
 from foreprop.config import Config
-from foreprop.session.contract import Session
-from foreprop.session.parallelize import connect, parallelize
+from foreprop.session.session import Session, connect, parallelize
 
 PLAIN, AGAIN, ALONE, SERVED = "plain", "plain, again", "parallelize", "with a server"
 _WARM_UP_STEPS = 5

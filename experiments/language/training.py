@@ -30,7 +30,7 @@ from foreprop.errors import ConfigError
 from foreprop.lab.accelerator import DeviceClock, EmulatedLayer
 from foreprop.lab.systems import Steps
 from foreprop.servers.main import die_with_parent
-from foreprop.session.parallelize import connect
+from foreprop.session.session import connect
 from foreprop.tables.lookahead import lookahead
 from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray

@@ -32,7 +32,7 @@ from foreprop.lab.accelerator import DeviceClock
 from foreprop.lab.systems import Steps, join_process_group
 from foreprop.model.deployment import Deployment
 from foreprop.servers.main import die_with_parent
-from foreprop.session.parallelize import connect
+from foreprop.session.session import connect
 from foreprop.workload.network import Network
 from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray

@@ -26,8 +26,7 @@ from foreprop.version import __version__
 if TYPE_CHECKING:
     from foreprop.auto.profiler import profile
     from foreprop.data.shard import shard
-    from foreprop.session.contract import Session
-    from foreprop.session.parallelize import parallelize
+    from foreprop.session.session import Session, parallelize
 
 __all__ = [
     "PRESETS",
@@ -51,9 +50,9 @@ __all__ = [
 ]
 
 _LOADED_WHEN_USED = {
-    "parallelize": "session.parallelize",
+    "parallelize": "session.session",
     "profile": "auto.profiler",
-    "Session": "session.contract",
+    "Session": "session.session",
     "shard": "data.shard",
 }
 

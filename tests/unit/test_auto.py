@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.auto.routing import choose, describe
+from foreprop.auto.planning import choose_routes, describe_routes
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
 
@@ -39,12 +39,12 @@ def test_the_choices_are_told_in_a_table() -> None:
     dense = ParameterInfo(name="out.weight", shape=(10, 100), dtype="float32", group=0)
     unmeasured = ParameterInfo(name="bias", shape=(10,), dtype="float32", group=0)
     shares = {"words.weight": 0.01, "out.weight": 1.0}
-    choices = choose([MEGABYTE, dense, unmeasured], shares, 8)
+    choices = choose_routes([MEGABYTE, dense, unmeasured], shares, 8)
     assert [(c.info.name, c.row_wise) for c in choices] == [
         ("words.weight", True),
         ("out.weight", False),
     ]
-    lines = describe(choices, 8).splitlines()
+    lines = describe_routes(choices, 8).splitlines()
     assert lines[0] == "embeddings, with bytes per worker (of 8) and step:"
     assert [line.split() for line in lines[1:]] == [
         ["parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce"],

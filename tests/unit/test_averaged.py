@@ -31,7 +31,7 @@ def test_answers_that_come_at_once_land_in_one_place(monkeypatch: pytest.MonkeyP
     session: Any = _Session()
     parameter = nn.Parameter(torch.zeros(4))
     averaged = AveragedParameter(0, "weight", parameter, session, session, wanted=True)
-    averaged._part.serial = 1  # a round has begun
+    averaged._in_rounds = True  # a round has begun
     empty = torch.empty
 
     def empty_late(*args: Any, **kwargs: Any) -> torch.Tensor:

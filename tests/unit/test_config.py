@@ -15,12 +15,12 @@ from foreprop.config import (
     PRESETS,
     Config,
     Preset,
-    Settings,
     cache_directory,
     child_environment,
     launch_info,
     parse_setting,
 )
+from foreprop.config.typed import Settings
 from foreprop.errors import ConfigError
 
 

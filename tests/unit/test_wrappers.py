@@ -17,6 +17,7 @@ import foreprop
 from foreprop.cluster.world import solitary_world
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks import wrappers
+from foreprop.hooks.managed import bare_model, bare_optimizer, watch_wrappers
 
 pytestmark = pytest.mark.leaks_ok(
     reason="gloo keeps descriptors until the last DDP that uses it is collected"
@@ -42,7 +43,7 @@ def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer) -> foreprop.
 # DistributedDataParallel
 def test_ddp_given_to_parallelize_is_taken_off() -> None:
     inner = nn.Linear(3, 2)
-    assert wrappers.bare_model(DistributedDataParallel(inner)) is inner
+    assert bare_model(DistributedDataParallel(inner)) is inner
 
 
 def test_ddp_with_a_communication_hook_is_refused() -> None:
@@ -74,7 +75,7 @@ class Managed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
         mine = {id(parameter) for parameter in model.parameters()}
         monkeypatch.setattr(wrappers, "is_managed", lambda parameter: id(parameter) in mine)
-        self.release = wrappers.watch()
+        self.release = watch_wrappers()
 
     def end(self) -> None:
         for release in self.release:
@@ -221,7 +222,7 @@ def test_a_dtensor_is_named() -> None:
 
 def test_data_parallel_is_named_where_it_copies() -> None:
     model = nn.DataParallel(nn.Linear(3, 2))
-    wrappers.bare_model(model)  # without a GPU it passes on
+    bare_model(model)  # without a GPU it passes on
     model.device_ids = [0, 1]
     with pytest.raises(ConfigError, match=r"torch\.nn\.DataParallel on devices \[0, 1\]"):
         parallelize(model, sgd(model))
@@ -248,7 +249,7 @@ def test_accelerates_optimizer_is_taken_off_unless_it_has_a_scaler() -> None:
     model = nn.Linear(3, 2)
     inner = sgd(model)
     outer = made_in("accelerate.optimizer", torch.optim.SGD, optimizer=inner, scaler=None)
-    assert wrappers.bare_optimizer(outer(model.parameters(), lr=0.1)) is inner
+    assert bare_optimizer(outer(model.parameters(), lr=0.1)) is inner
     scaling = made_in("accelerate.optimizer", torch.optim.SGD, optimizer=inner, scaler=object())
     with pytest.raises(ConfigError, match="fp16"):
         parallelize(model, scaling(model.parameters(), lr=0.1))

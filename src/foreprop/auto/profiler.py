@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from foreprop.auto.attribution import Attribution, attribute
-from foreprop.auto.passes import Clock, HostClock, Passes, Watch, clock_of
-from foreprop.auto.untouched import Untouched
+from foreprop.auto.passes import Clock, HostClock, Passes, Untouched, Watch, clock_of
 from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.managed import is_managed

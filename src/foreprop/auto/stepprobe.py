@@ -6,12 +6,14 @@ and the user's loop, not the network's.
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
+from foreprop.cluster.rendezvous import Board
 from foreprop.path.managedparameter import Watched
 from foreprop.workload.profile import Profile
 
@@ -103,6 +105,34 @@ class StepProbe:
         named = [(parameter.name, parameter.parameter) for parameter in self._parameters]
         numbered = {n: shares[own] for n, (own, _) in enumerate(named) if own in shares}
         return profile_from(found, named, numbered, name=name)
+
+
+class SparsityCount:
+    """One rank's count of touched rows, step by step."""
+
+    def __init__(self, parameters: Iterable[Watched]) -> None:
+        self._parameters = list(parameters)
+        self._shares: dict[str, list[float]] = {p.name: [] for p in self._parameters}
+        for parameter in self._parameters:
+            parameter.counts_rows = True
+
+    def end_step(self) -> None:
+        for parameter in self._parameters:
+            rows = max(1, len(parameter.parameter))
+            self._shares[parameter.name].append(parameter.touched_rows / rows)
+
+    def end(self) -> dict[str, float]:
+        """Stop counting; of each parameter's rows, the mean share that a step touched."""
+        for parameter in self._parameters:
+            parameter.counts_rows = False
+        return {name: statistics.fmean(shares) for name, shares in self._shares.items()}
+
+
+def agree_on_shares(mine: Mapping[str, float], board: Board) -> dict[str, float]:
+    """The mean over all ranks, the same on each."""
+    told = board.exchange("shares", json.dumps(mine), "shares of touched rows")
+    found = [json.loads(text) for text in told]
+    return {name: statistics.fmean(shares[name] for shares in found) for name in mine}
 
 
 def _clock_for(parameters: Sequence[Watched]) -> Clock:

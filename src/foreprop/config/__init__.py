@@ -4,23 +4,20 @@ from foreprop.config.environment import (
     LaunchInfo,
     cache_directory,
     child_environment,
+    did_you_mean,
     environment_for_hosts,
     foreign_setting,
     launch_info,
+    parse_setting,
 )
-from foreprop.config.settings import PRESETS, Config
-from foreprop.config.typed import (
+from foreprop.config.settings import (
+    PRESETS,
     Architecture,
     Collectives,
+    Config,
     LocalAggregation,
     Preset,
-    Settings,
-    SliceElems,
-    UpdateBy,
-    Wait,
-    WholeTables,
 )
-from foreprop.config.values import did_you_mean, parse_setting
 
 __all__ = [
     "PRESETS",
@@ -30,11 +27,6 @@ __all__ = [
     "LaunchInfo",
     "LocalAggregation",
     "Preset",
-    "Settings",
-    "SliceElems",
-    "UpdateBy",
-    "Wait",
-    "WholeTables",
     "cache_directory",
     "child_environment",
     "did_you_mean",

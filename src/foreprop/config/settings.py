@@ -11,24 +11,28 @@ import textwrap
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
-from foreprop.config.environment import preset_from_environment, settings_from_environment
-from foreprop.config.typed import (
-    Architecture,
-    Collectives,
-    LocalAggregation,
-    SliceElems,
-    UpdateBy,
-    Wait,
-    WholeTables,
+from foreprop.config.environment import (
+    check_value,
+    did_you_mean,
+    preset_from_environment,
+    settings_from_environment,
 )
-from foreprop.config.values import check_value, did_you_mean
 from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
 from foreprop.core.rowinit import check_table_init
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
+
+Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
+WholeTables = Literal["all", "rank0", "none"]
+SliceElems = int | Literal["auto"] | None
+Collectives = Literal["auto", "gloo", "nccl"]
+LocalAggregation = Literal["auto", "on", "off"]
+Wait = Literal["use", "modules"]
+UpdateBy = Literal["auto", "servers", "workers"]
+Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
     "p3": {

@@ -1,21 +1,21 @@
-"""The settings' types, for editors and type checkers."""
+"""What `parallelize` takes by name, for editors and type checkers: no training loads it."""
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
+from foreprop.config.settings import (
+    Architecture,
+    Collectives,
+    LocalAggregation,
+    SliceElems,
+    UpdateBy,
+    Wait,
+    WholeTables,
+)
 from foreprop.core.manifest import Reduction, WireDtype
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Granularity, Placement
-
-Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
-WholeTables = Literal["all", "rank0", "none"]
-SliceElems = int | Literal["auto"] | None
-Collectives = Literal["auto", "gloo", "nccl"]
-LocalAggregation = Literal["auto", "on", "off"]
-Wait = Literal["use", "modules"]
-UpdateBy = Literal["auto", "servers", "workers"]
-Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
 
 class Settings(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""This rank's share of a data set."""
+"""This rank's share of a data set: somebody's loader, copied to read that only."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from foreprop.cluster.world import World, current_world, is_alone
 from foreprop.data.divided import check_divided, pipeline_stages
-from foreprop.data.draws import SharedOrder
-from foreprop.data.loadercopy import Share, divide_loader
-from foreprop.data.ordercheck import OrderCheck
-from foreprop.data.shardedloader import ShardedIterator, ShardedLoader
-from foreprop.data.sharedstream import SharedStream
-from foreprop.data.turns import Turn
+from foreprop.data.shares import InitWorker, SharedOrder, SharedStream
+from foreprop.data.turns import OrderCheck, Turn
 from foreprop.errors import ConfigError
+from foreprop.tables.lookahead import lookahead
 
 L = TypeVar("L")
+Share = SharedOrder | SharedStream
 
 
 def shard(
@@ -72,3 +71,144 @@ def _divide(loader: Any, turn: Turn, seed: int) -> tuple[Any, Share]:
         return changed, share
     stream = SharedStream(loader, replace(turn, fill=isinstance(loader, Sequence)), seed)
     return stream, stream
+
+
+_OWN = frozenset({"_loader", "_share", "_original", "_batches", "epoch"})
+
+
+class ShardedLoader:
+    """Iterates over this rank's share; each pass is one epoch, and shuffles anew.
+
+    Attributes are those of the loader that was given; setting one sets it there.
+    """
+
+    def __init__(self, loader: Any, share: Share | None, original: Any) -> None:
+        self._loader = loader
+        self._share = share
+        self._original = original
+
+    @property
+    def epoch(self) -> int:
+        """Which the next pass is; of a loader that was divided already, its sampler's."""
+        if self._share is not None:
+            return self._share.epoch
+        return int(getattr(getattr(self._loader, "sampler", None), "epoch", 0))
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next pass is; for resuming a run."""
+        if self._share is not None:
+            self._share.set_epoch(epoch)
+        batches = getattr(self._loader, "batch_sampler", None)
+        told = [self._loader, batches, getattr(batches, "sampler", None)]
+        told += [getattr(self._loader, name, None) for name in ("sampler", "dataset")]
+        for owner in told:
+            if owner is not self._share and hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._share, SharedStream):
+            self._share.begin_pass()
+        return lookahead.follow(self._checked(iter(self._loader)))
+
+    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Raises `ConfigError` at the first batch of a loader that has not asked for its share."""
+        for batch in batches:
+            if self._share is not None and not self._share.drawn:
+                raise ConfigError(
+                    f"{type(self._original).__name__}.__iter__ reads neither its sampler nor its"
+                    " batch_sampler, so shard() cannot divide it: let it take every world_size-th"
+                    " batch, beginning with number rank, and say shard(loader, divided=True)"
+                )
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _OWN:
+            raise AttributeError(name)
+        where = self._original if name in ("dataset", "worker_init_fn") else self._loader
+        return getattr(where, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+
+class ShardedIterator(ShardedLoader):
+    """Of a generator's result: there is one pass, which goes on where it was left."""
+
+    _batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            self._batches = super().__iter__()
+        return next(self._batches)
+
+
+# Copies of loaders with another sampler or data set: of the same class, with all else.
+def divide_loader(loader: Any, turn: Turn, seed: int) -> tuple[Any, Share]:
+    """A copy of ``loader`` that reads one rank's share, and that share."""
+    if "base_dataloader" in vars(loader):  # accelerate's, which hold the loader that they prepare
+        base, share = divide_loader(loader.base_dataloader, turn, seed)
+        return _changed(loader, base_dataloader=base), share
+    if isinstance(loader.dataset, IterableDataset):
+        return _divide_stream(loader, turn, seed)
+    if loader.batch_sampler is None:
+        sampler, share = _divide_batches(loader.sampler, turn, seed)
+        return _restarted(_changed(loader, sampler=sampler)), share
+    batches, share = _divide_batches(loader.batch_sampler, turn, seed)
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
+    return _restarted(_changed(loader, batch_sampler=batches, sampler=sampler)), share
+
+
+def _divide_stream(loader: Any, turn: Turn, seed: int) -> tuple[Any, Share]:
+    """Made batches (``batch_size=None``) are not filled up: nobody knows how large they are."""
+    batched = loader.batch_size is not None
+    turn = replace(turn, fill=batched, rounds=loader.batch_size or 1)
+    share = SharedStream(loader.dataset, turn, seed)
+    if loader.num_workers:
+        share.show_workers()
+    changes: dict[str, Any] = {"dataset": share}
+    if loader.worker_init_fn is not None:
+        changes["worker_init_fn"] = InitWorker(loader.worker_init_fn)
+    return _restarted(_changed(loader, **changes)), share
+
+
+def _divide_batches(batches: Any, turn: Turn, seed: int) -> tuple[Any, SharedOrder]:
+    """Torch's own batches are of divided samples; those of others are dealt out whole."""
+    inner = getattr(batches, "sampler", None)
+    if type(batches) is BatchSampler:
+        share = SharedOrder(inner, replace(turn, rounds=batches.batch_size), seed)
+        return _changed(batches, sampler=share), share
+    if isinstance(inner, BatchSampler) and not isinstance(batches, BatchSampler):
+        inner, share = _divide_batches(inner, turn, seed)  # repeats it for ever, as timm's does
+        return _changed(batches, sampler=inner), share
+    share = SharedOrder(batches, turn, seed)
+    return share, share
+
+
+def _changed(original: Any, **changes: Any) -> Any:
+    """A copy, past the loader's own refusal of new values."""
+    changed = copy.copy(original)
+    vars(changed).update(changes)
+    return changed
+
+
+def _restarted(loader: Any) -> Any:
+    """Iterators that the original's constructor has begun read the undivided data: begin anew."""
+    begun = [name for name, value in vars(loader).items() if isinstance(value, _BaseDataLoaderIter)]
+    vars(loader)["_iterator"] = None
+    for name in begun:
+        if name != "_iterator":
+            vars(loader)[name] = DataLoader.__iter__(loader)
+    return loader

@@ -22,7 +22,7 @@ from foreprop.data.shard import shard
 from foreprop.datasets import fashion_mnist
 from foreprop.demo.model import SmallVgg, accuracy
 from foreprop.lab.systems import join_process_group
-from foreprop.session.parallelize import connect
+from foreprop.session.session import connect
 from foreprop.workload.options import option
 
 DDP = "ddp"

@@ -13,7 +13,8 @@ optimizer has been applied to it (`gradients.localstep`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.core.norm import SquareSum
-from foreprop.gradients.averagereader import AverageReader
-from foreprop.gradients.roundpart import RoundPart, Together
-from foreprop.gradients.scalable import Scaling, Scalings
+from foreprop.gradients.averaging import AverageReader, Averaging
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
 from foreprop.path.servedgradient import SeenGradient
@@ -31,6 +30,7 @@ from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, 
 
 if TYPE_CHECKING:  # for loops in which the workers update
     from foreprop.gradients.localstep import DeferredStep
+    from foreprop.gradients.roundpart import RoundPart, Scaling
 
 
 class AveragedParameter:
@@ -42,7 +42,7 @@ class AveragedParameter:
         name: str,
         parameter: torch.nn.Parameter,
         session: SessionState,
-        together: Together,
+        together: Averaging,
         *,
         wanted: bool,
     ) -> None:
@@ -59,11 +59,11 @@ class AveragedParameter:
         self.discards = 0  # of these, those whose gradients have been discarded
         self._session = session
         self._together = together
-        self._part = RoundPart(index, name, parameter, session, together)
+        self.memory = session.memory_of(parameter)
+        self._in_rounds = False  # it has had a part in one
         self._seen = SeenGradient(AverageReader(self))
         self._own = False  # ``p.grad`` is this rank's own, to be averaged
         self._fresh = False  # and was made by autograd since the last round
-        self._scalings = Scalings()  # of this round's average
         self._update: DeferredStep | None = None  # what `step()` has left to be done
         self._first_use = FirstUse(self, session)
         self._hook: RemovableHandle | None = None
@@ -74,7 +74,7 @@ class AveragedParameter:
     @property
     def values(self) -> memoryview:
         """The parameter's values at the start; from then on room for the averaged gradient."""
-        return self._part.values
+        return self._part.room if self._in_rounds else self.memory.values
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._part.take_gradient(start_bytes, stop_bytes)
@@ -131,44 +131,53 @@ class AveragedParameter:
         """`optimizer.zero_grad()`: what has been accumulated does not count, and is not shown."""
         self.discards = self.passes
         self._own = False
-        if not (dropped and self._part.under_way):
+        if not (dropped and self._under_way):
             self._seen.release()
             self._seen.forget()
 
     def replace_busy_gradient(self) -> None:
-        """`zero_grad(set_to_none=False)`: zeros in new memory while the old is being sent."""
         with torch._C.DisableTorchFunctionSubclass():
             gradient = self.parameter.grad
-            if self._part.under_way and gradient is not None:
-                self._part.memory.await_staged()
+            if self._under_way and gradient is not None:
+                self.memory.await_staged()
                 self.parameter.grad = torch.zeros_like(gradient)
 
     # A round.
+    @cached_property
+    def _part(self) -> RoundPart:
+        """Its part in the last one; where servers come to update there is none."""
+        from foreprop.gradients.roundpart import RoundPart
+
+        return RoundPart(self, self._session, self._together)
+
     @property
     def left(self) -> bool:
         """Whether it has had its part in this round."""
-        return self._part.is_in_this_round
+        return self._in_rounds and self._part.is_in_this_round
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether its average has not been shown yet."""
+        return self._in_rounds and self._part.under_way
 
     def _begin_round(self, gradient: torch.Tensor | None) -> None:
         """Have the gradient averaged; None: this rank has none."""
         self._session.begin_pushing()
         self._part.end()  # of an earlier gradient, which has changed since
         self._own = False
-        self._scalings.clear()
+        self._in_rounds = True
         self._part.begin(gradient)
 
     def leave_out(self) -> None:
         """The round is closed before its gradient has left: it is averaged in the next one."""
-        part = self._part
-        own = self._own or (part.under_way and self.left)
-        if not self.left and part.is_expected:
+        own = self._own or (self._under_way and self.left)
+        if not self.left and self._part.is_expected:
             self._begin_round(None)
         self._own = own and self._seen.tensor is not None
 
     def average(self) -> None:
         """Have ``p.grad`` averaged, if it is this rank's own."""
-        gradient = self.gradient
-        if gradient is not None:
+        if (gradient := self.gradient) is not None:
             self._begin_round(gradient)
 
     def averaged(self) -> None:
@@ -187,12 +196,12 @@ class AveragedParameter:
     @property
     def _needs_round(self) -> bool:
         """Whether its average may wait for gradients that are here and have not left."""
-        return self._own or (self._part.under_way and self.left and self._part.is_counted)
+        return self._own or (self._under_way and self.left and self._part.is_counted)
 
     def edited(self) -> None:
         """From now on ``p.grad`` is the user's, an ordinary tensor, alike on every rank."""
         self._seen.release()
-        self._scalings.clear()
+        self._part.scalings.clear()
 
     @property
     def shown(self) -> torch.Tensor | None:
@@ -203,21 +212,22 @@ class AveragedParameter:
         """Put what has landed where the user looks for it."""
         self._part.landing.show_in(gradient, fresh=self._fresh)
         self._fresh = False
-        self._scalings.apply_to(gradient)
+        self._part.scalings.apply_to(gradient)
         self._seen.see(gradient)
 
     # Without waiting, see `gradientmath`.
-    @property
-    def may_answer(self) -> bool:
-        """Whether operations may be answered that come before `step()`."""
-        return self._update is None
+    def ask(self, *, norm: bool) -> bool:
+        """An operation is about to be answered: have all averages made that it needs.
 
-    def ask(self, *, norm: bool) -> None:
-        """An operation is about to be answered: have all averages made that it needs."""
+        False: it must wait, for the update that `step()` has left to be made comes first.
+        """
+        if self._update is not None:
+            return False
         if self._needs_round:
             self.wanted = True
             with torch._C.DisableTorchFunctionSubclass():
                 self._session.gradients_read(self, norm=norm)
+        return True
 
     def squares(self) -> SquareSum | None:
         """The sum of the average's squares, if the servers tell it; blocks until they have."""
@@ -228,14 +238,14 @@ class AveragedParameter:
     @property
     def scalings(self) -> Sequence[Scaling]:
         """By which the average is, or is to be, multiplied, in order."""
-        return self._scalings.all
+        return self._part.scalings.all
 
     def scale(self, scaling: Scaling) -> None:
         """Multiply the average, when it is here."""
-        self._scalings.all.append(scaling)
+        self._part.scalings.all.append(scaling)
         gradient = self._seen.tensor
-        if not self._part.under_way and gradient is not None:
-            self._scalings.apply_to(gradient)
+        if not self._under_way and gradient is not None:
+            self._part.scalings.apply_to(gradient)
             self._seen.version = gradient._version
 
     # The end of a step.
@@ -252,7 +262,7 @@ class AveragedParameter:
         kept = gradient is not None and gradient is self._seen.tensor and not self._own
         if kept:
             gradient = None  # averaged already, and no pass has added to it
-        if gradient is not None:
+        elif gradient is not None:
             self._note_own(gradient)
         self._begin_round(gradient)
         self._part.kept = kept
@@ -270,7 +280,7 @@ class AveragedParameter:
 
         False: ``p.grad``, if there is any, is what the update is to be made with now.
         """
-        if not (self._part.under_way and self._is_as_it_left):
+        if not (self._under_way and self._is_as_it_left):
             return False
         increment_version(self.parameter)  # whoever saved the old value must not use it
         self._update = update
@@ -300,19 +310,10 @@ class AveragedParameter:
             if self._update is None:
                 stop_waiting(self.parameter)
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
-    def before_use(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_place: bool,
-    ) -> bool:
+    def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         """Called by the waiting parameter: wait, and give the class back."""
         self._first_use.begins()
         if func == GET_DATA:
@@ -352,20 +353,19 @@ class AveragedParameter:
             stop_waiting(self.parameter)
 
     def _apply(self, update: DeferredStep) -> None:
-        parameter = self.parameter
+        parameter, part = self.parameter, self._part
         shown, seen = parameter.grad, self._seen.tensor
-        if seen is not None and self._part.gave:  # it is ``p.grad``, or somebody holds it
+        if seen is not None and part.gave:  # it is ``p.grad``, or somebody holds it
             self._show(seen)
             self._seen.release()
             parameter.grad = seen
         else:  # it has been discarded since, or there never was one here
-            parameter.grad = self._part.landing.as_autograd_would()
-            self._scalings.apply_to(parameter.grad)
+            parameter.grad = part.landing.as_autograd_would()
+            part.scalings.apply_to(parameter.grad)
         update.apply(parameter)
         parameter.grad = shown
 
     def settle_whole(self) -> None:
-        """Make every element show the last step's result."""
         self.settle()
 
     def settle_if_stepped(self) -> None:
@@ -373,12 +373,12 @@ class AveragedParameter:
 
     # The start and the end.
     def before_offering(self) -> None:
-        """Rank 0: the values are about to be read."""
-        self._part.memory.before_sending_values()
+        self.memory.before_sending_values()
 
     def receive_initial_value(self) -> None:
-        """Other ranks: block until rank 0's values are here."""
-        self._part.receive_initial_value()
+        engine, number = self._session.engine_of(self.index)
+        engine.wait(number, 0)
+        self.memory.land()
         self.start = ValueMark(self.parameter)
 
     def give_away(self) -> None:

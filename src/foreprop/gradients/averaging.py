@@ -1,18 +1,21 @@
-"""A session's averaged parameters: their rounds, and the local step of the user's optimizer."""
+"""What a session's averaged parameters have in common: rounds, the local step, and readers.
+
+The step is that of the user's optimizer. Who reads a gradient that waits finds the average.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foreprop.core.rounds import Rounds
-from foreprop.gradients.averaged import AveragedParameter
 
 if TYPE_CHECKING:
+    from foreprop.gradients.averaged import AveragedParameter
     from foreprop.gradients.localstep import LocalStepper
 
 
@@ -96,3 +99,49 @@ class Averaging:
         self.rounds.end_step(0 if most is None else most.discards, learning=learning)
         for parameter in self.parameters:
             parameter.passes = parameter.discards = 0
+
+
+class AverageReader:
+    """Whom a waiting gradient asks: before each operation with it."""
+
+    def __init__(self, parameter: AveragedParameter) -> None:
+        self.parameter = parameter
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Without waiting for the average, where that can be."""
+        from foreprop.gradients import gradientmath  # for whom gradients are read at all
+
+        norm = gradientmath.needs_squares(func)
+        if not (norm or gradientmath.is_scaling(func)) or not self.parameter.ask(norm=norm):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return gradientmath.answer(func, args, kwargs)
+
+    def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
+        self.parameter.averaged()
+        if in_place:
+            self.parameter.edited()
+        return not in_place
+
+    def after_use(self, result: Any) -> None:
+        """Who has another tensor of the same memory may edit it, and leave no trace."""
+        if not _is_apart(result, self.parameter.shown):
+            self.parameter.edited()
+
+    def meets_compiler(self) -> None:
+        """Compiled code may read it, a compiled optimizer's step for one."""
+        self.parameter.averaged()
+        self.parameter.edited()
+
+
+def _is_apart(result: Any, gradient: torch.Tensor | None) -> bool:
+    """Whether a result of an operation on the gradient has no part in its memory."""
+    if isinstance(result, (list, tuple)):
+        return all(_is_apart(item, gradient) for item in result)
+    if isinstance(result, torch.Tensor) and gradient is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if result.layout != torch.strided or gradient.layout != torch.strided:
+                return False
+            memories = [tensor.untyped_storage().data_ptr() for tensor in (result, gradient)]
+            return memories[0] != memories[1]
+    return result is None or isinstance(result, (bool, float, str))

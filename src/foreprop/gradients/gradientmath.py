@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-from foreprop.gradients.scalable import Scalable, Scaling
+from foreprop.gradients.averaged import AveragedParameter
+from foreprop.gradients.averaging import AverageReader
+from foreprop.gradients.roundpart import Scaling
+from foreprop.path.waiting import waits_for
 
 _Tensor = torch.Tensor
 _TORCH: Any = torch
@@ -30,9 +33,6 @@ _SCALINGS: Mapping[Callable[..., Any], Callable[[Any, Any], Any]] = {
 _OF_LISTS = frozenset({_TORCH._foreach_mul_, _TORCH._foreach_div_})
 _TWO = (2, 2.0, "fro", None)
 
-Find = Callable[[Any], Scalable | None]
-"""The parameter whose waiting gradient something is."""
-
 
 def needs_squares(func: Callable[..., Any]) -> bool:
     """Whether the operation can be answered from sums of squares."""
@@ -43,34 +43,36 @@ def is_scaling(func: Callable[..., Any]) -> bool:
     return func in _SCALINGS
 
 
-def answer(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], find: Find
-) -> Any:
+def answer(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The operation's result without the gradients, or ``NotImplemented``."""
     if func in _SCALINGS:
-        return _scale(func, args, kwargs, find)
+        return _scale(func, args, kwargs)
     if func is _UNSCALE:
         gradients, found_inf, inv_scale = args
-        return _unscale(gradients, found_inf, inv_scale, find)
+        return _unscale(gradients, found_inf, inv_scale)
     if func is _FOREACH_NORM:
-        return _norms(*args, **kwargs, find=find)
+        return _norms(*args, **kwargs)
     if func in _NORMS_OF_ONE:
-        return _norm(*args, **kwargs, find=find)
+        return _norm(*args, **kwargs)
     return NotImplemented
 
 
 # Scaling.
-def _scale(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], find: Find
-) -> Any:
+def _scale(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if kwargs or len(args) != 2 or not _is_number(args[1]):
         return NotImplemented
     targets = args[0] if func in _OF_LISTS else [args[0]]
-    found = _all_found(targets, find)
+    found = _all_found(targets)
     if found is None:
         return NotImplemented
     _scale_all(found, (_SCALINGS[func], args[1]))
     return args[0]
+
+
+def _find(value: Any) -> AveragedParameter | None:
+    """The parameter whose waiting gradient it is."""
+    reader = waits_for(value)
+    return reader.parameter if isinstance(reader, AverageReader) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -79,12 +81,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _all_found(targets: Iterable[Any], find: Find) -> list[Scalable] | None:
-    found = [find(target) for target in targets]
+def _all_found(targets: Iterable[Any]) -> list[AveragedParameter] | None:
+    found = [_find(target) for target in targets]
     return None if any(one is None for one in found) else [one for one in found if one is not None]
 
 
-def _scale_all(found: Iterable[Scalable], scaling: Scaling) -> None:
+def _scale_all(found: Iterable[AveragedParameter], scaling: Scaling) -> None:
     method, factor = scaling
     if isinstance(factor, torch.Tensor):
         factor = factor.detach().clone()  # who made it may change it
@@ -93,10 +95,10 @@ def _scale_all(found: Iterable[Scalable], scaling: Scaling) -> None:
 
 
 def _unscale(
-    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor, find: Find
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> Any:
     """What `torch.amp.GradScaler` does: look for what is not finite, and take the scale out."""
-    found = _all_found(gradients, find)
+    found = _all_found(gradients)
     if found is None:
         return NotImplemented
     sums = [one.squares() for one in found]
@@ -113,12 +115,10 @@ def _norms(
     gradients: Sequence[torch.Tensor],
     ord: Any = 2,
     dtype: torch.dtype | None = None,
-    *,
-    find: Find,
 ) -> Any:
     if ord not in _TWO or dtype is not None:
         return NotImplemented
-    known = [(gradient, find(gradient)) for gradient in gradients]
+    known = [(gradient, _find(gradient)) for gradient in gradients]
     norms = [_norm_of(gradient, one) for gradient, one in known]
     return NotImplemented if any(norm is None for norm in norms) else norms
 
@@ -132,15 +132,14 @@ def _norm(
     dtype: torch.dtype | None = None,
     *,
     ord: Any = 2,
-    find: Find,
 ) -> Any:
     if p not in _TWO or ord not in _TWO or keepdim or (dim, out, dtype) != (None, None, None):
         return NotImplemented
-    norm = _norm_of(gradient, find(gradient))
+    norm = _norm_of(gradient, _find(gradient))
     return NotImplemented if norm is None else norm
 
 
-def _norm_of(gradient: torch.Tensor, scalable: Scalable | None) -> torch.Tensor | None:
+def _norm_of(gradient: torch.Tensor, scalable: AveragedParameter | None) -> torch.Tensor | None:
     if scalable is None:  # edited already, so its elements are here
         local: torch.Tensor = torch.linalg.vector_norm(gradient)
         return local

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foreprop.gradients.settlingstate import settling_state
+from foreprop.gradients.optimizerstate import settling_state
 
 _PARAMETER_BY_PARAMETER = frozenset(
     {

@@ -1,51 +1,43 @@
-"""One parameter's part in a round: its gradient leaves, and the average over the ranks lands."""
+"""One parameter's part in a round: its gradient leaves, and the average over the ranks lands.
+
+It lands beside the gradient, is shown in that, and multiplied by what the gradient was to be
+multiplied by before its average was here.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
-from foreprop.core.rounds import Rounds
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.landing import Landing
+from foreprop.gradients.averaging import Averaging
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.memory import HeldGradient
 from foreprop.path.parameter import check_same_kind
 from foreprop.path.tensors import bytes_of
 
+if TYPE_CHECKING:
+    from foreprop.gradients.averaged import AveragedParameter
 
-class Together(Protocol):
-    """What the averaged parameters of a session have in common."""
-
-    rounds: Rounds
-    settling: threading.RLock
-    measures: bool
-    """Whether servers tell every round's sums of squares."""
-
-    def close_round(self) -> None:
-        """Some gradients have changed since they left."""
-
-    def gradient_added(self) -> None:
-        """There is one that has not been averaged."""
+Scaling = tuple[Callable[[Any, Any], Any], Any]
+"""A tensor's method, and the number or the tensor of one element to call it with."""
 
 
 class RoundPart:
     """The last round in which the parameter had a part. Not thread-safe, but for what lands."""
 
     def __init__(
-        self,
-        index: int,
-        name: str,
-        parameter: torch.nn.Parameter,
-        session: SessionState,
-        together: Together,
+        self, owner: AveragedParameter, session: SessionState, together: Averaging
     ) -> None:
-        self.memory = session.memory_of(parameter)
-        self.landing = Landing(parameter)
+        self.landing = Landing(owner.parameter)
+        self.scalings = Scalings()
+        """By which this round's average is, or is to be, multiplied."""
         self.serial = 0
         """The round's."""
         self.under_way = False
@@ -55,21 +47,17 @@ class RoundPart:
         self.kept = False
         """Or it kept an earlier average, as all ranks must."""
         self._answered = False  # something has landed: a rank had a gradient
-        self._index = index
-        self._name = name
-        self._parameter = parameter
+        self._owner = owner
         self._session = session
-        self._engine, self._number = session.engine_of(index)
+        self._engine, self._number = session.engine_of(owner.index)
         self._together = together
         self._rounds = together.rounds
-        self._held = HeldGradient(name)
+        self._held = HeldGradient(owner.name)
 
     # What the engine reads and writes. Any thread.
     @property
-    def values(self) -> memoryview:
-        """The parameter's values at the start; from then on room for the averaged gradient."""
-        if not self.serial:
-            return self.memory.values
+    def room(self) -> memoryview:
+        """For the average."""
         self._answered = True
         return bytes_of(self.landing.room)
 
@@ -80,10 +68,6 @@ class RoundPart:
 
     def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
         return self._held.take(start_bytes, stop_bytes)
-
-    def receive_initial_value(self) -> None:
-        self._engine.wait(self._number, 0)
-        self.memory.land()
 
     # A round.
     @property
@@ -97,19 +81,20 @@ class RoundPart:
 
     @property
     def is_expected(self) -> bool:
-        return self._parameter.requires_grad or self.is_counted
+        return self._owner.parameter.requires_grad or self.is_counted
 
     def begin(self, gradient: torch.Tensor | None) -> None:
         """Have the gradient averaged; None: this rank has none. The last round must be over."""
         self.serial = self._rounds.serial
         self.under_way, self._answered = True, False
         self.gave, self.kept = gradient is not None, False
+        self.scalings.clear()
         if gradient is None:
             self._push(Flag.GRADIENT | Flag.NO_GRADIENT)
             return
-        check_same_kind(self._index, gradient, self._session, ", and its gradient is")
+        check_same_kind(self._owner.index, gradient, self._session, ", and its gradient is")
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        self.memory.stage_gradient(dense.detach(), partial(self._send, dense))
+        self._owner.memory.stage_gradient(dense.detach(), partial(self._send, dense))
 
     def _send(self, gradient: torch.Tensor, its_bytes: Any) -> None:
         self._held.hold(gradient, its_bytes)
@@ -123,13 +108,82 @@ class RoundPart:
         """Wait for the average; whether one has landed that is still wanted."""
         if not self.under_way:
             return False
-        self.memory.await_staged()
+        self._owner.memory.await_staged()
         self._engine.wait(self._number, self._rounds.step)
         self.under_way = False
         if self._answered and self.kept:
             raise TrainingLoopError(
-                f"the gradient of {self._name} was read or edited on this rank between two backward"
-                " passes of a step, but not on another: do it on every rank alike, or after the"
-                " last pass"
+                f"the gradient of {self._owner.name} was read or edited on this rank between two"
+                " backward passes of a step, but not on another: do it on every rank alike, or"
+                " after the last pass"
             )
         return self._answered
+
+
+class Landing:
+    """Host memory of the parameter's shape, from the first average on."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._parameter = parameter
+        self._room: torch.Tensor | None = None
+        self._making_room = threading.Lock()
+
+    @property
+    def room(self) -> torch.Tensor:
+        """Any thread."""
+        if self._room is None:
+            parameter = self._parameter
+            with self._making_room, torch._C.DisableTorchFunctionSubclass():
+                if self._room is None:  # several servers' answers may come at once
+                    self._room = torch.empty(
+                        parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda
+                    )
+        return self._room
+
+    def as_autograd_would(self) -> torch.Tensor:
+        """What has landed, in the parameter's layout and place: kernels round by layout."""
+        parameter = self._parameter
+        if parameter.device.type == "cpu" and parameter.is_contiguous():
+            return self.room
+        return torch.empty_like(parameter).copy_(self.room, non_blocking=True)
+
+    def show_in(self, gradient: torch.Tensor, *, fresh: bool) -> None:
+        """``fresh``: autograd has made this gradient, and nobody has looked at it since."""
+        landed = self.room
+        if gradient.layout != torch.strided:
+            gradient.data = landed.to_sparse(gradient.sparse_dim())
+        elif fresh and _may_swap(gradient):
+            self._room = gradient.detach()
+            gradient.data = landed
+        else:
+            gradient.copy_(landed, non_blocking=True)
+        increment_version(gradient)
+
+
+def _may_swap(gradient: torch.Tensor) -> bool:
+    """Whether nobody can tell that the gradient has got other memory: no need to copy."""
+    return (
+        gradient.device.type == "cpu"
+        and gradient.is_contiguous()
+        and not gradient._is_view()
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
+
+
+class Scalings:
+    """Those of one round's average."""
+
+    def __init__(self) -> None:
+        self.all: list[Scaling] = []
+        self._applied = 0  # so many of them
+
+    def clear(self) -> None:
+        """Another average will come, or none is wanted."""
+        self.all, self._applied = [], 0
+
+    def apply_to(self, gradient: torch.Tensor) -> None:
+        """Apply those that have not been applied."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for method, factor in self.all[self._applied :]:
+                method(gradient, factor)
+            self._applied = len(self.all)

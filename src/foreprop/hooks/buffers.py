@@ -16,7 +16,7 @@ import torch
 from foreprop.cluster.world import World
 from foreprop.core.manifest import BUFFERS_BLOB
 from foreprop.errors import ConfigError
-from foreprop.hooks.compiled import WAITS_AT_ENTRY
+from foreprop.hooks.interception import WAITS_AT_ENTRY
 from foreprop.hooks.modelhooks import OwnHook
 from foreprop.path.tensors import bytes_of
 
@@ -92,7 +92,7 @@ class BeforeLoadStateDict(ModelHook):
 
 
 def _in_compiled_code() -> bool:
-    """Then all this has been done at its entry, see `compiled`."""
+    """Then all this has been done at its entry, see `hooks.interception`."""
     return WAITS_AT_ENTRY and torch.compiler.is_compiling()
 
 

@@ -1,10 +1,21 @@
-"""Functions of torch that are replaced while a session is open, and given back afterwards."""
+"""What is replaced in torch and in Python while a session is open, and given back afterwards.
+
+Functions of torch (`Interception`), among them the entries of compiled code and of TorchScript,
+which must see ordinary parameters; and Python's hooks for errors that nobody catches.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+import types
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo.eval_frame as eval_frame
 
 _lock = threading.Lock()
 
@@ -49,3 +60,134 @@ class Interception:
                 delattr(self._owner, self._name)
             else:
                 setattr(self._owner, self._name, self._original)
+
+
+# Compiled code (`torch.compile`). Dynamo's guards compare the classes of the parameters and its
+# traces follow them, so both must see ordinary parameters. Whatever is compiled (a model, a
+# submodule, a function, before or after `parallelize`), all parameters of this thread's sessions
+# are settled when it is entered. Where that entry is missed (another thread, a torch without it),
+# the waiting class refuses to be compiled.
+class Enterable(Protocol):
+    def compiled_code_entered(self) -> None:
+        """Compiled code is about to run in this thread."""
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.sessions: list[weakref.ref[Enterable]] = []
+
+
+_here = _Here()
+_COMPILED = "install_generation_tagging_init"  # called by every compiled region as it is entered
+WAITS_AT_ENTRY = hasattr(eval_frame, _COMPILED)
+
+
+def _entering_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        entered()
+        return run(*args, **kwargs)
+
+    return wrapper
+
+
+def entered() -> None:
+    """Code that must see ordinary parameters is about to run in this thread."""
+    for reference in _here.sessions:
+        session = reference()
+        if session is not None:
+            session.compiled_code_entered()
+
+
+_ENTRY = Interception(eval_frame, _COMPILED, _entering_compiled)
+
+
+def watch_entries(session: Enterable) -> Callable[[], None]:
+    """Tell the session, in this thread, about compiled code; the returned function ends it."""
+    sessions, reference = _here.sessions, weakref.ref(session)
+    sessions.append(reference)
+    release = _ENTRY.hold() if WAITS_AT_ENTRY else lambda: None
+
+    def stop() -> None:
+        sessions.remove(reference)
+        release()
+
+    return stop
+
+
+# TorchScript (`torch.jit`): what enters it is watched; `hooks.scripted` is loaded when it is.
+_SCRIPTED = {
+    torch._C.ScriptFunction: ("__call__", "save", "save_to_buffer"),
+    torch._C.ScriptMethod: ("__call__",),
+    torch._C.ScriptModule: (
+        "save",
+        "save_to_buffer",
+        "_save_for_mobile",
+        "_save_to_buffer_for_mobile",
+        "__copy__",
+        "__deepcopy__",
+    ),
+    torch._C: ("_freeze_module", "_save_jit_module", "_save_jit_module_to_bytes"),
+}
+
+
+def _entering_script(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        from foreprop.hooks.scripted import run_settled
+
+        return run_settled(run, args, kwargs)
+
+    return wrapper
+
+
+_SCRIPT_ENTRIES = [
+    Interception(owner, name, _entering_script)
+    for owner, names in _SCRIPTED.items()
+    for name in names
+    if hasattr(owner, name)
+]
+
+
+def watch_scripts() -> list[Callable[[], None]]:
+    """Have scripted code wait, in every thread; the returned functions end it."""
+    return [interception.hold() for interception in _SCRIPT_ENTRIES]
+
+
+# An error that nobody catches is told to the other ranks at once. The process may stay for long
+# after it, for other threads that are not daemons: the interpreter waits for those before it calls
+# what is registered with `atexit`.
+class GivesUp(Protocol):
+    """A session, as far as it is needed here."""
+
+    @property
+    def thread_id(self) -> int:
+        """The training thread."""
+
+    def give_up(self, error: BaseException) -> None: ...
+
+
+def watch_uncaught_errors(sessions: Collection[GivesUp]) -> None:
+    """Once per process. What was there to show such errors is called as before, first."""
+    show, show_in_thread = sys.excepthook, threading.excepthook
+
+    def give_up(error: BaseException | None) -> None:
+        for session in list(sessions):
+            if error is not None and session.thread_id == threading.get_ident():
+                session.give_up(error)
+
+    def on_error(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        try:
+            show(kind, error, trace)
+        finally:
+            give_up(error)
+
+    def on_error_in_thread(about: threading.ExceptHookArgs) -> None:
+        try:
+            show_in_thread(about)
+        finally:
+            give_up(about.exc_value)
+
+    sys.excepthook, threading.excepthook = on_error, on_error_in_thread

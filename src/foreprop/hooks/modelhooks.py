@@ -1,24 +1,21 @@
 """Our hooks on the user's model and optimizer, which no copy of them has.
 
-`copy.deepcopy`, `pickle`, `torch.save`, `torch.jit.script`, `torch.jit.trace` and
-`torch.export.export` of a model in a session give what they give in plain PyTorch. A module's
-`__reduce_ex__` leaves our hooks out, and conversions, which would compile them, do not see them.
+Whoever copies, pickles or converts one is led past them: `hooks.copies`, loaded when that happens.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.hooks.compiled import entered
-from foreprop.hooks.interception import Interception
+from foreprop.hooks.interception import Interception, entered
 from foreprop.path.waiting import used
 
 
@@ -67,71 +64,24 @@ def before_forward(module: Any, hook: OwnHook) -> RemovableHandle:
     return handle
 
 
-def _own(hook: Any) -> OwnHook | None:
-    hook = getattr(hook, "hook", hook)  # torch wraps some
-    return hook if isinstance(hook, OwnHook) else None
-
-
-def _has_own(value: Any) -> bool:
-    return isinstance(value, dict) and any(_own(hook) for hook in value.values())
-
-
-def without_own(value: Any) -> Any:
-    """A module's or an optimizer's state as `__reduce_ex__` gives it, without our hooks."""
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(without_own(part) for part in value)
-    if not isinstance(value, dict):
-        return value
-    if _has_own(value):
-        return type(value)((key, hook) for key, hook in value.items() if not _own(hook))
-    if any(_has_own(part) for part in value.values()):
-        return {key: without_own(part) if _has_own(part) else part for key, part in value.items()}
-    return value
-
-
+# Copies and conversions.
 def _reducing(reduce_ex: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce_ex)
     def wrapper(self: torch.nn.Module, protocol: Any) -> Any:
-        for hooks in list(vars(self).values()):
-            for hook in list(hooks.values()) if _has_own(hooks) else ():
-                if (own := _own(hook)) is not None:
-                    own.before_copy()
-        return without_own(reduce_ex(self, protocol))
+        from foreprop.hooks.copies import reduce_module
+
+        return reduce_module(reduce_ex, self, protocol)
 
     return wrapper
-
-
-@contextlib.contextmanager
-def _hidden(modules: Iterator[torch.nn.Module]) -> Iterator[None]:
-    """Modules without our hooks, until it ends."""
-    kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for module in modules:
-        for hooks in vars(module).values():
-            if _has_own(hooks):
-                kept.append((hooks, dict(hooks)))
-                _replace(hooks, without_own(hooks))
-    try:
-        yield
-    finally:
-        for hooks, before in kept:
-            now = dict(hooks)
-            gone = {key for key, hook in before.items() if key not in now and not _own(hook)}
-            _replace(hooks, {k: v for k, v in before.items() if k not in gone} | now)
-
-
-def _replace(hooks: dict[Any, Any], others: Mapping[Any, Any]) -> None:
-    """In place: torch's handles know the dictionary."""
-    hooks.clear()
-    hooks.update(others)
 
 
 def _converting(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        from foreprop.hooks.copies import convert_modules
+
         entered()
-        found = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.nn.Module)]
-        with _hidden(part for module in found for part in module.modules()):
-            return convert(*args, **kwargs)
+        return convert_modules(convert, args, kwargs)
 
     return wrapper
 
@@ -158,3 +108,33 @@ def keep_copies_plain() -> list[Callable[[], None]]:
             known = _CONVERSIONS.setdefault(key, Interception(owner, name, _converting))
             releases.append(known.hold())
     return releases
+
+
+OWN_ATTRIBUTES = ("step", "zero_grad")
+"""What a session puts into the optimizer's own attributes."""
+
+
+def keep_copy_plain(
+    optimizer: torch.optim.Optimizer,
+    before: dict[str, Any],
+    pull_state: Callable[[], None],
+    drop_state: Callable[[], None],
+) -> Callable[[], None]:
+    """Of the optimizer, from now on; the returned function ends it.
+
+    ``before``: of the attributes that are the session's meanwhile, those that the user had. The
+    state is where ``pull_state`` puts it, until ``drop_state``.
+    """
+
+    def reduce_ex(self: torch.optim.Optimizer, protocol: Any) -> Any:
+        from foreprop.hooks.copies import reduce_optimizer
+
+        pull_state()
+        try:
+            return reduce_optimizer(self, protocol, before, (*OWN_ATTRIBUTES, "__reduce_ex__"))
+        finally:
+            drop_state()
+
+    attributes = vars(optimizer)
+    attributes["__reduce_ex__"] = types.MethodType(reduce_ex, optimizer)
+    return lambda: attributes.pop("__reduce_ex__", None)

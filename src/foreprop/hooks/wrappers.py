@@ -2,14 +2,13 @@
 
 A model in DistributedDataParallel would be averaged twice. While a session is open, the forward
 pass of such a wrapper goes straight to the module in it, so that its reducer never begins. The
-class does that, so nothing of it is in a wrapper that is saved or copied.
+class does that (`hooks.managed`), so nothing of it is in a wrapper that is saved or copied.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.hooks.interception import Interception
-from foreprop.hooks.managed import is_managed
+from foreprop.hooks.managed import EXCHANGING, is_managed
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")
-_OTHERS = ("deepspeed", "horovod", "fairscale", "apex")
 _HALF = "; wire_dtype='bfloat16' of parallelize() halves the bytes"
 _OPTIONS = (
     ("_comm_hooks", "a communication hook (register_comm_hook)", _HALF),
@@ -35,8 +32,8 @@ _OPTIONS = (
 """What changes DDP's results: (attribute, what the user did, more advice)."""
 
 
-def bare_model(model: torch.nn.Module) -> torch.nn.Module:
-    """What is to be trained in ``model``; `ConfigError` for a wrapper that cannot be taken off."""
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The module in a DistributedDataParallel; `ConfigError` for any other wrapper."""
     for name, module in model.named_modules():
         _check_module(module, f"model.{name}" if name else "model")
     while isinstance(model, DistributedDataParallel):
@@ -44,10 +41,10 @@ def bare_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def bare_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
     """The optimizer in accelerate's; `ConfigError` if it is one that communicates itself."""
     kind = type(optimizer)
-    if kind.__module__.partition(".")[0] in _OTHERS:
+    if kind.__module__.partition(".")[0] in EXCHANGING:
         raise ConfigError(
             f"optimizer is {_name(kind)}, which exchanges gradients itself: give parallelize() the"
             " torch.optim.Optimizer in it"
@@ -61,12 +58,7 @@ def bare_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optim
             " parallelize(): use mixed_precision='bf16', or a GradScaler of your own, given to"
             " parallelize(..., scaler=scaler)"
         )
-    return bare_optimizer(inner)
-
-
-def watch() -> list[Callable[[], None]]:
-    """From now on wrappers around synchronised models only pass on; the functions end that."""
-    return [interception.hold() for interception in _INTERCEPTIONS]
+    return unwrap_optimizer(inner)
 
 
 def _name(kind: type) -> str:
@@ -96,7 +88,7 @@ def _check_kinds(kinds: Sequence[type], name: str) -> None:
             f"{name} is {_said_of_sharded(kinds)}: each rank has a part of the parameters only, and"
             " foreprop needs whole ones. Leave it out, and give parallelize() the plain module"
         )
-    if others := [kind for kind in kinds if kind.__module__.partition(".")[0] in _OTHERS]:
+    if others := [kind for kind in kinds if kind.__module__.partition(".")[0] in EXCHANGING]:
         raise ConfigError(
             f"{name} is {_name(others[0])}, which exchanges gradients itself: give parallelize()"
             " the plain module and a plain torch.optim.Optimizer"
@@ -157,31 +149,22 @@ def _check_all_managed(wrapper: DistributedDataParallel) -> None:
         )
 
 
-def _made(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
-        _is_taken_off(self)
-
-    return __init__
+def _make(original: Callable[..., Any], wrapper: Any, /, *arguments: Any, **options: Any) -> None:
+    original(wrapper, *arguments, **options)
+    _is_taken_off(wrapper)
 
 
-def _passed_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def forward(self: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
-        if not _is_taken_off(self):
-            return original(self, *inputs, **named)
-        wrapper: Any = self
-        if wrapper.device_ids:
-            moved, moved_named = wrapper.to_kwargs(inputs, named, wrapper.device_ids[0])
-            inputs, named = moved[0], moved_named[0]
-        if wrapper._check_sync_bufs_pre_fwd() and _reads_buffers(wrapper.module):
-            wrapper._sync_buffers()
-        synchronises = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
-        wrapper.require_forward_param_sync = synchronises  # at the next forward pass
-        return wrapper.module(*inputs, **named)
-
-    return forward
+def _pass_on(original: Callable[..., Any], wrapper: Any, /, *inputs: Any, **named: Any) -> Any:
+    if not _is_taken_off(wrapper):
+        return original(wrapper, *inputs, **named)
+    if wrapper.device_ids:
+        moved, moved_named = wrapper.to_kwargs(inputs, named, wrapper.device_ids[0])
+        inputs, named = moved[0], moved_named[0]
+    if wrapper._check_sync_bufs_pre_fwd() and _reads_buffers(wrapper.module):
+        wrapper._sync_buffers()
+    synchronises = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+    wrapper.require_forward_param_sync = synchronises  # at the next forward pass
+    return wrapper.module(*inputs, **named)
 
 
 def _reads_buffers(model: torch.nn.Module) -> bool:
@@ -197,33 +180,26 @@ def _reads_buffers(model: torch.nn.Module) -> bool:
     )
 
 
-def _refused(advice: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(self: DistributedDataParallel, *arguments: Any, **options: Any) -> Any:
-            if _is_taken_off(self):
-                raise TrainingLoopError(
-                    f"{original.__name__}() of a {_DDP} was called, but since parallelize() the"
-                    f" model's gradients do not go through it. {advice}"
-                )
-            return original(self, *arguments, **options)
+def _refuse(advice: str) -> Callable[..., Any]:
+    def refused(
+        original: Callable[..., Any], wrapper: Any, /, *arguments: Any, **options: Any
+    ) -> Any:
+        if _is_taken_off(wrapper):
+            raise TrainingLoopError(
+                f"{original.__name__}() of a {_DDP} was called, but since parallelize() the"
+                f" model's gradients do not go through it. {advice}"
+            )
+        return original(wrapper, *arguments, **options)
 
-        return method
-
-    return wrap
+    return refused
 
 
-_INTERCEPTIONS = [
-    Interception(DistributedDataParallel, "__init__", _made),
-    Interception(DistributedDataParallel, "forward", _passed_on),
-    Interception(
-        DistributedDataParallel,
-        "join",
-        _refused("Give every rank equally many batches instead, as foreprop.shard(loader) does."),
+INSTEAD: Mapping[str, Callable[..., Any]] = {
+    "__init__": _make,
+    "forward": _pass_on,
+    "join": _refuse(
+        "Give every rank equally many batches instead, as foreprop.shard(loader) does."
     ),
-    Interception(
-        DistributedDataParallel,
-        "register_comm_hook",
-        _refused(f"Leave the hook out{_HALF}."),
-    ),
-]
+    "register_comm_hook": _refuse(f"Leave the hook out{_HALF}."),
+}
+"""Called with the class's own method, the wrapper, and the arguments."""

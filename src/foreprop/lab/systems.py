@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.session.parallelize import connect
+from foreprop.session.session import connect
 from foreprop.workload.setting import (
     CLIP_NORM,
     CLIPPED,

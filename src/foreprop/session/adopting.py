@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.gradients.settlingstate import give_plain_state
-from foreprop.hooks import buffers, compiled, wrappers
-from foreprop.hooks.interception import Interception
+from foreprop.gradients.optimizerstate import give_plain_state
+from foreprop.hooks import buffers
+from foreprop.hooks.interception import Interception, watch_entries, watch_scripts
+from foreprop.hooks.managed import watch_wrappers
 from foreprop.hooks.modelhooks import (
+    OWN_ATTRIBUTES,
     BeforeModule,
     CallingHook,
     before_forward,
     before_loading,
     keep_copies_plain,
+    keep_copy_plain,
 )
-from foreprop.hooks.optimizercopies import OWN_ATTRIBUTES, keep_copy_plain
-from foreprop.hooks.scripts import watch_scripts
 from foreprop.session.backends import Backends
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def adopt(training: Training) -> None:
     if training.loss_scale is not None:
         alive = training.reference()
         add_undo(training.loss_scale.adopt(lambda: alive().grad_norm))
-    add_undo(*give_advice(), compiled.watch_entries(training), *watch_scripts())
-    add_undo(*keep_copies_plain(), *wrappers.watch())
+    add_undo(*give_advice(), watch_entries(training), *watch_scripts())
+    add_undo(*keep_copies_plain(), *watch_wrappers())
     if training.stale_readers is not None:
         add_undo(training.stale_readers.watch())
     if training.user.row_wise or training.user.candidates:

@@ -18,8 +18,8 @@ from foreprop.hooks.compute_trace import ComputeTrace
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.observe.trace import TraceRecorder, check_trace_folder, trace_path
 from foreprop.path.optimizer import named_parameters
-from foreprop.session.contract import Session
 from foreprop.session.lonesteps import LoneSteps
+from foreprop.session.session import Session
 
 
 def _named(

@@ -92,10 +92,11 @@ class Belongings:
         remote: Mapping[str, RowInit] = {} if tables is None else tables.remote
         for name, parameter, group in self.named:
             rows = name in row_wise
-            yield _parameter_info(
-                name,
-                parameter,
-                NO_GROUP if by_workers and not rows else group,
+            yield ParameterInfo(
+                dtype=_checked_dtype(name, parameter),
+                name=name,
+                shape=tuple(parameter.shape),
+                group=NO_GROUP if by_workers and not rows else group,
                 rows=rows,
                 sparse=name in sparse,
                 init=remote.get(name),
@@ -112,15 +113,8 @@ class Belongings:
             self.embeddings.restore()
 
 
-def _parameter_info(
-    name: str,
-    parameter: torch.nn.Parameter,
-    group: int,
-    *,
-    rows: bool,
-    sparse: bool,
-    init: RowInit | None,
-) -> ParameterInfo:
+def _checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
+    """Raises `ConfigError` for a parameter that cannot be sent."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE_BYTES:
         raise ConfigError(
@@ -131,7 +125,4 @@ def _parameter_info(
             f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
             " before parallelize()"
         )
-    shape = tuple(parameter.shape)
-    return ParameterInfo(
-        name=name, shape=shape, dtype=dtype, group=group, rows=rows, sparse=sparse, init=init
-    )
+    return dtype

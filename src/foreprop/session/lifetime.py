@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from foreprop.cluster.world import World, wait_for_all_partings
 from foreprop.errors import ForepropError
 from foreprop.hooks import managed
-from foreprop.hooks.uncaught import watch_uncaught_errors
+from foreprop.hooks.interception import watch_uncaught_errors
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training

@@ -15,7 +15,7 @@ from foreprop.config import Config
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.core.norm import SquareSum
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.shownstate import ShownState
+from foreprop.gradients.optimizerstate import ShownState
 from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers

@@ -1,20 +1,98 @@
-"""`optimizer.state` while others update: fetched when it is looked at, sent back if it is edited.
+"""`optimizer.state` is as after `step()` whenever somebody looks at it, whoever updates.
 
-Servers, or the engine's own optimizers, have the state. Who reads it is shown what single-process
-training would have at that point; who edits, resets or replaces it has the next step go by that,
-as after `load_state_dict`: rank 0's counts, and all ranks are to do the same.
+Deferred updates (`gradients.localstep`) change the state when they are made. So whoever reads or
+edits ``optimizer.state`` between steps, to show it, to change it or to start anew, has them made.
+
+Where servers, or the engine's own optimizers, have the state it is fetched when it is looked at,
+and sent back if it is edited. Who reads it is shown what single-process training would have at that
+point; who edits, resets or replaces it has the next step go by that, as after `load_state_dict`:
+rank 0's counts, and all ranks are to do the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from foreprop.errors import TrainingLoopError
-from foreprop.gradients.settlingstate import SettlingState, give_plain_state, settling_state
+
+
+class SettlingState(defaultdict[Any, dict[str, Any]]):
+    """In the place of ``optimizer.state``; has pending updates made before each use."""
+
+    def __init__(self, state: dict[Any, dict[str, Any]], settle: Callable[[], None]) -> None:
+        super().__init__(dict, state)
+        self._settle = settle
+        self.unsettled = UnsettledState(self)
+        """The same entries, for the updates themselves."""
+
+    def copy(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
+        """An ordinary one."""
+        self._settle()
+        return self._plain()
+
+    def __reduce__(self) -> Any:
+        self._settle()
+        return defaultdict, (dict,), None, None, iter(self._plain().items())
+
+    def _plain(self) -> defaultdict[Any, dict[str, Any]]:
+        plain: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        plain.update(dict.items(self))
+        return plain
+
+
+def _after_settling(name: str) -> Callable[..., Any]:
+    own: Callable[..., Any] = getattr(defaultdict, name)
+
+    def method(self: SettlingState, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return own(self, *args, **kwargs)
+
+    return method
+
+
+_METHODS = (
+    "get items keys values pop popitem clear update setdefault"
+    " __getitem__ __setitem__ __delitem__ __contains__ __iter__ __len__ __repr__"
+).split()
+for _name in _METHODS:
+    setattr(SettlingState, _name, _after_settling(_name))
+
+
+class UnsettledState:
+    """What the steps of torch.optim use of a state."""
+
+    def __init__(self, state: SettlingState) -> None:
+        self._state = state
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        if not dict.__contains__(self._state, key):
+            dict.__setitem__(self._state, key, {})
+        return dict.__getitem__(self._state, key)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self._state, key)
+
+
+def settling_state(optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> SettlingState:
+    """Of the optimizer, put there if it is not: `load_state_dict` makes a new state."""
+    state = optimizer.state
+    if not isinstance(state, SettlingState):
+        state = SettlingState(state, settle)
+        optimizer.state = state
+    return state
+
+
+def give_plain_state(optimizer: torch.optim.Optimizer) -> None:
+    """The session is over: an ordinary state, with what is there now."""
+    state = optimizer.state
+    if isinstance(state, SettlingState):
+        optimizer.state = state._plain()
+
 
 _Contents = dict[int, dict[str, Any]]
 
@@ -67,7 +145,9 @@ class ShownState:
         with self.quietly():
             self._fetch()
             if self._watches:
-                self._see()
+                state: dict[Any, dict[str, Any]] = self._optimizer.state
+                self._seen = self._contents()
+                self._kept = [[*own.values()] for own in dict.values(state)]
 
     def lend(self) -> None:
         """For `state_dict`, until `take_back`: it is not kept twice."""
@@ -115,11 +195,6 @@ class ShownState:
         if not isinstance(self._optimizer.state, SettlingState):  # another one has been assigned
             return True
         return self._seen is not None and self._contents() != self._seen
-
-    def _see(self) -> None:
-        self._seen = self._contents()
-        state: dict[Any, dict[str, Any]] = self._optimizer.state
-        self._kept = [[*own.values()] for own in dict.values(state)]
 
     def _contents(self) -> _Contents:
         """What is there, by identity; edits of a tensor show in its version."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foreprop.hooks.uncaught import watch_uncaught_errors
+from foreprop.hooks.interception import watch_uncaught_errors
 
 
 class Recorder:

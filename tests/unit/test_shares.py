@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from foreprop.data import sharedstream
-from foreprop.data.sharedstream import note_questions
+from foreprop.data import shares
+from foreprop.data.shares import note_questions
 
 
 class _Older:
@@ -39,7 +39,7 @@ class _Newer:
 @pytest.mark.parametrize("kind", [_Older, _Newer])
 def test_questions_are_noted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     info = kind(id=1, num_workers=3, seed=5, dataset="data")
-    monkeypatch.setattr(sharedstream, "get_worker_info", lambda: info)
+    monkeypatch.setattr(shares, "get_worker_info", lambda: info)
     asked = note_questions()
     assert (info.id, info.seed) == (1, 5)
     assert not asked  # one that only seeds itself does not divide
