@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.rowinit import RowInit, key_of, row_init_of
+from foreprop.core.manifest import RowInit
+from foreprop.core.rowinit import key_of, row_init_of
 from foreprop.errors import ConfigError
 from foreprop.tables.firstvalues import make_rows
 

@@ -32,7 +32,7 @@ from foreprop.core.frames import (
 )
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.peers import Peers, each_worker
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.errors import InternalError, RemoteProtocolError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from foreprop.core.manifest import Manifest
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.core.wire import Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.link.connection import Connection

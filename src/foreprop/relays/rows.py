@@ -19,7 +19,7 @@ from foreprop.core.frames import FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.peers import Peers
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.numerics.finite import check_finite

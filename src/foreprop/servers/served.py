@@ -10,8 +10,7 @@ import torch
 
 from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.norm import SquareSum
-from foreprop.core.shards import Shard
-from foreprop.core.slicing import Slice
+from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag
 from foreprop.hooks import buffers
 from foreprop.path.hyperparameters import with_scale

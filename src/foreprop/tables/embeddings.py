@@ -10,8 +10,8 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo
-from foreprop.core.rowinit import RowInit, row_init_of
+from foreprop.core.manifest import ParameterInfo, RowInit
+from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError
 from foreprop.tables.sparseoptimizers import check_row_wise
 

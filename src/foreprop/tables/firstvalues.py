@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from foreprop.core.rowinit import RowInit
+from foreprop.core.manifest import RowInit
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

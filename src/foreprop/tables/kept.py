@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.tensors import decode_state, encode_state, is_array, state_limit_bytes
 from foreprop.tables.parts import decode_numbers, encode_numbers, numbers_bytes, part_rows

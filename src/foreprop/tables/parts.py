@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.tensors import bytes_of
 
