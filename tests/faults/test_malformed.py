@@ -23,7 +23,7 @@ from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, enco
 from foreprop.errors import PeerLost, RemoteProtocolError
 from foreprop.path.reception import MAX_GREETING_BYTES, greeting
 from foreprop.path.tensors import encode_state
-from foreprop.tables.kept import VALUES, KeptRows, encode_kept
+from foreprop.tables.parts import VALUES, KeptRows, encode_kept
 from tests.faults.wire_peers import (
     GROUP,
     SESSION,

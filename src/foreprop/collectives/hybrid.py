@@ -6,7 +6,7 @@ Each of the two knows its own parameters only, by numbers of its own; here they 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,7 @@ from foreprop.path.slicememory import ParameterMemory
 from foreprop.servers.backend import Setup, Starting
 from foreprop.servers.launch import Connections
 from foreprop.servers.served import ServedBackend
-from foreprop.tables.exchange import Pull
-from foreprop.tables.kept import KeptRows
-from foreprop.tables.parts import RowPart
-from foreprop.tables.rowengine import RowEngine
+from foreprop.tables.exchange import RowExchange
 
 
 class HybridBackend:
@@ -79,9 +76,8 @@ class HybridBackend:
     def connections(self) -> Connections:
         return self._sparse.connections
 
-    @property
-    def rows(self) -> RowEngine:
-        return self._engine
+    def rows_of(self, parameter: int) -> tuple[RowExchange, int]:
+        return self._sparse.rows_of(self._sparse_numbers.index(parameter))
 
     # The start.
     def start(self, parameters: Sequence[Starting]) -> None:
@@ -197,7 +193,6 @@ class HybridEngine:
     ) -> None:
         self.parameters = parameters
         self._dense, self._sparse = dense.engine, sparse.engine
-        self._rows = sparse.rows
         self._dense_numbers, self._sparse_numbers = dense_numbers, sparse_numbers
         self._number = {whole: own for own, whole in enumerate(dense_numbers)}
         self._row_number = {whole: own for own, whole in enumerate(sparse_numbers)}
@@ -249,28 +244,6 @@ class HybridEngine:
 
     def wait(self, parameter: int, step: int) -> None:
         self._dense.wait(self._number[parameter], step)
-
-    # Row-wise ones.
-    def push_rows(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> None:
-        self._rows.push_rows(self._row_number[parameter], step, gradient, flags=flags)
-
-    def send_row_values(self, parameter: int, step: int, table: torch.Tensor) -> None:
-        self._rows.send_row_values(self._row_number[parameter], step, table)
-
-    def pull_rows(self, parameter: int, step: int, numbers: torch.Tensor) -> Pull:
-        return self._rows.pull_rows(self._row_number[parameter], step, numbers)
-
-    def wait_for_rows(self, pull: Pull) -> torch.Tensor:
-        return self._rows.wait_for_rows(pull)
-
-    def settle_rows(self) -> None:
-        self._rows.settle_rows()
-
-    def kept_rows(self, parameter: int) -> Iterator[KeptRows]:
-        return self._rows.kept_rows(self._row_number[parameter])
-
-    def send_kept_rows(self, parameter: int, part: KeptRows, *, anew: bool = False) -> None:
-        self._rows.send_kept_rows(self._row_number[parameter], part, anew=anew)
 
     def grad_norm(self, step: int) -> float | None:
         """Of all parameters: the servers' part is told the total."""

@@ -33,7 +33,7 @@ from foreprop.path.tensors import DTYPES
 from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
 
 if TYPE_CHECKING:
-    from foreprop.tables.rowengine import RowEngine
+    from foreprop.tables.exchange import RowExchange
 
 _NO_VALUES = memoryview(b"")
 
@@ -113,8 +113,7 @@ class RingBackend:
     def engine(self) -> RingEngine:
         return self._engine
 
-    @property
-    def rows(self) -> RowEngine:
+    def rows_of(self, parameter: int) -> tuple[RowExchange, int]:
         raise InternalError("collectives have no rows")
 
     # The start.

@@ -18,7 +18,7 @@ from foreprop.path.services import EMPTY, bounded, exactly, nothing
 from foreprop.path.tensors import state_limit_bytes
 from foreprop.relays.rows import RelayRows
 from foreprop.relays.upward import Upward
-from foreprop.tables.kept import PULL_BYTES
+from foreprop.tables.parts import KEPT_PULL_BYTES
 from foreprop.tables.service import ROW_KINDS
 
 _STATUS_LIMIT_BYTES = 65_536
@@ -65,7 +65,7 @@ class PassedStates:
         if kind == Kind.STATE_PULL:
             return nothing(header)
         if kind == Kind.TABLE_PULL:
-            return exactly(header, PULL_BYTES)
+            return exactly(header, KEPT_PULL_BYTES)
         return bounded(header, self._rows.kept_limit_bytes(header.slice))
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:

@@ -25,7 +25,7 @@ from foreprop.path.partoptimizer import unknown_optimizer
 from foreprop.path.server import Server
 from foreprop.path.services import FailureReports
 from foreprop.relays.work import RelayWork
-from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
+from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
 
 _GOODBYE_S = 1.0
 _FIRST_PROCESS, _MOST_SERVERS = 1_000_000, 1_000

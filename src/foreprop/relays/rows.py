@@ -24,19 +24,19 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.numerics.finite import check_finite
 from foreprop.path.tensors import DTYPES, bytes_of
-from foreprop.tables.index import RowIndex
-from foreprop.tables.kept import limit_bytes as kept_limit_bytes
 from foreprop.tables.parts import (
     RowPart,
     decode_part,
     decode_pull,
     encode_part,
     encode_pull,
+    kept_limit_bytes,
     part_limit_bytes,
     part_rows,
     pulled_shard,
     sum_parts,
 )
+from foreprop.tables.table import RowIndex
 
 _REQUESTS = 2**32
 """How many numbers requests have, before they begin again."""

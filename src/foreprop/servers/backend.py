@@ -31,7 +31,7 @@ from foreprop.version import __version__
 if TYPE_CHECKING:  # what a training loads that uses it
     from foreprop.hooks.buffers import ModelBuffers
     from foreprop.numerics.loss_scale import LossScale
-    from foreprop.tables.rowengine import RowEngine
+    from foreprop.tables.exchange import RowExchange
 
 
 class Starting(Protocol):
@@ -113,9 +113,8 @@ class Backend(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    @property
-    def rows(self) -> RowEngine:
-        """For the row-wise parameters."""
+    def rows_of(self, parameter: int) -> tuple[RowExchange, int]:
+        """Where a row-wise parameter's rows come from, and its number there."""
 
     def start(self, parameters: Sequence[Starting]) -> None:
         """Make everybody's parameters, buffers and optimizer state rank 0's."""

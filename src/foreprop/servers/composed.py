@@ -71,7 +71,7 @@ class ServerComposer:
     def why_not(self, manifest: Manifest) -> str | None:
         if not any(info.rows for info in manifest.parameters):
             return unknown_optimizer(manifest)
-        from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
+        from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
 
         return unknown_optimizer(manifest, SPARSE_OPTIMIZERS)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from foreprop.numerics.workernorm import WorkerNorm
 
 if TYPE_CHECKING:
-    from foreprop.tables.rowengine import RowEngine
+    from foreprop.tables.exchange import RowExchange
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
 _NUMBERS_OF_A_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
@@ -110,9 +110,8 @@ class ServedBackend:
     def engine(self) -> WorkerEngine:
         return self._engine
 
-    @property
-    def rows(self) -> RowEngine:
-        return self._worker.rows
+    def rows_of(self, parameter: int) -> tuple[RowExchange, int]:
+        return self._worker.rows, parameter
 
     @property
     def norm(self) -> WorkerNorm:
@@ -136,7 +135,7 @@ class ServedBackend:
             for number, info in enumerate(self._setup.infos):
                 if info.rows and info.init is None:
                     table = self._setup.parameters[number].detach()
-                    self.rows.send_row_values(number, 0, table)
+                    self._worker.rows.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
                 for number, tensors in enumerate(shared, _FROZEN):
                     self.engine.publish_blob(number, 0, buffers.pack(tensors))
@@ -175,7 +174,7 @@ class ServedBackend:
 
     def _settle_rows(self) -> None:
         if self._engine.shards:
-            self.rows.settle_rows()
+            self._worker.rows.settle_rows()
 
     def _pull(self, step: int, flags: int = 0) -> dict[int, dict[str, Any]]:
         """By parameter: its pieces' states after ``step``, joined to its shape."""

@@ -43,7 +43,7 @@ class Checkpoints:
         training.backend.replace_averages(training.completed, averages)
 
     def master_state_dict(self) -> dict[str, Any]:
-        from foreprop.tables.kept import VALUES
+        from foreprop.tables.parts import VALUES
 
         training = self._training
         training.flush()

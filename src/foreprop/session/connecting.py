@@ -96,7 +96,8 @@ def remote_tables(training: Training) -> RemoteTables:
         cast("list[RemoteTable]", remote),
         infos,
         training.user.optimizer,
-        training.backend,
+        training.engine,
+        session_id=training.backend.session_id,
         world=training.world,
         config=training.config,
     )

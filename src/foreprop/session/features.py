@@ -66,11 +66,11 @@ def make_parameter(
     if info.init is not None:
         from foreprop.tables.remote import RemoteTable
 
-        return RemoteTable(index, name, parameter, training, training.backend.rows)
+        return RemoteTable(index, name, parameter, training, *training.backend.rows_of(index))
     if info.rows:
         from foreprop.tables.rowparameter import RowParameter
 
-        return RowParameter(index, name, parameter, training, training.backend.rows)
+        return RowParameter(index, name, parameter, training, *training.backend.rows_of(index))
     wanted = index < training.user.optimized
     if wanted and training.choice is not None and not training.by_workers:
         return SynchronisedParameter(index, name, parameter, training)

@@ -13,7 +13,7 @@ from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import ParameterInfo, RowInit
 from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError
-from foreprop.tables.sparseoptimizers import check_row_wise
+from foreprop.tables.rowupdates import check_row_wise
 
 Named = Sequence[tuple[str, torch.nn.Parameter, int]]
 """Parameters with their names and groups, see `path.optimizer.named_parameters`."""

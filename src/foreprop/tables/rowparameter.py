@@ -19,9 +19,8 @@ from foreprop.path.managedparameter import SessionState
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.value import GET_DATA, ParameterValue
 from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
-from foreprop.tables.exchange import Pull, gradient_rows
-from foreprop.tables.prefetch import Prefetch
-from foreprop.tables.rowengine import RowEngine
+from foreprop.tables.exchange import Pull, RowExchange
+from foreprop.tables.lookahead import Prefetch
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
 
@@ -35,20 +34,23 @@ class RowParameter:
         name: str,
         parameter: torch.nn.Parameter,
         session: SessionState,
-        engine: RowEngine,
+        rows: RowExchange,
+        number: int,
     ) -> None:
+        """``number``: the table's, where its ``rows`` are."""
         self.index = index
         self.name = name
         self.parameter = parameter
         self.counts_rows = False
         self.touched_rows = 0  # of the last gradient's, if they are counted
         self._session = session
-        self._rows = engine
+        self._rows = rows
+        self._number = number
         self._value = ParameterValue(index, parameter, session)
         self._fresh = torch.full((len(parameter),), -1, dtype=torch.int64)
         """By row: after which step it was fetched."""
         self._whole_step = -1  # after which step all rows were fetched
-        self._prefetch = Prefetch(index, len(parameter), session, engine)
+        self._prefetch = Prefetch(number, len(parameter), session, rows)
         self._pulls = self._prefetch.pulls
         self._detached = False
         self._first_use = FirstUse(self, session)
@@ -92,13 +94,12 @@ class RowParameter:
         with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
             flags, with_value = self._value.begin_update()
             if with_value:
-                self._rows.send_row_values(self.index, step, self.parameter.detach())
+                self._rows.send_row_values(self._number, step, self.parameter.detach())
             self._gradient.pushed_step = step
             self._first_use.watched = False
             self._pulls.clear()
             make_wait(self.parameter, self)
-            part = None if gradient is None else gradient_rows(gradient.detach().cpu())
-            self._rows.push_rows(self.index, step, part, flags=flags)
+            self._rows.push_rows(self._number, step, gradient, flags=flags)
 
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""
@@ -190,7 +191,7 @@ class RowParameter:
             self._land_pulls()
         missing = self._missing(numbers)
         if missing is not None:
-            self._land(self._rows.pull_rows(self.index, self._gradient.pushed_step, missing))
+            self._land(self._rows.pull_rows(self._number, self._gradient.pushed_step, missing))
 
     def _missing(self, numbers: torch.Tensor) -> torch.Tensor | None:
         """Those of the rows that have not been fetched since the last step."""
@@ -219,7 +220,7 @@ class RowParameter:
             self._land_pulls()
             missing = self._missing(torch.arange(len(self._fresh)))
             if missing is not None:
-                self._land(self._rows.pull_rows(self.index, self._gradient.pushed_step, missing))
+                self._land(self._rows.pull_rows(self._number, self._gradient.pushed_step, missing))
         self._whole_step = self._gradient.pushed_step
 
     def settle_if_stepped(self) -> None:

@@ -34,8 +34,7 @@ from foreprop.path.executor import Executor
 from foreprop.path.hyperparameters import scale_of
 from foreprop.path.services import bounded, exactly
 from foreprop.path.sliceupdates import SettingsAt
-from foreprop.tables.kept import PULL_BYTES
-from foreprop.tables.parts import decode_pull, pulled_shard
+from foreprop.tables.parts import KEPT_PULL_BYTES, decode_pull, pulled_shard
 from foreprop.tables.store import RowStore
 
 ROW_KINDS = frozenset({Kind.ROWS_VALUE, Kind.ROWS_PUSH, Kind.ROWS_PULL})
@@ -81,7 +80,7 @@ class RowServer:
         if header.kind == Kind.TABLE:
             return bounded(header, self.store.kept_limit_bytes(header.slice))
         if header.kind == Kind.TABLE_PULL:
-            return exactly(header, PULL_BYTES)
+            return exactly(header, KEPT_PULL_BYTES)
         return bounded(header, self._limit_bytes(header))
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:

@@ -1,9 +1,8 @@
 """A server's rows: its shards' tables, the gradients in flight, the optimizer's state.
 
 The update is a real ``torch.optim`` optimizer's, given a sparse gradient: torch's own semantics of
-SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented (`tables.rowoptimizer`). The
-rows of a remote table are made here (`tables.firstvalues`), and take memory from their first
-update on.
+SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented (`tables.rowupdates`). The
+rows of a remote table are made here (`tables.table`), and take memory from their first update on.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from foreprop.path.tensors import (
     is_array,
     state_limit_bytes,
 )
-from foreprop.tables.averages import RowAverages
-from foreprop.tables.firstvalues import make_rows
-from foreprop.tables.kept import (
+from foreprop.tables.parts import (
     END,
     STATE,
     VALUES,
     KeptRows,
+    RowPart,
     decode_kept,
-    decode_pull,
+    decode_kept_pull,
+    decode_part,
     encode_kept,
-    limit_bytes,
+    kept_limit_bytes,
+    part_limit_bytes,
     rows_at_once,
+    sum_parts,
 )
-from foreprop.tables.parts import RowPart, decode_part, part_limit_bytes, sum_parts
-from foreprop.tables.rowoptimizer import RowOptimizer
-from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
-from foreprop.tables.table import Make, RowTable
+from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS, RowAverages, RowOptimizer
+from foreprop.tables.table import Make, RowTable, make_rows
 
 
 class _ShardTensors:
@@ -290,7 +289,7 @@ class RowStore:
         """The part that a pull asks for; raises `RemoteProtocolError`."""
         tensors = self._remote(number)
         limit = rows_at_once(tensors.shard)
-        first = decode_pull(data, tensors.shard)
+        first = decode_kept_pull(data, tensors.shard)
         numbers = tensors.table.kept_at(first, limit)
         following = first + limit if len(numbers) == limit else END
         entries = {VALUES: tensors.table.take(numbers)}
@@ -325,7 +324,7 @@ class RowStore:
         tensors.optimizer.put(numbers, state)
 
     def kept_limit_bytes(self, number: int) -> int:
-        return limit_bytes(self._remote(number).shard)
+        return kept_limit_bytes(self._remote(number).shard)
 
     def _remote(self, number: int) -> _ShardTensors:
         tensors = self._shards.get(number)

@@ -2,7 +2,7 @@
 
 No worker has room for such a table, so all this goes part by part. A file's parts have the rows
 that a step has updated, or somebody has set; the others begin as they always do
-(`tables.firstvalues`).
+(`tables.table`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
 from foreprop.hooks.buffers import ModelHook
+from foreprop.path.engines import Engine
 from foreprop.tables.folder import TableFolder
-from foreprop.tables.kept import VALUES, KeptRows
+from foreprop.tables.parts import VALUES, KeptRows
 from foreprop.tables.remote import RemoteTable
-from foreprop.tables.rowengine import RowBackend, RowEngine
 
 _PARTS_IN_A_FILE = 16
 _AT_ONCE_ELEMS = 1 << 20
@@ -42,25 +42,25 @@ class RemoteTables:
         tables: Sequence[RemoteTable],
         infos: Sequence[ParameterInfo],
         optimizer: torch.optim.Optimizer,
-        backend: RowBackend,
+        engine: Engine,
         *,
+        session_id: str,
         world: World,
         config: Config,
     ) -> None:
         self._by_name = {table.name: table for table in tables}
         self._infos = {info.name: info for info in infos if info.init is not None}
         self._optimizer = type(optimizer).__name__
-        self._backend = backend
         self._world = world
         self._config = config
-        look = backend.engine.raise_if_failed
-        self._board = step_board(world, config, f"tables/{backend.session_id}", look)
+        about = (f"tables/{session_id}", engine.raise_if_failed)
+        self._board = step_board(world, config, *about)
         self._changes = 0
         self._aside = False
 
-    @property
-    def _rows(self) -> RowEngine:
-        return self._backend.rows
+    def _settle(self) -> None:
+        """The exchange has all tables: any table's will do."""
+        next(iter(self._by_name.values())).exchange.settle_rows()
 
     def _check_any(self) -> None:
         if not self._by_name:
@@ -73,13 +73,13 @@ class RemoteTables:
         """Write what the servers keep: values, optimizer state, averages. Any rank by itself."""
         self._check_any()
         files = TableFolder(Path(folder))
-        self._rows.settle_rows()
+        self._settle()
         files.save(lambda: self._write_to(files))
 
     def _write_to(self, folder: TableFolder) -> dict[str, Any]:
         described = {}
         for number, (name, table) in enumerate(self._by_name.items()):
-            groups = _in_groups(self._rows.kept_rows(table.index), _PARTS_IN_A_FILE)
+            groups = _in_groups(table.exchange.kept_rows(table.number), _PARTS_IN_A_FILE)
             files = [folder.write_part(number, n, parts) for n, parts in enumerate(groups)]
             described[name] = {**self._describe(name), "files": files}
         return described
@@ -115,16 +115,16 @@ class RemoteTables:
         for start in range(0, len(numbers), at_once):
             some = slice(start, start + at_once)
             part = KeptRows(numbers[some], {VALUES: rows[some]})
-            self._rows.send_kept_rows(table.index, part)
+            table.exchange.send_kept_rows(table.number, part)
             yield
 
     def _read(self, folder: Path) -> Iterator[None]:
         described = self._read_index(folder)
         for name, table in self._by_name.items():
-            self._rows.send_kept_rows(table.index, KeptRows(_NOTHING, {}), anew=True)
+            table.exchange.send_kept_rows(table.number, KeptRows(_NOTHING, {}), anew=True)
             for file in described[name]["files"]:
                 for part in _parts_in(folder / file):
-                    self._rows.send_kept_rows(table.index, part)
+                    table.exchange.send_kept_rows(table.number, part)
                     yield
 
     def _read_index(self, folder: Path) -> Mapping[str, Any]:
@@ -180,7 +180,7 @@ class RemoteTables:
             self._aside = False
 
     def put_whole(self, values: Sequence[torch.Tensor], entry: str) -> list[torch.Tensor]:
-        """By parameter: with the tables' own (`tables.kept`), if this rank gets them whole."""
+        """By parameter: with the tables' own (`tables.parts`), if this rank gets them whole."""
         tables = {table.index: table for table in self._by_name.values()}
         return [
             value.detach()
@@ -212,7 +212,7 @@ class RemoteTables:
             self._lead(key, work)
         else:
             self._follow(key)
-            self._rows.settle_rows()  # no relay has older rows
+            self._settle()  # no relay has older rows
         for table in self._by_name.values():
             table.drop_rows()
 
@@ -221,7 +221,7 @@ class RemoteTables:
             self._board.lookup(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
         done = 0
         try:
-            self._rows.settle_rows()  # the updates so far are of the old values
+            self._settle()  # the updates so far are of the old values
             for done, _ in enumerate(work(), 1):
                 self._board.publish(f"{key}/{done - 1}", _MORE)
         except BaseException as error:
