@@ -48,7 +48,13 @@ _COMPILING = (
 )
 
 
+def no_answer(*_: Any) -> Any:
+    """Of who has every operation wait."""
+    return NotImplemented
+
+
 def refuse_to_be_compiled() -> None:
+    """Of a parameter: compiled code waits at its entry, where parameters are settled."""
     raise TrainingLoopError(_COMPILING)
 
 

@@ -94,7 +94,6 @@ def remote_tables(training: Training) -> RemoteTables:
     remote = [table for table in training.tables if infos[table.index].init is not None]
     return RemoteTables(
         cast("list[RemoteTable]", remote),
-        infos,
         training.user.optimizer,
         training.engine,
         session_id=training.backend.session_id,

@@ -18,7 +18,13 @@ from foreprop.path.firstuse import FirstUse
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.value import GET_DATA, ParameterValue
-from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
+from foreprop.path.waiting import (
+    is_waiting,
+    make_wait,
+    no_answer,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
 from foreprop.tables.exchange import Pull, RowExchange
 from foreprop.tables.lookahead import Prefetch
 
@@ -51,7 +57,6 @@ class RowParameter:
         """By row: after which step it was fetched."""
         self._whole_step = -1  # after which step all rows were fetched
         self._prefetch = Prefetch(number, len(parameter), session, rows)
-        self._pulls = self._prefetch.pulls
         self._detached = False
         self._first_use = FirstUse(self, session)
         self._gradient = ServedGradient(self, parameter, session, torch.sparse_coo)
@@ -97,7 +102,7 @@ class RowParameter:
                 self._rows.send_row_values(self._number, step, self.parameter.detach())
             self._gradient.pushed_step = step
             self._first_use.watched = False
-            self._pulls.clear()
+            self._prefetch.pulls.clear()
             make_wait(self.parameter, self)
             self._rows.push_rows(self._number, step, gradient, flags=flags)
 
@@ -137,14 +142,8 @@ class RowParameter:
             self._first_use.watched = False
             stop_waiting(self.parameter)
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return NotImplemented
-
-    def meets_compiler(self) -> None:
-        """Compiled code waits at its entry, where parameters are settled."""
-        refuse_to_be_compiled()
+    answer = staticmethod(no_answer)
+    meets_compiler = staticmethod(refuse_to_be_compiled)
 
     def check_stepped(self) -> None:
         self._gradient.check_stepped()
@@ -185,22 +184,19 @@ class RowParameter:
         if not len(numbers) or numbers[0] < 0 or numbers[-1] >= len(self._fresh):
             return  # torch says what is wrong with them
         self._prefetch.learn(numbers)
-        if self._whole_step == self._gradient.pushed_step:
-            return
-        if self._missing(numbers) is not None:
-            self._land_pulls()
-        missing = self._missing(numbers)
-        if missing is not None:
+        if self._whole_step != self._gradient.pushed_step:
+            self._fetch(numbers)
+
+    def _fetch(self, numbers: torch.Tensor) -> None:
+        """Have those of the rows that have not been fetched since the last step."""
+        if len(self._missing(numbers)):
+            while self._prefetch.pulls:
+                self._land(self._prefetch.pulls.pop())
+        if len(missing := self._missing(numbers)):
             self._land(self._rows.pull_rows(self._number, self._gradient.pushed_step, missing))
 
-    def _missing(self, numbers: torch.Tensor) -> torch.Tensor | None:
-        """Those of the rows that have not been fetched since the last step."""
-        missing = numbers[self._fresh[numbers] != self._gradient.pushed_step]
-        return missing if len(missing) else None
-
-    def _land_pulls(self) -> None:
-        while self._pulls:
-            self._land(self._pulls.pop())
+    def _missing(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers[self._fresh[numbers] != self._gradient.pushed_step]
 
     def _land(self, pull: Pull) -> None:
         """Wait for rows, and put them into the table."""
@@ -217,10 +213,7 @@ class RowParameter:
         if self._whole_step == self._gradient.pushed_step or self._session.leaves_rows:
             return
         with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
-            self._land_pulls()
-            missing = self._missing(torch.arange(len(self._fresh)))
-            if missing is not None:
-                self._land(self._rows.pull_rows(self._number, self._gradient.pushed_step, missing))
+            self._fetch(torch.arange(len(self._fresh)))
         self._whole_step = self._gradient.pushed_step
 
     def settle_if_stepped(self) -> None:

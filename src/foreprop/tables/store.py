@@ -8,6 +8,7 @@ rows of a remote table are made here (`tables.table`), and take memory from thei
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,33 +47,20 @@ from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS, RowAverages, RowOptimi
 from foreprop.tables.table import Make, RowTable, make_rows
 
 
+@dataclass(slots=True, eq=False)
 class _ShardTensors:
-    __slots__ = (
-        "averages",
-        "gradients",
-        "optimizer",
-        "shard",
-        "staged",
-        "table",
-        "total",
-        "wire_dtype",
-    )
-
-    def __init__(
-        self,
-        shard: Shard,
-        wire_dtype: torch.dtype,
-        table: RowTable,
-        optimizer: RowOptimizer,
-    ) -> None:
-        self.shard = shard
-        self.wire_dtype = wire_dtype
-        self.table = table
-        self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
-        self.staged: list[RowPart] = []  # values for the next update
-        self.averages: RowAverages | None = None  # moving, from the first update on
-        self.total: RowPart | None = None  # the gradients' sum, if made before the update
-        self.optimizer = optimizer
+    shard: Shard
+    wire_dtype: torch.dtype
+    table: RowTable
+    optimizer: RowOptimizer
+    gradients: dict[tuple[int, int], list[RowPart]] = field(default_factory=dict)
+    """By step and rank."""
+    staged: list[RowPart] = field(default_factory=list)
+    """Values for the next update."""
+    averages: RowAverages | None = None
+    """Moving, from the first update on."""
+    total: RowPart | None = None
+    """The gradients' sum, if made before the update."""
 
 
 class RowStore:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
-from foreprop.hooks.buffers import ModelHook
+from foreprop.hooks.modelhooks import CallingHook
 from foreprop.path.engines import Engine
 from foreprop.tables.folder import TableFolder
 from foreprop.tables.parts import VALUES, KeptRows
@@ -40,7 +41,6 @@ class RemoteTables:
     def __init__(
         self,
         tables: Sequence[RemoteTable],
-        infos: Sequence[ParameterInfo],
         optimizer: torch.optim.Optimizer,
         engine: Engine,
         *,
@@ -49,7 +49,8 @@ class RemoteTables:
         config: Config,
     ) -> None:
         self._by_name = {table.name: table for table in tables}
-        self._infos = {info.name: info for info in infos if info.init is not None}
+        remote = (info for info in engine.parameters if info.init is not None)
+        self._infos = {info.name: info for info in remote}
         self._optimizer = type(optimizer).__name__
         self._world = world
         self._config = config
@@ -194,11 +195,9 @@ class RemoteTables:
     ) -> Iterator[RemovableHandle]:
         """Have the modules' state dicts ask here."""
         for name in self._by_name:
-            module: Any
+            hooks = _TableHooks(self, name)
             for module in modules_of(name):
-                yield module.register_state_dict_pre_hook(BeforeTableIsSaved(self, name))
-                yield module.register_state_dict_post_hook(TableIsSaved(self, name))
-                yield module.register_load_state_dict_pre_hook(BeforeTableIsLoaded(self, name))
+                yield from hooks.attach(module)
 
     # Changes, on all ranks alike.
     def _change(self, work: Callable[[], Iterator[None]]) -> None:
@@ -261,35 +260,33 @@ def _parts_in(path: Path) -> Iterator[KeptRows]:
     yield from rows
 
 
-# What a module's state_dict() has of its table.
-class _TableHook(ModelHook):
-    def __init__(self, source: Any = None, name: str = "") -> None:
-        super().__init__(source)
+class _TableHooks:
+    """What a module's state_dict() has of its table, for as long as ``tables`` are there."""
+
+    def __init__(self, tables: RemoteTables, name: str) -> None:
+        self._tables = weakref.ref(tables)
         self._name = name
 
+    def attach(self, module: Any) -> Iterator[RemovableHandle]:
+        yield module.register_state_dict_pre_hook(CallingHook(self._before_saving))
+        yield module.register_state_dict_post_hook(CallingHook(self._saved))
+        yield module.register_load_state_dict_pre_hook(CallingHook(self._before_loading))
 
-class BeforeTableIsSaved(_TableHook):
-    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        source: Any = self._get()
-        if source is not None:
-            source.check_whole(self._name)
+    def _before_saving(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (tables := self._tables()) is not None:
+            tables.check_whole(self._name)
 
-
-class TableIsSaved(_TableHook):
-    def __call__(
+    def _saved(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        source: Any = self._get()
-        if source is not None:
-            source.show(self._name, state, f"{prefix}weight")
+        if (tables := self._tables()) is not None:
+            tables.show(self._name, state, f"{prefix}weight")
 
-
-class BeforeTableIsLoaded(_TableHook):
-    def __call__(
+    def _before_loading(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
     ) -> None:
         value = state.get(f"{prefix}weight")
-        if self._get() is None or value is None or value.is_meta:
+        if self._tables() is None or value is None or value.is_meta:
             return
         raise ConfigError(
             f"load_state_dict() has values for {self._name}, which is on the meta device, and would"
