@@ -143,9 +143,9 @@ class _Composition:
     def _finite_check(self) -> CheckGradient | None:
         if not self._manifest.knobs.aggregation.reports_nonfinite:
             return None
-        from foreprop.numerics.finite import finite_check
+        from foreprop.numerics.finite import check_finite
 
-        return finite_check(self._manifest.knobs.aggregation)
+        return check_finite
 
     def _make_rows(self) -> RowServer:
         from foreprop.tables.service import RowServer

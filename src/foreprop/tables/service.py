@@ -57,6 +57,7 @@ class RowServer:
         barrier: StepBarrier | None = None,
     ) -> None:
         self._manifest = manifest
+        self._checks_finite = manifest.knobs.aggregation.reports_nonfinite
         self._peers = executor.peers
         self._machine = RowsMachine(
             shards,
@@ -122,7 +123,9 @@ class RowServer:
             elif header.kind == Kind.ROWS_PUSH:
                 if len(payload):
                     rows = self.store.put_gradient(number, rank, step, payload)
-                    self._check_finite(rank, number, step, rows)
+                    if self._checks_finite:
+                        name = self._manifest.parameters[self.store.shard(number).parameter].name
+                        check_finite(rows, self._peers.name(rank), name, step)
                 if not header.flags & Flag.MORE:
                     event = PushArrived(rank, number, step, header.priority, header.flags)
                     instructions = self._machine.handle(event)
@@ -133,11 +136,6 @@ class RowServer:
                     instructions = self._machine.handle(valued)
             work = self._decide(instructions)
         self._work(work)
-
-    def _check_finite(self, rank: int, number: int, step: int, rows: torch.Tensor) -> None:
-        name = self._manifest.parameters[self.store.shard(number).parameter].name
-        aggregation, whose = self._manifest.knobs.aggregation, self._peers.name(rank)
-        check_finite(rows, aggregation, whose=whose, name=name, step=step)
 
     def _on_pull(self, rank: int, header: Header, payload: memoryview) -> Sequence[Any]:
         number = pulled_shard(payload)
