@@ -32,7 +32,7 @@ from foreprop.servers.launch import Connections
 from foreprop.servers.workers import Worker
 
 if TYPE_CHECKING:
-    from foreprop.numerics.workernorm import WorkerNorm
+    from foreprop.numerics.norms import WorkerNorm
 
 if TYPE_CHECKING:
     from foreprop.tables.exchange import RowExchange

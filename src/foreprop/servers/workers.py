@@ -18,7 +18,7 @@ from foreprop.path.slicememory import ParameterMemory
 from foreprop.path.worker import WorkerEngine
 
 if TYPE_CHECKING:
-    from foreprop.numerics.workernorm import WorkerNorm
+    from foreprop.numerics.norms import WorkerNorm
     from foreprop.tables.exchange import RowExchange
 
 
@@ -66,6 +66,6 @@ class Worker:
         return RowExchange(self.engine)
 
     def _make_norm(self) -> WorkerNorm:
-        from foreprop.numerics.workernorm import WorkerNorm
+        from foreprop.numerics.norms import WorkerNorm
 
         return WorkerNorm(self.engine)
