@@ -124,12 +124,10 @@ class RelayRows:
         self._executor = executor
         self._settings_at = settings_at
         self._lock = executor.lock
-        self._peers = peers = executor.peers
+        self._peers = executor.peers
         server = executor.host.index
         names = [info.name for info in manifest.parameters]
-        self._machine = RowsMachine(
-            shards, index=server, workers=peers.count, names=names, peers=peers
-        )
+        self._machine = RowsMachine(shards, index=server, peers=executor.peers, names=names)
         self._shards = {shard.number: shard for shard in shards if shard.server == server}
         self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]

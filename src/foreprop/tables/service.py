@@ -62,10 +62,9 @@ class RowServer:
         self._machine = RowsMachine(
             shards,
             index=executor.host.index,
-            workers=self._peers.count,
+            peers=self._peers,
             names=[info.name for info in manifest.parameters],
             barrier=barrier,
-            peers=self._peers,
         )
         self._coefficient = 1.0
         """For the gradients of the step whose updates are under way."""
