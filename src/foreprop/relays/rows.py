@@ -22,24 +22,18 @@ from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
-from foreprop.numerics.finite import check_finite
 from foreprop.path.executor import Executor
-from foreprop.path.services import bounded
 from foreprop.path.sliceupdates import SettingsAt
 from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.tables.parts import (
     RowPart,
-    decode_part,
-    decode_pull,
     encode_part,
     encode_pull,
     kept_limit_bytes,
-    part_limit_bytes,
     part_rows,
-    pulled_shard,
     sum_parts,
 )
-from foreprop.tables.service import ROW_KINDS
+from foreprop.tables.service import ROW_KINDS, OwnShards
 from foreprop.tables.table import RowIndex
 
 _REQUESTS = 2**32
@@ -119,8 +113,6 @@ class RelayRows:
         executor: Executor,
         settings_at: SettingsAt,
     ) -> None:
-        self._manifest = manifest
-        self._checks_finite = manifest.knobs.aggregation.reports_nonfinite
         self._executor = executor
         self._settings_at = settings_at
         self._lock = executor.lock
@@ -128,7 +120,7 @@ class RelayRows:
         server = executor.host.index
         names = [info.name for info in manifest.parameters]
         self._machine = RowsMachine(shards, index=server, peers=executor.peers, names=names)
-        self._shards = {shard.number: shard for shard in shards if shard.server == server}
+        self._shards = OwnShards(manifest, shards, server, "this relay's server")
         self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._part_elems = manifest.knobs.slice_elems
@@ -154,10 +146,7 @@ class RelayRows:
                     f"rows for request {header.slice}, step {header.step}, which is not awaited"
                 )
             return bytes_of(request.rows)
-        own = self._shards.values()
-        shards = own if header.kind == Kind.ROWS_PULL else [self._owned(header.slice)]
-        limits = (part_limit_bytes(each, self._dtypes[each.parameter].itemsize) for each in shards)
-        return bounded(header, max(limits, default=0))  # a pull has the shard in its payload
+        return self._shards.room(header)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.ROWS_REPLY:
@@ -176,24 +165,14 @@ class RelayRows:
 
     def kept_limit_bytes(self, number: int) -> int:
         """The longest part of a remote table; raises `RemoteProtocolError`."""
-        return kept_limit_bytes(self._owned(number))
-
-    def _owned(self, number: int) -> Shard:
-        shard = self._shards.get(number)
-        if shard is None:
-            raise RemoteProtocolError(f"shard {number} does not belong to this relay's server")
-        return shard
+        return kept_limit_bytes(self._shards[number])
 
     # Pushes.
     def _on_push(self, worker: int, header: Header, payload: memoryview) -> None:
-        number, step = header.slice, header.step
-        shard, key = self._owned(number), (number, step)
+        key = number, step = header.slice, header.step
         part = None
         if len(payload):
-            part = decode_part(payload, shard, self._wire_dtypes[shard.parameter])
-            if self._checks_finite:
-                name = self._manifest.parameters[shard.parameter].name
-                check_finite(part.rows, self._peers.name(worker), name, step)
+            part = self._shards.gradient(header, payload, self._peers.name(worker))
         with self._lock:
             if part is not None:
                 gradients = self._gradients.setdefault(key, {})
@@ -252,8 +231,7 @@ class RelayRows:
 
     # Pulls.
     def _on_pull(self, worker: int, header: Header, payload: memoryview) -> None:
-        shard = self._owned(pulled_shard(payload))
-        numbers = decode_pull(payload, shard)
+        shard, numbers = self._shards.pulled(payload)
         with self._lock:
             fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
             new = numbers[fetched.index.find(numbers) < 0]

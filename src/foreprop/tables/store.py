@@ -7,7 +7,7 @@ rows of a remote table are made here (`tables.table`), and take memory from thei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,8 @@ from foreprop.tables.parts import (
     RowPart,
     decode_kept,
     decode_kept_pull,
-    decode_part,
     encode_kept,
     kept_limit_bytes,
-    part_limit_bytes,
     rows_at_once,
     sum_parts,
 )
@@ -102,32 +100,12 @@ class RowStore:
 
         return make
 
-    def __contains__(self, shard: int) -> bool:
-        return shard in self._shards
+    def put_gradient(self, number: int, rank: int, step: int, part: RowPart) -> None:
+        """Keep a part of a worker's gradient."""
+        self._shards[number].gradients.setdefault((step, rank), []).append(part)
 
-    def numbers(self) -> Iterable[int]:
-        return self._shards
-
-    def shard(self, number: int) -> Shard:
-        return self._shards[number].shard
-
-    def part_limit_bytes(self, number: int) -> int:
-        tensors = self._shards[number]
-        return part_limit_bytes(tensors.shard, tensors.table.dtype.itemsize)
-
-    def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> torch.Tensor:
-        """Keep a part of a worker's gradient, and return its rows.
-
-        Raises `RemoteProtocolError` if it does not fit.
-        """
-        tensors = self._shards[number]
-        part = decode_part(data, tensors.shard, tensors.wire_dtype)
-        tensors.gradients.setdefault((step, rank), []).append(part)
-        return part.rows
-
-    def put_value(self, number: int, data: memoryview) -> None:
-        tensors = self._shards[number]
-        tensors.staged.append(decode_part(data, tensors.shard, tensors.table.dtype))
+    def put_value(self, number: int, part: RowPart) -> None:
+        self._shards[number].staged.append(part)
 
     def install_values(self, number: int, *, shown: bool = False) -> None:
         """Take the values that rank 0 sent. Gradients must be disabled.
