@@ -77,6 +77,7 @@ class RemoteTable:
             self, leaf, session, torch.sparse_coo, hook=self._on_gradient
         )
         self._prefetch = Prefetch(number, self.row_count, session, rows)
+        self.check_stepped = self._gradient.check_stepped
         self._mark = torch.empty_like(parameter)
         """Shown as the gradient, to notice when somebody discards it: without memory, too."""
         self._mark_version = 0
@@ -290,9 +291,6 @@ class RemoteTable:
 
     def unwatch(self) -> None:
         self._first_use.watched = False
-
-    def check_stepped(self) -> None:
-        self._gradient.check_stepped()
 
     def settle(self) -> None:
         """A row waits at its look-up."""

@@ -60,6 +60,9 @@ class RowParameter:
         self._detached = False
         self._first_use = FirstUse(self, session)
         self._gradient = ServedGradient(self, parameter, session, torch.sparse_coo)
+        self.finish_step = self._gradient.finish_step
+        self.gradient_discarded = self._gradient.discarded
+        self.check_stepped = self._gradient.check_stepped
 
     # What the engine reads and writes: rows, but nothing of the whole.
     @property
@@ -106,16 +109,9 @@ class RowParameter:
             make_wait(self.parameter, self)
             self._rows.push_rows(self._number, step, gradient, flags=flags)
 
-    def finish_step(self, step: int) -> None:
-        """`optimizer.step()`: push what has not been pushed; check what has."""
-        self._gradient.finish_step(step)
-
     def prefetch(self) -> None:
         """A step has been made: ask for the rows of the next batch, as far as it is known."""
         self._prefetch.begin(self._gradient.pushed_step)
-
-    def gradient_discarded(self, *, dropped: bool) -> None:
-        self._gradient.discarded(dropped=dropped)
 
     def replace_busy_gradient(self) -> None:
         """It was copied when it left."""
@@ -145,9 +141,6 @@ class RowParameter:
     answer = staticmethod(no_answer)
     meets_compiler = staticmethod(refuse_to_be_compiled)
 
-    def check_stepped(self) -> None:
-        self._gradient.check_stepped()
-
     def before_use(
         self,
         func: Callable[..., Any],
@@ -156,7 +149,7 @@ class RowParameter:
         *,
         in_place: bool,
     ) -> bool:
-        self._gradient.check_stepped()
+        self.check_stepped()
         self._first_use.begins()
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOK_UPS:

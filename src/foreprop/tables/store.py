@@ -159,7 +159,7 @@ class RowStore:
         if tensors.averages is not None and tensors.staged:
             tensors.averages.before_change()
         self.install_values(number, shown=True)
-        averages = tensors.averages = tensors.averages or self._new_averages(tensors)
+        averages = self._averages_of(tensors)
         total, tensors.total = tensors.total, None
         if total is None:
             total = self._total(gradients, tensors)
@@ -170,9 +170,10 @@ class RowStore:
         if averages is not None:
             averages.end_step()
 
-    def _new_averages(self, tensors: _ShardTensors) -> RowAverages | None:
-        decay = self._aggregation.ema
-        return None if decay is None else RowAverages(tensors.table, decay)
+    def _averages_of(self, tensors: _ShardTensors) -> RowAverages | None:
+        if tensors.averages is None and self._aggregation.ema is not None:
+            tensors.averages = RowAverages(tensors.table, self._aggregation.ema)
+        return tensors.averages
 
     def _apply(
         self,
@@ -232,20 +233,19 @@ class RowStore:
     def export_average(self, number: int) -> bytes:
         """The shard's moving averages, as a state of one tensor."""
         tensors = self._shards[number]
-        if tensors.averages is None:
-            return encode_state({AVERAGE: start_average(tensors.table.whole).reshape(-1)})
-        return encode_state({AVERAGE: tensors.averages.current().reshape(-1)})
+        averages, whole = tensors.averages, tensors.table.whole
+        current = start_average(whole) if averages is None else averages.current()
+        return encode_state({AVERAGE: current.reshape(-1)})
 
     def import_average(self, number: int, data: memoryview) -> None:
         """Go on from these averages; raises `RemoteProtocolError` if they do not fit."""
         tensors = self._shards[number]
         value = decode_state(data, elems=tensors.shard.elems).get(AVERAGE)
-        averages = tensors.averages or self._new_averages(tensors)
+        averages = self._averages_of(tensors)
         if averages is None or not is_array(value):
             raise RemoteProtocolError(f"a moving average for shard {number}, which has none")
         rows = tensors.shard.rows
         averages.put(torch.arange(rows), value.view(rows, tensors.shard.row_elems))
-        tensors.averages = averages
 
     def state_limit_bytes(self, number: int) -> int:
         return state_limit_bytes(self._shards[number].shard.elems)
@@ -281,10 +281,8 @@ class RowStore:
             if tensors.averages is not None:
                 tensors.averages.before_change(numbers)
             tensors.table.put(numbers, values.to(tensors.table.dtype))
-        if average is not None and self._aggregation.ema is not None:
-            averages = tensors.averages = tensors.averages or self._new_averages(tensors)
-            if averages is not None:
-                averages.put(numbers, average)
+        if average is not None and (averages := self._averages_of(tensors)) is not None:
+            averages.put(numbers, average)
         size = len(STATE)
         state = {key[size:]: v for key, v in entries.items() if key.startswith(STATE)}
         tensors.optimizer.put(numbers, state)
