@@ -16,7 +16,7 @@ import psutil
 
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.lab.children import children_start_undisturbed
-from foreprop.link.tcp import tune
+from foreprop.link.stream import tune
 
 _JOIN_S = 60.0
 

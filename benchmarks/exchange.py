@@ -18,7 +18,7 @@ from foreprop.config import Config
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster
 from foreprop.lab.network import NetworkUnavailable
-from foreprop.link.tcp import tune
+from foreprop.link.stream import tune
 from foreprop.workload.limit import HEADER_FACTOR
 from foreprop.workload.network import Network
 

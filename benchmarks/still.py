@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters
-from foreprop.link.tcp import listen
+from foreprop.link.stream import listen
 from foreprop.path.server import Server
 from foreprop.path.slicestore import SliceStore
 from foreprop.servers.composed import ServerComposer

@@ -18,12 +18,13 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
+    SliceUpdated,
+    UpdateSlice,
     ValueArrived,
 )
 from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.sendqueue import USUAL_TURNS
-from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import Flag, Kind
 
 if TYPE_CHECKING:

@@ -28,27 +28,26 @@ from foreprop.core.frames import (
     PeerLeft,
     PrioritiesLearned,
     PullArrived,
+    PullsDue,
     PushArrived,
     ReplyArrived,
     SendFrame,
     SendNormPart,
-    ValueArrived,
-)
-from foreprop.core.manifest import Reply
-from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.sendqueue import USUAL_TURNS, Order, Turns
-from foreprop.core.server_machine import (
     SendSquares,
-    ServerMachine,
     SliceSummed,
     SliceUpdated,
     SumSlice,
     UpdateSlice,
+    ValueArrived,
+    ValuesAwaited,
+    ValuesOffered,
 )
+from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.sendqueue import USUAL_TURNS, Order, PushWindow, Reply, Turns
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition, Slice, plan_slices
-from foreprop.core.window import PushWindow
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
-from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
+from foreprop.core.worker_machine import WorkerMachine
 from tests.simulated_relay import Relay
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import foreprop
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from tests.cluster import run_cluster, worlds
 from tests.conformance.parity import (
     Batch,

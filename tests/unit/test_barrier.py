@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier
-from foreprop.core.frames import NormArrived, PushArrived, SendFrame, SendNormPart
-from foreprop.core.manifest import Reply
-from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.server_machine import (
-    ServerMachine,
+from foreprop.core.frames import (
+    NormArrived,
+    PushArrived,
+    SendFrame,
+    SendNormPart,
     SliceSummed,
     SliceUpdated,
     SumSlice,
     UpdateSlice,
 )
+from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.sendqueue import Reply
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreprop.path.blobs import BlobShelf
+from foreprop.path.calls import BlobShelf
 
 
 def test_who_asks_too_early_is_named_when_the_blob_comes() -> None:

@@ -8,8 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-MOST_MODULES = 103
-MOST_LINES = 12_650
+MOST_MODULES = 86
+MOST_LINES = 12_300
 """To come down to 50 and 10,000."""
 
 NEVER = (

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from foreprop.config import PRESETS
 from foreprop.core import worker_machine as worker
 from foreprop.core.barrier import NormCombiner
-from foreprop.core.frames import SendFrame
+from foreprop.core.frames import SendFrame, SendSquares
 from foreprop.core.norm import SquareSum
-from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns
-from foreprop.core.server_machine import SendSquares, ServerMachine
+from foreprop.core.sendqueue import AT_ONCE, PushWindow, SendLanes, Turns, may_hold_back
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition
-from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import RemoteProtocolError

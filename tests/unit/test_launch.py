@@ -11,7 +11,7 @@ import torch
 
 import foreprop
 from foreprop.config import Config
-from foreprop.link.tcp import tune
+from foreprop.link.stream import tune
 from foreprop.path import server
 from foreprop.servers import launch
 from tests.cluster import worlds

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import (
+    Aggregation,
     Manifest,
     OptimizerInfo,
     ParameterInfo,

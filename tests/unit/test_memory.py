@@ -6,13 +6,8 @@ import threading
 
 import torch
 
-from foreprop.path.memory import (
-    AsyncStagedMemory,
-    DirectMemory,
-    MemoryFactory,
-    StagedMemory,
-    Stager,
-)
+from foreprop.path.gpumemory import AsyncStagedMemory, Stager
+from foreprop.path.memory import DirectMemory, MemoryFactory, StagedMemory
 
 
 class FakeEvent:

@@ -18,10 +18,10 @@ import pytest
 from foreprop.errors import ConfigError, TransportError
 from foreprop.link.local import connected_pair
 from foreprop.link.pacing import Link, PacedStream
-from foreprop.link.stream import SocketStream
-from foreprop.link.tcp import (
+from foreprop.link.stream import (
     TCP_NOTSENT_LOWAT,
     TCP_USER_TIMEOUT,
+    SocketStream,
     check_reachable,
     connect,
     listen,

@@ -13,7 +13,7 @@ import typer
 
 import foreprop
 from foreprop.cli.main import app
-from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -19,13 +19,13 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
+    SliceUpdated,
+    UpdateSlice,
     ValueArrived,
 )
-from foreprop.core.manifest import Reply
 from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
-from foreprop.core.sendqueue import Order
-from foreprop.core.server_machine import SliceUpdated, UpdateSlice
+from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError

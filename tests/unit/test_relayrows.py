@@ -15,7 +15,7 @@ from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.services import EMPTY
+from foreprop.link.connection import EMPTY
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.parts import RowPart, decode_part, decode_pull, encode_part, encode_pull
 from tests.faults.wire_peers import manifest_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foreprop.path.seengradient import SeenGradient
+from foreprop.path.servedgradient import SeenGradient
 
 BOUND_S = 20e-6
 """Ten times what it takes on a quiet machine."""

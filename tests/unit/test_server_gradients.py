@@ -6,9 +6,17 @@ from collections.abc import Iterable
 
 import pytest
 
-from foreprop.core.frames import FailSession, FrameSent, PullArrived, PushArrived, SendFrame
-from foreprop.core.manifest import Reply
-from foreprop.core.server_machine import ServerMachine, SliceUpdated, UpdateSlice
+from foreprop.core.frames import (
+    FailSession,
+    FrameSent,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+    SliceUpdated,
+    UpdateSlice,
+)
+from foreprop.core.sendqueue import Reply
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.errors import RemoteProtocolError

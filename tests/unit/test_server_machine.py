@@ -18,11 +18,12 @@ from foreprop.core.frames import (
     PullArrived,
     PushArrived,
     SendFrame,
+    SliceUpdated,
+    UpdateSlice,
     ValueArrived,
 )
-from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order
-from foreprop.core.server_machine import ServerMachine, SliceUpdated, UpdateSlice
+from foreprop.core.sendqueue import Order, Reply
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError

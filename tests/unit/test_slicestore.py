@@ -18,7 +18,7 @@ from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import InternalError, RemoteProtocolError
-from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.slicestore import GradientBuffer, SliceStore
 from foreprop.path.tensors import (
     DTYPES,

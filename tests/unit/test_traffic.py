@@ -13,7 +13,7 @@ import pytest
 from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Reach, Send
 from foreprop.errors import TransportError
-from foreprop.link.tcp import listen
+from foreprop.link.stream import listen
 from foreprop.link.traffic import (
     Endpoint,
     ProbeListener,

@@ -16,14 +16,16 @@ from foreprop.core.frames import (
     MessageReady,
     NotifyArrived,
     PrioritiesLearned,
+    PullsDue,
     ReplyArrived,
     SendFrame,
+    ValuesAwaited,
+    ValuesOffered,
 )
-from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import Order
+from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.wire import Flag, Kind
-from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
+from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
 
 # parameter 0 in slices 0 and 1, parameter 1 in slice 2, parameter 2 in slices 3 and 4

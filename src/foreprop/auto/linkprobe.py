@@ -11,7 +11,7 @@ import msgspec
 
 from foreprop.cluster.rendezvous import Board
 from foreprop.errors import TransportError
-from foreprop.link.tcp import listen
+from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, Flow, ProbeListener, ping, send
 from foreprop.model.deployment import ACKNOWLEDGED
 from foreprop.workload.limit import HEADER_FACTOR

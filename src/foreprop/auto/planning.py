@@ -26,7 +26,7 @@ from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import ParameterInfo
-from foreprop.link.tcp import local_address
+from foreprop.link.stream import local_address
 from foreprop.model.deployment import Deployment
 from foreprop.model.planner import (
     MOST_NODES,

@@ -23,7 +23,6 @@ from foreprop.collectives.ringreports import RingReports
 from foreprop.collectives.ringupdates import RingUpdates
 from foreprop.collectives.stepsettings import StepSettings
 from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation
 from foreprop.core.frames import (
     Closing,
     CompleteParameter,
@@ -33,7 +32,7 @@ from foreprop.core.frames import (
     PrioritiesLearned,
     SendNormPart,
 )
-from foreprop.core.manifest import ParameterInfo
+from foreprop.core.manifest import Aggregation, ParameterInfo
 from foreprop.core.norm import SquareSum
 from foreprop.core.ring_machine import (
     ChunkReduced,
@@ -49,10 +48,9 @@ from foreprop.core.ring_machine import (
 from foreprop.errors import ForepropError, InternalError, StepTimeout
 from foreprop.link.failure import own_error
 from foreprop.numerics.norms import GradientNorms
-from foreprop.observe.stages import RingStage
-from foreprop.observe.trace import TraceRecorder
+from foreprop.observe.trace import RingStage, TraceRecorder
+from foreprop.path.memory import ParameterMemory
 from foreprop.path.progress import Progress
-from foreprop.path.slicememory import ParameterMemory
 
 _LEAVE_S = 1.0
 _KEPT_BLOBS = 3

@@ -11,15 +11,20 @@ from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.group import Group
 from foreprop.collectives.stepsettings import DIGEST_BITS, StepSettings
 from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation, Reduction
-from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
+from foreprop.core.manifest import (
+    ITEMSIZE_BYTES,
+    Aggregation,
+    ParameterInfo,
+    Reduction,
+    WireDtype,
+    wire_dtype_of,
+)
 from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, TrainingLoopError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.slicememory import ParameterMemory
-from foreprop.path.summing import finish_sum
-from foreprop.path.tensors import DTYPES
+from foreprop.path.memory import ParameterMemory
+from foreprop.path.tensors import DTYPES, finish_sum
 
 _MARKS = 2 + DIGEST_BITS
 """Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,

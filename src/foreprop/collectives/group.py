@@ -18,7 +18,7 @@ from foreprop.cluster.storeclient import within
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
-from foreprop.link.tcp import check_reachable, local_address
+from foreprop.link.stream import check_reachable, local_address
 
 _Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
 _ALIVE_S = 2.0

@@ -18,9 +18,8 @@ from foreprop.errors import ForepropError, InternalError
 from foreprop.hooks.buffers import ModelBuffers
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.engines import Engine
-from foreprop.path.memory import Memory
+from foreprop.path.memory import Memory, ParameterMemory
 from foreprop.path.progress import Counters, Progress
-from foreprop.path.slicememory import ParameterMemory
 from foreprop.servers.backend import Setup, Starting
 from foreprop.servers.launch import Connections
 from foreprop.servers.served import ServedBackend

@@ -17,7 +17,7 @@ import torch
 
 from foreprop.core.manifest import NO_GROUP
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.memory import ParameterMemory
 
 Groups = tuple[Mapping[str, Any], ...]
 """The parameter groups' settings as they were at some time, without the parameters."""

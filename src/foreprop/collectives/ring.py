@@ -26,9 +26,8 @@ from foreprop.core.manifest import (
 from foreprop.core.norm import SquareSum
 from foreprop.errors import ConfigError, HandshakeError, InternalError
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory, Ready
-from foreprop.path.optimizer import check_groups
+from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.backend import Setup, Starting, describe_wire_dtype
 

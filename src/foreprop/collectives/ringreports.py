@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from foreprop.collectives.group import Group
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.ring_machine import RingMachine
-from foreprop.observe.stages import RingStage
+from foreprop.observe.trace import RingStage
 from foreprop.path.progress import NOTHING
 
 

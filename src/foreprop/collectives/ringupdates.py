@@ -6,10 +6,10 @@ import torch
 
 from foreprop.collectives.gradientsums import GradientSums
 from foreprop.collectives.local_update import LocalUpdater
-from foreprop.core.aggregation import Aggregation
+from foreprop.core.manifest import Aggregation
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.wire import Flag
-from foreprop.path.summing import clip, square_sum
+from foreprop.path.tensors import clip, square_sum
 
 
 class RingUpdates:

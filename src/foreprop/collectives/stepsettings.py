@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from foreprop.cluster.rendezvous import Board
 from foreprop.errors import StepTimeout, TrainingLoopError
-from foreprop.path.hyperparameters import describe_groups
+from foreprop.path.optimizer import describe_groups
 
 DIGEST_BITS = 18
 _OTHERS_S = 5.0

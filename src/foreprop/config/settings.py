@@ -24,9 +24,8 @@ from foreprop.config.typed import (
     WholeTables,
 )
 from foreprop.config.values import check_value, did_you_mean
-from foreprop.core.aggregation import Aggregation, Reduction
-from foreprop.core.manifest import Knobs, Reply, WireDtype
-from foreprop.core.sendqueue import Order
+from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
+from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-from foreprop.core.aggregation import Reduction
-from foreprop.core.manifest import Reply, WireDtype
-from foreprop.core.sendqueue import Order
+from foreprop.core.manifest import Reduction, WireDtype
+from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Granularity, Placement
 
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]

@@ -1,23 +1,30 @@
-"""Which pushes are in, of a server's slices or of its shards of rows, and which never will be.
+"""What has been pushed to a server or relay, and who is owed a reply.
 
-Theory of operation. Every peer pushes each slice once in each round, and steps increase: a push
-that is a second one, too late, or from somebody who has said goodbye is the peer's protocol error.
-A round is full when every peer's push is in. It never will be if somebody has left, or is already
-at a later step; then the session fails with that peer's name. A step usually has one round; where
-workers update, it may have several (`core.rounds`).
+Slices, shards of rows and a node's sums are collected alike: see `PushCollector`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
-from foreprop.core.frames import FailSession, PushArrived
+from foreprop.core.frames import (
+    NO_TOKEN,
+    FailSession,
+    MessageReady,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+)
 from foreprop.core.peers import Peers
-from foreprop.core.wire import Flag
+from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
+from foreprop.core.wire import Flag, Kind
 from foreprop.errors import RemoteProtocolError
 
 Round = tuple[int, int]
 """A step, and which of its rounds."""
+
+
 NEVER: Round = (-1, 0)
 
 
@@ -53,7 +60,7 @@ class Pushes:
 
     def end_round(self) -> None:
         """What was being collected is done; nobody was allowed to be ahead."""
-        self.done = self.oldest
+        self.done = min(self.rounds, default=NEVER)
         self.rounds.clear()
 
     def at(self, step: int) -> Mapping[int, int]:
@@ -63,7 +70,11 @@ class Pushes:
 
 def with_gradient(pushed: Mapping[int, int]) -> tuple[int, ...]:
     """The peers that had a gradient, ascending."""
-    return tuple(sorted(peer for peer, flags in pushed.items() if not flags & Flag.NO_GRADIENT))
+    having = []
+    for peer in sorted(pushed):
+        if not pushed[peer] & Flag.NO_GRADIENT:
+            having.append(peer)
+    return tuple(having)
 
 
 class PushCollector:
@@ -202,3 +213,87 @@ class PushCollector:
             )
             return [FailSession(reason, peer, step - 1)]
         return []
+
+
+class Replies:
+    """Queues a server's frames and remembers who waits for which slice. Not thread-safe."""
+
+    def __init__(
+        self, peers: Peers, *, order: Order, reply: Reply, turns: Turns = USUAL_TURNS
+    ) -> None:
+        self.lanes: SendLanes[SendFrame] = SendLanes(order, turns=turns)
+        self._peers = peers
+        self._everybody = range(peers.count)
+        self._reply = reply
+        self._pulls: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By slice: rank and step of the pulls that came before the update."""
+        self._unchanged: dict[int, int] = {}
+        """By slice: the flag, if there is no average to be pulled, as no rank had a gradient."""
+
+    def is_pulled(self, slice_: int) -> bool:
+        """Whether somebody waits for this slice's next update."""
+        return bool(self._pulls.get(slice_))
+
+    def describe(self, slice_: int) -> str:
+        """What of an updated slice is still queued, in words."""
+        kinds = (Kind.REPLY, Kind.NOTIFY)
+        queued = [f for f in self.lanes.items() if f.slice == slice_ and f.kind in kinds]
+        if not queued:
+            return "no reply is queued"
+        return f"replies still queued for {self._peers.listed(sorted(f.peer for f in queued))}"
+
+    def check_pulls(self, event: PullArrived) -> None:
+        """Raises `RemoteProtocolError` where nobody needs to ask."""
+        if self._reply == "broadcast":
+            who = self._peers.name(event.rank)
+            raise RemoteProtocolError(f"{who} pulled slice {event.slice}; replies are broadcast")
+
+    def pull(self, event: PullArrived, pushes: Pushes) -> None:
+        """Reply, or as soon as the update is done. `RemoteProtocolError` leaves all as it was."""
+        rank, slice_, step, priority, _ = event
+        if (rank, step) in self._pulls.get(slice_, ()):
+            who = self._peers.name(rank)
+            raise RemoteProtocolError(f"{who} pulled slice {slice_} twice in step {step}")
+        pushed = rank in pushes.at(step)
+        if not pushed and step != pushes.done_step:
+            raise RemoteProtocolError(
+                f"{self._peers.name(rank)} pulled slice {slice_} for step {step}, which it has not"
+                f" pushed; step {pushes.done_step} is done"
+            )
+        if pushed:
+            self._pulls[slice_].append((rank, step))
+        else:
+            flags = self._unchanged.get(slice_, 0)
+            self._queue(rank, Kind.REPLY, step, slice_, priority, flags)
+
+    def offer(self, slice_: int, priority: int, *, giver: int) -> None:
+        """The first values go to all but the one who has sent them."""
+        for rank in self._everybody:
+            if rank != giver:
+                self._queue(rank, Kind.REPLY, 0, slice_, priority, 0)
+
+    def answer(
+        self, slice_: int, step: int, priority: int, unchanged: int, *, is_average: bool
+    ) -> None:
+        """The slice is updated, or with ``is_average`` its gradient averaged."""
+        to_pull = unchanged if is_average else 0
+        self._unchanged[slice_] = to_pull
+        if self._reply == "pull":
+            for rank, _ in self._pulls.pop(slice_, ()):
+                self._queue(rank, Kind.REPLY, step, slice_, priority, to_pull)
+            return
+        kind = Kind.REPLY if self._reply == "broadcast" else Kind.NOTIFY
+        for rank in self._everybody:
+            self._queue(rank, kind, step, slice_, priority, unchanged)
+
+    def send(self, message: MessageReady) -> None:
+        """A control frame."""
+        peer, kind, step, priority, slice_, token, flags = message
+        frame = SendFrame(peer, kind, step, slice_, priority, flags, token)
+        self.lanes.push(peer, step, priority, frame)
+
+    def _queue(
+        self, rank: int, kind: int, step: int, slice_: int, priority: int, flags: int
+    ) -> None:
+        frame = SendFrame(rank, kind, step, slice_, priority, flags, NO_TOKEN)
+        self.lanes.push(rank, step, priority, frame)

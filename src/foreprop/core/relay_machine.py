@@ -31,19 +31,15 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    ValueArrived,
-)
-from foreprop.core.manifest import Reply
-from foreprop.core.peers import SERVER, Peers
-from foreprop.core.sendqueue import Order, SendLanes
-from foreprop.core.server_machine import (
-    ServerInstruction,
-    ServerMachine,
     SliceUpdated,
     UpdateAnswered,
     UpdateDeferred,
     UpdateSlice,
+    ValueArrived,
 )
+from foreprop.core.peers import SERVER, Peers
+from foreprop.core.sendqueue import Order, Reply, SendLanes
+from foreprop.core.server_machine import ServerInstruction, ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind
 from foreprop.errors import InternalError, RemoteProtocolError

@@ -16,10 +16,10 @@ name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import PushCollector, Pushes, with_gradient
+from foreprop.core.collect import PushCollector, Pushes, Replies, with_gradient
 from foreprop.core.frames import (
     FailSession,
     Finish,
@@ -32,71 +32,21 @@ from foreprop.core.frames import (
     PushArrived,
     SendFrame,
     SendNormPart,
+    SendSquares,
+    SliceSummed,
+    SliceUpdated,
+    SumSlice,
+    UpdateAnswered,
+    UpdateDeferred,
+    UpdateSlice,
     ValueArrived,
 )
-from foreprop.core.manifest import Reply
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.peers import SERVER, Peers, each_worker
-from foreprop.core.replies import Replies
-from foreprop.core.sendqueue import USUAL_TURNS, Order, SendQueue, Turns
+from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag
 from foreprop.errors import InternalError, RemoteProtocolError
-
-
-# Events that only servers know; the others are in `core.frames`.
-class SliceUpdated(NamedTuple):
-    """The update under way is done."""
-
-    squares: SquareSum | None = None
-    """Of the aggregated gradient, if it was to be measured."""
-
-
-class UpdateDeferred(NamedTuple):
-    """The update under way is done elsewhere; `UpdateAnswered` will say that it is done."""
-
-
-class UpdateAnswered(NamedTuple):
-    """A deferred update is done."""
-
-    slice: int
-    step: int
-    flags: int
-    """Of the answer: maybe ``UNCHANGED``."""
-
-
-class SliceSummed(NamedTuple):
-    """The sum under way is done; ``part`` is that of its squares."""
-
-    part: SquareSum
-
-
-# Instructions.
-class UpdateSlice(NamedTuple):
-    slice: int
-    step: int
-    ranks: tuple[int, ...]
-    """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
-    gradient: bool = False
-    """The workers update: the aggregated gradient is the answer, and the values stay."""
-    measure: bool = False
-    """Say in `SliceUpdated` what its squares add up to."""
-
-
-class SumSlice(NamedTuple):
-    """Add up the gradients, and keep the sum for the update."""
-
-    slice: int
-    step: int
-    ranks: tuple[int, ...]
-
-
-class SendSquares(NamedTuple):
-    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
-
-    step: int
-    squares: tuple[SquareSum, ...]
-
 
 ServerInstruction = (
     SendFrame
@@ -143,6 +93,7 @@ class ServerMachine:
     ) -> None:
         self._index = index
         self._peers = peers or each_worker(workers)
+        self._peers_count = self._peers.count
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {
             number: _SliceState(number, names[piece.parameter])
@@ -158,7 +109,7 @@ class ServerMachine:
         self._measured: dict[int, tuple[UpdateSlice, SquareSum, int]] = {}
         """Averaged, by slice, until all of the round are; the flags of the answer last."""
         self._replies = Replies(self._peers, order=order, reply=reply, turns=turns)
-        self._handlers: dict[type, Callable[[Any], list[ServerInstruction]]] = {
+        self._handlers: dict[type, Callable[[Any], Sequence[ServerInstruction]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
             PullArrived: self._on_pull_arrived,
@@ -172,7 +123,7 @@ class ServerMachine:
             PeerLeft: self._on_peer_left,
         }
 
-    def handle(self, event: Any) -> list[ServerInstruction]:
+    def handle(self, event: Any) -> Sequence[ServerInstruction]:
         """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -238,25 +189,25 @@ class ServerMachine:
         return self._collector.incomplete()
 
     # Handlers.
-    def _on_push_arrived(self, event: PushArrived) -> list[ServerInstruction]:
+    def _on_push_arrived(self, event: PushArrived) -> Sequence[ServerInstruction]:
         self.owned(event.slice)
         state = self._states[event.slice]
         pushed = self._collector.add(event, event.flags >> ROUND_SHIFT)
         if len(pushed) == 1 or event.priority < state.priority:
             state.priority = event.priority
-        if not self._collector.is_full(pushed):
-            return [*self._collector.missing_for_ever(state.pushes)]
+        if len(pushed) < self._peers_count:
+            return self._collector.missing_for_ever(state.pushes)
         return self._complete(event.slice, event.step, pushed)
 
     def _complete(
         self, slice_: int, step: int, pushed: Mapping[int, int]
-    ) -> list[ServerInstruction]:
+    ) -> Sequence[ServerInstruction]:
         state = self._states[slice_]
         if len(set(pushed.values())) > 1:  # or else all say the same
             unlike = self._collector.unlike_values(state.pushes, step)
             unlike = unlike or self._unlike_updates(state.pushes, step)
             if unlike:
-                return [*unlike]
+                return unlike
         ranks, any_flags = with_gradient(pushed), next(iter(pushed.values()))
         gradient, measure = bool(any_flags & Flag.GRADIENT), bool(any_flags & Flag.MEASURE)
         if self._barrier is None or gradient:
@@ -265,7 +216,7 @@ class ServerMachine:
         elif ranks:
             self._updates.push(step, state.priority, SumSlice(slice_, step, ranks))
         else:
-            return [*self._held.hold(slice_, step, ranks, ZERO)]
+            return self._held.hold(slice_, step, ranks, ZERO)
         return self._next_update()
 
     def _unlike_updates(self, pushes: Pushes, step: int) -> list[FailSession]:
@@ -281,14 +232,14 @@ class ServerMachine:
         )
         return [FailSession(reason, -1, step)]
 
-    def _on_slice_summed(self, event: SliceSummed) -> list[ServerInstruction]:
+    def _on_slice_summed(self, event: SliceSummed) -> Sequence[ServerInstruction]:
         summed, self._updating = self._updating, None
         if not isinstance(summed, SumSlice):
             raise InternalError("a sum is done that nobody started")
         told = self._held.hold(*summed, event.part)
         return [*told, *self._next_update()]
 
-    def _on_norm_arrived(self, event: NormArrived) -> list[ServerInstruction]:
+    def _on_norm_arrived(self, event: NormArrived) -> Sequence[ServerInstruction]:
         if self._barrier is None or event.rank != 0:
             raise RemoteProtocolError(
                 f"{self._peers.name(event.rank)} sent the norm of step {event.step}, which is not"
@@ -300,7 +251,7 @@ class ServerMachine:
             self._updates.push(event.step, self._states[slice_].priority, update)
         return self._next_update()
 
-    def _on_value_arrived(self, event: ValueArrived) -> list[ServerInstruction]:
+    def _on_value_arrived(self, event: ValueArrived) -> Sequence[ServerInstruction]:
         rank, slice_, step, priority = event
         self.owned(slice_)
         state = self._states[slice_]
@@ -315,27 +266,28 @@ class ServerMachine:
             return []
         state.pushes.done, state.priority = (0, 0), priority
         self._replies.offer(slice_, priority, giver=rank)
-        return [InstallValue(slice_), *self._departures()]
+        return [InstallValue(slice_), *self._replies.lanes.depart()]
 
-    def _on_pull_arrived(self, event: PullArrived) -> list[ServerInstruction]:
+    def _on_pull_arrived(self, event: PullArrived) -> Sequence[ServerInstruction]:
         self.owned(event.slice)
         self._replies.check_pulls(event)
         self._collector.check_rank(event.rank)
         self._replies.pull(event, self._states[event.slice].pushes)
-        return self._departures()
+        return self._replies.lanes.depart()
 
-    def _on_slice_updated(self, event: SliceUpdated) -> list[ServerInstruction]:
+    def _on_slice_updated(self, event: SliceUpdated) -> Sequence[ServerInstruction]:
         update = self._take_update()
         changed = update.ranks or (self._states[update.slice].valued and not update.gradient)
         unchanged = 0 if changed else Flag.UNCHANGED
         if event.squares is not None:
-            return self._note_squares(update, event.squares, unchanged) + self._next_update()
+            noted = self._note_squares(update, event.squares, unchanged)
+            return [*noted, *self._next_update()]
         self._finish(update, unchanged)
-        return self._departures() + self._next_update()
+        return [*self._replies.lanes.depart(), *self._next_update()]
 
     def _note_squares(
         self, update: UpdateSlice, squares: SquareSum, unchanged: int
-    ) -> list[ServerInstruction]:
+    ) -> Sequence[ServerInstruction]:
         """With the last slice of a round all of them are told.
 
         Until then no average goes back: workers cannot use any before they know the norm, and on
@@ -349,19 +301,19 @@ class ServerMachine:
         for held, _, flags in measured:
             self._finish(held, flags)
         told = SendSquares(update.step, tuple(squares for _, squares, _ in measured))
-        return [told, *self._departures()]
+        return [told, *self._replies.lanes.depart()]
 
-    def _on_update_deferred(self, _: UpdateDeferred) -> list[ServerInstruction]:
+    def _on_update_deferred(self, _: UpdateDeferred) -> Sequence[ServerInstruction]:
         update = self._take_update()
         self._deferred[update.slice] = update
         return self._next_update()
 
-    def _on_update_answered(self, event: UpdateAnswered) -> list[ServerInstruction]:
+    def _on_update_answered(self, event: UpdateAnswered) -> Sequence[ServerInstruction]:
         update = self._deferred.pop(event.slice, None)
         if update is None or update.step != event.step:
             raise InternalError(f"an update was answered that nobody deferred: {event}")
         self._finish(update, event.flags & Flag.UNCHANGED)
-        return self._departures()
+        return self._replies.lanes.depart()
 
     def _take_update(self) -> UpdateSlice:
         update, self._updating = self._updating, None
@@ -376,22 +328,19 @@ class ServerMachine:
         slice_, step, _, is_average, _ = update
         self._replies.answer(slice_, step, state.priority, int(unchanged), is_average=is_average)
 
-    def _on_frame_sent(self, event: FrameSent) -> list[ServerInstruction]:
-        return [*self._replies.lanes.sent(event.peer)]
+    def _on_frame_sent(self, event: FrameSent) -> Sequence[ServerInstruction]:
+        return self._replies.lanes.sent(event.peer)
 
-    def _on_message_ready(self, event: MessageReady) -> list[ServerInstruction]:
+    def _on_message_ready(self, event: MessageReady) -> Sequence[ServerInstruction]:
         self._replies.send(event)
-        return self._departures()
+        return self._replies.lanes.depart()
 
-    def _on_peer_left(self, event: PeerLeft) -> list[ServerInstruction]:
+    def _on_peer_left(self, event: PeerLeft) -> Sequence[ServerInstruction]:
         failure = self._collector.leave(event.rank)
         return [*failure] or ([Finish()] if self._collector.all_left else [])
 
     # Shared pieces.
-    def _departures(self) -> list[ServerInstruction]:
-        return [*self._replies.lanes.depart()]
-
-    def _next_update(self) -> list[ServerInstruction]:
+    def _next_update(self) -> Sequence[ServerInstruction]:
         if self._updating is not None or not self._updates:
             return []
         self._updating = self._updates.pop()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from foreprop.core.frames import (
     NO_TOKEN,
@@ -27,29 +27,24 @@ from foreprop.core.frames import (
     MessageReady,
     NotifyArrived,
     PrioritiesLearned,
+    PullsDue,
     ReplyArrived,
     SendFrame,
+    ValuesAwaited,
+    ValuesOffered,
 )
-from foreprop.core.manifest import Reply
-from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, Turns
+from foreprop.core.sendqueue import (
+    USUAL_TURNS,
+    Order,
+    PushWindow,
+    Reply,
+    SendLanes,
+    Turns,
+    may_hold_back,
+)
 from foreprop.core.slicing import Slice
-from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
-
-
-# Events that only workers know; the others are in `core.frames`.
-class ValuesOffered(NamedTuple):
-    """Rank 0 at the start: every slice's values go to the servers as step 0."""
-
-
-class ValuesAwaited(NamedTuple):
-    """The other ranks at the start: every slice comes from the servers as step 0."""
-
-
-class PullsDue(NamedTuple):
-    """The next step starts: with ``reply="pull"`` now is the time to ask for the parameters."""
-
 
 WorkerInstruction = SendFrame | CompleteParameter | Finish
 
@@ -100,7 +95,7 @@ class WorkerMachine:
         self._announced: set[int] = set()  # slices, until they are answered
         self._pulled: set[int] = set()
         self._pulls: list[SendFrame] = []
-        self._handlers: dict[type, Callable[[Any], list[WorkerInstruction]]] = {
+        self._handlers: dict[type, Callable[[Any], Sequence[WorkerInstruction]]] = {
             GradientReady: self._on_gradient_ready,
             ValuesOffered: self._on_values_offered,
             ValuesAwaited: self._on_values_awaited,
@@ -113,7 +108,7 @@ class WorkerMachine:
             Closing: self._on_closing,
         }
 
-    def handle(self, event: Any) -> list[WorkerInstruction]:
+    def handle(self, event: Any) -> Sequence[WorkerInstruction]:
         """The only way state changes."""
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -161,7 +156,7 @@ class WorkerMachine:
         ]
 
     # Handlers.
-    def _on_gradient_ready(self, event: GradientReady) -> list[WorkerInstruction]:
+    def _on_gradient_ready(self, event: GradientReady) -> Sequence[WorkerInstruction]:
         parameter, step, flags, with_value = event
         if self._missing[parameter]:
             raise LocalProtocolError(
@@ -189,14 +184,14 @@ class WorkerMachine:
             return [CompleteParameter(parameter, step)]
         return self._departures()
 
-    def _on_values_offered(self, event: ValuesOffered) -> list[WorkerInstruction]:
+    def _on_values_offered(self, event: ValuesOffered) -> Sequence[WorkerInstruction]:
         for index, parameter, _, _, server in self._slices:
             priority = self._priority[parameter]
             frame = SendFrame(server, Kind.VALUE, 0, index, priority, 0, NO_TOKEN)
             self._lanes.push(server, 0, priority, frame)
         return self._departures()
 
-    def _on_values_awaited(self, _: ValuesAwaited) -> list[WorkerInstruction]:
+    def _on_values_awaited(self, _: ValuesAwaited) -> Sequence[WorkerInstruction]:
         done: list[WorkerInstruction] = []
         for parameter, pieces in enumerate(self._slices_of):
             self._missing[parameter] = len(pieces)
@@ -206,25 +201,25 @@ class WorkerMachine:
                 self._awaited_step[piece.number] = 0
         return done
 
-    def _on_message_ready(self, event: MessageReady) -> list[WorkerInstruction]:
+    def _on_message_ready(self, event: MessageReady) -> Sequence[WorkerInstruction]:
         server, kind, step, priority, slice_, token, flags = event
         frame = SendFrame(server, kind, step, slice_, priority, flags, token)
         self._lanes.push(server, step, priority, frame)
         return self._departures()
 
-    def _on_frame_sent(self, event: FrameSent) -> list[WorkerInstruction]:
+    def _on_frame_sent(self, event: FrameSent) -> Sequence[WorkerInstruction]:
         return self._left(self._lanes.sent(event.peer))
 
-    def _on_reply_arrived(self, event: ReplyArrived) -> list[WorkerInstruction]:
+    def _on_reply_arrived(self, event: ReplyArrived) -> Sequence[WorkerInstruction]:
         slice_, step, server = event[:3]
         self._check_server(slice_, step, server, "reply", self.awaits(slice_, step))
         done = self._answered(slice_)
         if self._window is None:
             return done
         self._window.answered(server, slice_)
-        return done + self._left(self._lanes.depart_to(server))
+        return [*done, *self._left(self._lanes.depart_to(server))]
 
-    def _on_notify_arrived(self, event: NotifyArrived) -> list[WorkerInstruction]:
+    def _on_notify_arrived(self, event: NotifyArrived) -> Sequence[WorkerInstruction]:
         """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
         slice_, step, server, flags = event
         expected = self._reply == "notify" and step > 0 and self._is_unanswered(slice_, step)
@@ -238,7 +233,7 @@ class WorkerMachine:
         self._notified[parameter][slice_] = None
         return self._pull_if_all_notified(parameter)
 
-    def _pull_if_all_notified(self, parameter: int) -> list[WorkerInstruction]:
+    def _pull_if_all_notified(self, parameter: int) -> Sequence[WorkerInstruction]:
         notified = self._notified[parameter]
         if not notified or len(notified) < self._missing[parameter]:
             return []
@@ -253,20 +248,20 @@ class WorkerMachine:
         step = self._step[piece.parameter]
         return SendFrame(piece.server, Kind.PULL, step, slice_, priority, 0, NO_TOKEN)
 
-    def _on_pulls_due(self, _: PullsDue) -> list[WorkerInstruction]:
+    def _on_pulls_due(self, _: PullsDue) -> Sequence[WorkerInstruction]:
         pulls, self._pulls = self._pulls, []
         for frame in pulls:
             self._enqueue(frame)
         return self._departures()
 
-    def _on_priorities_learned(self, event: PrioritiesLearned) -> list[WorkerInstruction]:
+    def _on_priorities_learned(self, event: PrioritiesLearned) -> Sequence[WorkerInstruction]:
         if sorted(event.order) != list(range(len(self._priority))):
             raise LocalProtocolError("priorities must name every parameter once")
         for priority, parameter in enumerate(event.order):
             self._priority[parameter] = priority
         return []
 
-    def _on_closing(self, _: Closing) -> list[WorkerInstruction]:
+    def _on_closing(self, _: Closing) -> Sequence[WorkerInstruction]:
         self._closing = True
         return self._departures()
 
@@ -274,10 +269,10 @@ class WorkerMachine:
     def _enqueue(self, frame: SendFrame) -> None:
         self._lanes.push(frame.peer, frame.step, frame.priority, frame)
 
-    def _departures(self) -> list[WorkerInstruction]:
+    def _departures(self) -> Sequence[WorkerInstruction]:
         return self._left(self._lanes.depart())
 
-    def _left(self, frames: list[SendFrame]) -> list[WorkerInstruction]:
+    def _left(self, frames: list[SendFrame]) -> Sequence[WorkerInstruction]:
         for frame in frames:
             if frame.kind == Kind.PUSH:
                 self._awaited_step[frame.slice] = frame.step
@@ -287,7 +282,7 @@ class WorkerMachine:
                 self._pulled.add(frame.slice)
         if not frames and self._closing and self._lanes.idle:
             return [Finish()]
-        return list(frames)
+        return frames
 
     def _check_server(self, slice_: int, step: int, server: int, what: str, expected: bool) -> None:
         if not expected:
@@ -304,7 +299,7 @@ class WorkerMachine:
                 f" {self._slices[slice_].server}"
             )
 
-    def _answered(self, slice_: int) -> list[WorkerInstruction]:
+    def _answered(self, slice_: int) -> Sequence[WorkerInstruction]:
         parameter = self._slices[slice_].parameter
         self._awaited_step[slice_] = _NOT_AWAITED
         if self._reply != "broadcast":

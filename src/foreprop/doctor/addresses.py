@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 
 from foreprop.doctor.records import Examination, Facts, Finding
 from foreprop.doctor.words import both_stayed, differing, is_address, known_facts
-from foreprop.link.tcp import is_loopback
+from foreprop.link.stream import is_loopback
 from foreprop.link.traffic import Attempt
 
 

@@ -16,7 +16,7 @@ import psutil
 from foreprop.config import Config, foreign_setting
 from foreprop.doctor.records import Facts, Introduce, Resolved
 from foreprop.errors import ForepropError
-from foreprop.link.tcp import check_reachable, local_address
+from foreprop.link.stream import check_reachable, local_address
 from foreprop.version import __version__
 
 _TCP = Path("/proc/sys/net/ipv4")

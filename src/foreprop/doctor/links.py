@@ -8,7 +8,7 @@ from typing import NamedTuple
 from foreprop.doctor.records import Examination, Finding
 from foreprop.doctor.speed import SLOW_RATE, best_rates
 from foreprop.doctor.words import differing, known_facts
-from foreprop.link.tcp import is_loopback
+from foreprop.link.stream import is_loopback
 from foreprop.quantities import rate_text, time_text
 
 CLOCK_S = 0.010

@@ -35,7 +35,7 @@ from foreprop.doctor.records import (
     decode_command,
 )
 from foreprop.errors import ForepropError
-from foreprop.link.tcp import listen
+from foreprop.link.stream import listen
 from foreprop.link.traffic import (
     Attempt,
     Endpoint,

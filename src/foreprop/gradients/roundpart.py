@@ -14,8 +14,8 @@ from foreprop.errors import TrainingLoopError
 from foreprop.gradients.landing import Landing
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.memory import HeldGradient
+from foreprop.path.parameter import check_same_kind
 from foreprop.path.tensors import bytes_of
-from foreprop.path.value import check_same_kind
 
 
 class Together(Protocol):

@@ -1,14 +1,161 @@
-"""What the engine needs of a connection, and the one implementation over any stream socket."""
+"""Streams of bytes: finding, opening and tuning TCP connections, and sending over any socket."""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import select
 import socket
+import time
 from typing import Protocol
 
-from foreprop.errors import TransportError
-from foreprop.link.tcp import bound_send_buffer, stays_on_this_machine
+import psutil
+
+from foreprop.errors import ConfigError, TransportError
+
+TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
+TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+_EMULATED_BUFFER_BYTES = 65_536
+_INT_LIMIT = 2**31 - 1
+
+
+def local_address(rendezvous_host: str, interface: str | None = None) -> str:
+    """The address that peers shall connect to.
+
+    By default the one on the route to the rendezvous host; ``interface`` overrides it with an
+    interface's name (``eth1``) or an address of this machine.
+    """
+    if interface is None:
+        return _address_on_route(rendezvous_host)
+    addresses = psutil.net_if_addrs()
+    if interface in addresses:
+        for entry in addresses[interface]:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                return str(entry.address)
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(interface.partition("%")[0])
+        return interface
+    raise ConfigError(
+        f"interface is {interface!r}; it must be an address of this machine or one of"
+        f" {', '.join(sorted(addresses))}"
+    )
+
+
+def check_reachable(address: str, rendezvous_host: str) -> None:
+    """Refuse to announce a loopback address to other machines.
+
+    It happens where the rendezvous host's own name stands for 127.0.1.1 on itself. Whoever names
+    a loopback address as the rendezvous means one machine, and is not refused.
+    """
+    if is_loopback(rendezvous_host):
+        return
+    if is_loopback(address):
+        raise ConfigError(
+            f"interface: the rendezvous host {rendezvous_host!r} is {address} on this machine,"
+            " which others cannot reach. Set FOREPROP_INTERFACE to the interface or address to use"
+        )
+
+
+def is_loopback(text: str) -> bool:
+    """Whether an address is this machine's own to itself, or a name says so."""
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
+    except ValueError:
+        return text == "localhost"
+
+
+def _address_on_route(host: str) -> str:
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing; the kernel picks the route
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        raise TransportError(f"no route to the rendezvous host {host!r}: {error}") from error
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on a free port of this address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise TransportError(f"cannot listen on {address}: {error}") from error
+
+
+def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
+    """Connect, trying again until ``timeout_s`` has passed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            left_s = max(0.1, deadline - time.monotonic())
+            sock = socket.create_connection((address, port), timeout=min(left_s, 10.0))
+            if sock.getsockname() == sock.getpeername():
+                sock.close()  # nobody listens, and the kernel has joined the port to itself
+                raise ConnectionRefusedError("nobody listens")
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TransportError(
+                    f"no connection to {address} port {port} within {timeout_s:g} s: {error}"
+                ) from error
+            time.sleep(0.05)
+        else:
+            sock.settimeout(None)
+            return sock
+
+
+def tune(
+    sock: socket.socket,
+    *,
+    unsent_bytes: int,
+    timeout_s: float,
+    window_bytes: int | None = None,
+    emulated: bool = False,
+) -> None:
+    """Bound the bytes that the kernel holds unsent, so that priority is decided late.
+
+    ``window_bytes``: see `bound_send_buffer`; by default the kernel chooses.
+    A peer that acknowledges nothing for ``timeout_s`` breaks the connection, also one that nothing
+    is being sent to. ``emulated``: the bytes pass an emulated link, which a large kernel buffer
+    would bypass.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if window_bytes is not None:
+        bound_send_buffer(sock, window_bytes)
+    if emulated:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _EMULATED_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EMULATED_BUFFER_BYTES)
+    with contextlib.suppress(OSError):  # not every system has these
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, min(unsent_bytes, _INT_LIMIT))
+        milliseconds = int(min(max(1000.0, timeout_s * 1000), _INT_LIMIT))
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)
+        keep_alive(sock, timeout_s)
+
+
+def bound_send_buffer(sock: socket.socket, window_bytes: int) -> None:
+    """Bound what the kernel holds that has not been acknowledged, its own bookkeeping included.
+
+    The kernel doubles the number that it is given, and takes no less than about 4.5 KiB.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(window_bytes // 2, _INT_LIMIT))
+
+
+def stays_on_this_machine(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are here, so that it passes no link."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    return bool(sock.getsockname()[0] == sock.getpeername()[0])
+
+
+def keep_alive(sock: socket.socket, timeout_s: float) -> None:
+    """Ask an idle peer whether it is there, so that an unplugged one is missed in time."""
+    idle_s = int(min(max(1.0, timeout_s / 2), 32_767))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 class Stream(Protocol):

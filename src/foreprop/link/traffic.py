@@ -20,7 +20,7 @@ import msgspec
 
 from foreprop.config import Config
 from foreprop.errors import TransportError
-from foreprop.link.tcp import tune
+from foreprop.link.stream import tune
 
 _GREETING = struct.Struct("!16sBdd")  # token, kind, settle_s, seconds
 _QUESTION = struct.Struct("!Q")

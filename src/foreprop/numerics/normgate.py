@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreprop.core.frames import CONTROL_PRIORITY, NormArrived, SendNormPart
+from foreprop.core.frames import CONTROL_PRIORITY, NormArrived, SendNormPart, SliceSummed, SumSlice
 from foreprop.core.manifest import Manifest
-from foreprop.core.server_machine import SliceSummed, SumSlice
 from foreprop.core.wire import Header, Kind
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, exactly
 from foreprop.numerics.norms import NORM_BYTES, decode_norm
 from foreprop.path.executor import Executor, Machine
-from foreprop.path.hyperparameters import scale_of
-from foreprop.path.services import exactly
+from foreprop.path.optimizer import scale_of
+from foreprop.path.slices import SettingsAt, Updates
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.sliceupdates import SettingsAt, Updates
 
 
 class NormGate:

@@ -19,12 +19,11 @@ from foreprop.core.norm import (
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, bounded
 from foreprop.path.progress import Progress
-from foreprop.path.services import bounded
 
 if TYPE_CHECKING:  # servers and collectives need the norm, too
-    from foreprop.path.inquiry import Outside
+    from foreprop.path.requests import Outside
     from foreprop.path.worker import WorkerEngine
 
     class NormOutside(Outside, Protocol):

@@ -18,8 +18,8 @@ from foreprop.errors import (
 )
 from foreprop.link.connection import Connection
 from foreprop.link.failure import failure_of, own_error
-from foreprop.path.inquiry import Inquiry
 from foreprop.path.progress import NOTHING, Progress
+from foreprop.path.requests import Inquiry
 
 _NAMED_S = 2.0
 """After `step_timeout_s` a server says by itself who has not closed the session."""

@@ -137,3 +137,22 @@ class SessionState(FirstUses, Protocol):
 
     def square_sums(self, round_: int) -> Sequence[SquareSum]:
         """By parameter, of a round's averages; blocks until the servers have told them."""
+
+
+class Pusher(Watched, Protocol):
+    """The parameter whose gradient it is."""
+
+    def check_gradient(self, gradient: torch.Tensor) -> None:
+        """Raise `ConfigError` if it cannot be taken."""
+
+    def push(self, gradient: torch.Tensor | None, step: int) -> None:
+        """Hand the gradient, or word that there is none, to the engine."""
+
+    def settle(self) -> None:
+        """Wait for the update of the step before."""
+
+    def gradient_follows(self, held: torch.Tensor) -> None:
+        """There is another gradient now; somebody holds the last one, and may look at it later."""
+
+    def read_gradient(self, *, in_place: bool) -> None:
+        """Somebody reads or edits ``p.grad``."""

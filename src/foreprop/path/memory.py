@@ -1,26 +1,30 @@
 """Where a parameter's bytes are: its own memory, or host memory that stands for it.
 
-This is the one place that knows about devices. A contiguous CPU parameter is sent from and
-received into directly. Another layout is staged through contiguous memory. A GPU's parameter is
-staged through pinned host memory, and its gradient is ready when the copy's event has completed,
-not when the hook ran: a thread waits for the events, in order, and the backward pass goes on. With
-collectives between GPUs it stays where it is, and the same thread waits until it is there.
+A contiguous CPU parameter is sent from and received into directly. Another layout is staged through
+contiguous memory, a GPU's parameter through pinned memory (`path.gpumemory`). `SliceMemory` finds
+the bytes of each slice in it.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
+from foreprop.core.sendqueue import PushWindow, may_hold_back
+from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError
 from foreprop.path.tensors import bytes_of
 
+if TYPE_CHECKING:
+    from foreprop.path.gpumemory import Stager
+
 Ready = Callable[[Any], None]
-"""Takes a gradient's bytes: a memoryview, or of `DeviceMemory` a tensor."""
+"""Takes a gradient's bytes: a memoryview, or of a parameter that stays on its GPU a tensor."""
 
 
 class Memory(Protocol):
@@ -94,146 +98,6 @@ class StagedMemory:
             self._parameter.copy_(self._values, non_blocking=True)
 
 
-class Copier(Protocol):
-    """Copies beside the computation: `torch.cuda` in the one implementation."""
-
-    def mark(self, computed: torch.Tensor) -> Any:
-        """An event with ``synchronize()``: the work queued so far, and so this tensor, is done."""
-
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Begin to copy what ``source`` will hold when the work queued so far is done.
-
-        Returns an event with ``synchronize()``.
-        """
-
-
-class CudaCopier:
-    """Copies on a stream of its own, which waits for the one that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda: Any = torch.cuda
-        self._stream = self._cuda.Stream(device)
-
-    def mark(self, computed: torch.Tensor) -> Any:
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(computed.device))
-        return event
-
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        self._stream.wait_stream(self._cuda.current_stream(source.device))
-        with self._cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
-            event = self._cuda.Event()
-            event.record(self._stream)
-        return event
-
-
-class AsyncStagedMemory:
-    """A GPU's parameter: the gradient enters the queue when its copy has completed.
-
-    The next replies may overwrite ``values`` only after the next gradient's event, which follows
-    `land`'s copy on the device, so that needs no event of its own.
-    """
-
-    receives_values = True
-
-    def __init__(self, parameter: torch.Tensor, stager: Stager, *, pinned: bool = True) -> None:
-        self._host = StagedMemory(parameter, pinned=pinned)
-        self._copies = StagedCopies(stager)
-        self.values = self._host.values
-
-    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        event = self._copies.copier.start(self._host.gradient, gradient)
-        self._copies.begin(event, lambda: ready(bytes_of(self._host.gradient)))
-
-    def await_staged(self) -> None:
-        self._copies.wait()
-
-    def before_sending_values(self) -> None:
-        self._host.before_sending_values()
-
-    def land(self) -> None:
-        self._host.land()
-
-
-class DeviceMemory:
-    """A GPU's parameter whose gradient stays there: ``ready`` is given a tensor of its bytes.
-
-    That is when the backward pass has computed it, and used the parameter for the last time.
-    """
-
-    values = memoryview(b"")
-    receives_values = False
-
-    def __init__(self, stager: Stager) -> None:
-        self._copies = StagedCopies(stager)
-
-    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        flat = gradient.contiguous().view(-1).view(torch.uint8)
-        self._copies.begin(self._copies.copier.mark(flat), lambda: ready(flat))
-
-    def await_staged(self) -> None:
-        self._copies.wait()
-
-    def before_sending_values(self) -> None:
-        """Every rank has its own."""
-
-    def land(self) -> None:
-        """They are updated where they are."""
-
-
-class Stager:
-    """One thread that waits for copies' events, in the order in which they were started."""
-
-    def __init__(self, copier: Copier) -> None:
-        self.copier = copier
-        self._started: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="foreprop-stage", daemon=True)
-        self._thread.start()
-
-    def submit(self, event: Any, complete: Callable[[], None]) -> None:
-        self._started.put((event, complete))
-
-    def stop(self) -> None:
-        self._started.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._started.get()) is not None:
-            event, complete = job
-            event.synchronize()
-            complete()
-
-
-class StagedCopies:
-    """One parameter's turns with a stager, one after the other."""
-
-    def __init__(self, stager: Stager) -> None:
-        self.copier = stager.copier
-        self._stager = stager
-        self._over = threading.Event()
-        self._over.set()
-
-    def begin(self, event: Any, complete: Callable[[], None]) -> None:
-        """Call ``complete`` in the stager's thread, when the event has completed."""
-        self._over.clear()
-
-        def end() -> None:
-            try:
-                complete()
-            finally:
-                self._over.set()
-
-        self._stager.submit(event, end)
-
-    def wait(self) -> None:
-        """Block until the last one is over."""
-        self._over.wait()
-
-
 class NoMemory:
     """Of a remote table, which is on the meta device: the servers have its rows."""
 
@@ -267,6 +131,8 @@ class MemoryFactory:
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             return DirectMemory(parameter)
         if parameter.device.type == "cuda":
+            from foreprop.path.gpumemory import AsyncStagedMemory, CudaCopier, DeviceMemory, Stager
+
             device = parameter.device
             if device not in self._stagers:
                 self._stagers[device] = Stager(CudaCopier(device))
@@ -310,3 +176,86 @@ class HeldGradient:
             if self._unsent_bytes <= 0:
                 self._gradient = self._bytes = None
         return whole[start_bytes:stop_bytes]
+
+
+class ParameterMemory(Protocol):
+    """Where the bytes of one parameter are; the training side owns it."""
+
+    @property
+    def values(self) -> memoryview:
+        """The parameter itself, or the staging memory that stands for it."""
+
+    def take_gradient(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """Part of the gradient, to be sent now. Each part is taken once; the last one ends the
+        parameter's hold on the gradient. Sending thread.
+        """
+
+    def land_average(self, gradient: torch.Tensor) -> None:
+        """Collectives have aggregated it, and the workers update: flat. Any thread."""
+
+
+class Casts(Protocol):
+    """To and from the type in which some slices travel (`numerics.wirecasts`)."""
+
+    def __contains__(self, slice_: int) -> bool: ...
+    def size_bytes(self, slice_: int) -> int: ...
+    def narrow(self, slice_: int, gradient: memoryview) -> memoryview: ...
+    def destination(self, slice_: int) -> memoryview: ...
+    def widen(self, slice_: int, values: memoryview) -> None: ...
+
+
+class SliceMemory:
+    """The slices of these parameters, as bytes; ``memory`` may be filled later."""
+
+    def __init__(
+        self, manifest: Manifest, slices: Sequence[Slice], memory: Sequence[ParameterMemory]
+    ) -> None:
+        self.casts: Casts | None = None
+        """If some slices travel in another type."""
+        itemsizes = [ITEMSIZE_BYTES[info.dtype] for info in manifest.parameters]
+        self._extents = [
+            (
+                piece.parameter,
+                piece.start_elems * itemsizes[piece.parameter],
+                piece.stop_elems * itemsizes[piece.parameter],
+            )
+            for piece in slices
+        ]
+        self._memory = memory
+
+    def take_gradient(self, slice_: int) -> memoryview:
+        """As it travels, once. Sending thread."""
+        parameter, start, stop = self._extents[slice_]
+        gradient = self._memory[parameter].take_gradient(start, stop)
+        if self.casts is not None and slice_ in self.casts:
+            return self.casts.narrow(slice_, gradient)
+        return gradient
+
+    def values(self, slice_: int) -> memoryview:
+        parameter, start, stop = self._extents[slice_]
+        return self._memory[parameter].values[start:stop]
+
+    def room(self, slice_: int, size_bytes: int) -> memoryview:
+        """Where a reply goes: mostly into the parameter itself."""
+        values = self.values(slice_)
+        if self.casts is not None and slice_ in self.casts and size_bytes != len(values):
+            return self.casts.destination(slice_)
+        return values  # also of a slice that is cast, before its first update
+
+    def land(self, slice_: int, size_bytes: int) -> None:
+        """A reply is in its `room`: if it came cast, cast it back. Only with ``casts``."""
+        casts = self.casts
+        if casts is not None and slice_ in casts and size_bytes == casts.size_bytes(slice_):
+            casts.widen(slice_, self.values(slice_))
+
+
+def push_window(
+    manifest: Manifest, slices: Sequence[Slice], config: Config, *, servers: int
+) -> PushWindow | None:
+    """How far a worker may run ahead of the others, if it is held back at all."""
+    knobs = manifest.knobs
+    if not may_hold_back(knobs.order, knobs.reply, needs_norm=knobs.aggregation.needs_norm):
+        return None
+    itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in manifest.wire_dtypes()]
+    sizes_bytes = [piece.elems * itemsizes[piece.parameter] for piece in slices]
+    return PushWindow(sizes_bytes, config.push_window_bytes, servers=servers)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters
+from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters, Manifest
 from foreprop.errors import ConfigError
-from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
@@ -151,3 +150,65 @@ def others_named(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in ours and not parameter.is_meta:
             yield name, parameter, NO_GROUP
+
+
+ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    )
+}
+"""Each updates every element from that element alone, so it gives the same bits on slices."""
+
+
+def unknown_optimizer(manifest: Manifest, by_rows: Collection[str] = ()) -> str | None:
+    """What to say of an optimizer that servers do not apply; ``by_rows`` are those for rows."""
+    name = manifest.optimizer.name
+    for info in manifest.parameters:
+        allowed = by_rows if info.rows else ELEMENTWISE_OPTIMIZERS
+        if info.group != NO_GROUP and name not in allowed:
+            return f"optimizer {name!r} is not one that servers apply"
+    return None
+
+
+SCALE = "grad_scale"
+"""What a loss is multiplied by: the one number of a group of its own, after the others."""
+
+
+def with_scale(
+    groups: Sequence[Hyperparameters], scale: float | None
+) -> tuple[Hyperparameters, ...]:
+    return tuple(groups) if scale is None else (*groups, {SCALE: scale})
+
+
+def scale_of(groups: Sequence[Mapping[str, Any]]) -> float:
+    return float(groups[-1].get(SCALE, 1.0)) if groups else 1.0
+
+
+def describe_groups(
+    step: int,
+    ranks: tuple[int, int],
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+) -> str:
+    """How the second rank's settings differ from the first's; by parameter group."""
+    first, rank = ranks
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        for name in a:
+            if a[name] != b.get(name):
+                whose = "" if name == SCALE else f" of parameter group {number}"
+                return (
+                    f"step {step}: {name}{whose} is {a[name]} on rank {first} and"
+                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
+                )
+    return f"step {step}: ranks {first} and {rank} have different parameter groups"

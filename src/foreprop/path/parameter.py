@@ -12,16 +12,109 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from foreprop.core.wire import Flag
-from foreprop.errors import InternalError
+from foreprop.errors import ConfigError, InternalError
 from foreprop.path import looprules
-from foreprop.path.firstuse import FirstUse
-from foreprop.path.managedparameter import SessionState
+from foreprop.path.managedparameter import FirstUses, SessionState, Watched
 from foreprop.path.memory import HeldGradient
 from foreprop.path.servedgradient import ServedGradient
-from foreprop.path.value import GET_DATA, ParameterValue, ValueMark
-from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
+from foreprop.path.waiting import (
+    is_waiting,
+    make_wait,
+    no_answer,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
+
+GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+"""Whoever has used it can change the value, and leave no trace."""
+
+
+class ValueMark:
+    """By which it is known whether somebody has changed a parameter's value by hand."""
+
+    __slots__ = ("address", "exposed", "version")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.address = parameter.data_ptr()
+            self.version = parameter._version
+        self.exposed = False
+        """Somebody holds `.data`, through which edits leave no trace."""
+
+
+class ParameterValue:
+    """Of a parameter that servers update. Training thread."""
+
+    def __init__(self, index: int, parameter: torch.nn.Parameter, session: SessionState) -> None:
+        self.memory = session.memory_of(parameter)
+        self.mark = ValueMark(parameter)
+        self._index = index
+        self._parameter = parameter
+        self._session = session
+
+    def land(self) -> None:
+        """New values are in the memory: make the parameter show them."""
+        self.memory.land()
+        self.mark.version = self._parameter._version
+
+    def begin_update(self) -> tuple[int, bool]:
+        """A gradient leaves, and a new value will come.
+
+        Returns flags, and whether rank 0 must send the values, which were changed by hand.
+        """
+        parameter, mark = self._parameter, self.mark
+        changed = parameter._version != mark.version
+        if parameter.data_ptr() != mark.address:
+            self._rebind()
+            changed = True
+        sends = (changed or mark.exposed) and self._session.engine.is_rank_zero
+        mark.exposed = False
+        if sends:
+            self.memory.before_sending_values()
+        increment_version(parameter)  # whoever saved the old value must not use it
+        mark.version = parameter._version
+        return (Flag.VALUE_CHANGED if changed else 0), sends
+
+    def _rebind(self) -> None:
+        check_same_kind(self._index, self._parameter, self._session)
+        self.memory = self._session.memory_of(self._parameter)
+        self.mark.address = self._parameter.data_ptr()
+
+
+def check_same_kind(
+    index: int, tensor: torch.Tensor, session: SessionState, now: str = " and is"
+) -> None:
+    """Raise `ConfigError` unless the tensor is what the parameter was at `parallelize`."""
+    info = session.engine.parameters[index]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tuple(tensor.shape) != info.shape or dtype != info.dtype:
+        raise ConfigError(
+            f"{info.name} was {info.dtype} {info.shape} at parallelize(){now} {dtype}"
+            f" {tuple(tensor.shape)} now; change the model before parallelize()"
+        )
+
+
+class FirstUse:
+    """Of one parameter: reported to the session while it is ``watched``."""
+
+    def __init__(self, parameter: Watched, session: FirstUses) -> None:
+        self.watched = False
+        self._parameter = parameter
+        self._session = session
+
+    def begins(self) -> None:
+        """An operation with the parameter begins."""
+        if self.watched:
+            self._session.first_use_begins(self._parameter)
+
+    def is_awaited_after(self, result: Any) -> bool:
+        """An operation has returned ``result``: whether its first use is still to come."""
+        if self.watched and self._session.is_first_use(self._parameter, result):
+            self.watched = False
+        return self.watched
 
 
 class SynchronisedParameter:
@@ -168,10 +261,8 @@ class SynchronisedParameter:
             self._first_use.watched = False
             stop_waiting(self.parameter)
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return NotImplemented
+    answer = staticmethod(no_answer)
+    meets_compiler = staticmethod(refuse_to_be_compiled)
 
     def before_use(
         self,
@@ -199,10 +290,6 @@ class SynchronisedParameter:
     def after_use(self, result: Any) -> None:
         if self._first_use.is_awaited_after(result) and not is_waiting(self.parameter):
             make_wait(self.parameter, self)
-
-    def meets_compiler(self) -> None:
-        """Compiled code waits at its entry, where parameters are settled."""
-        refuse_to_be_compiled()
 
     def check_stepped(self) -> None:
         """Raise if the gradient of a step has been pushed that has not been made."""

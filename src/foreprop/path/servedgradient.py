@@ -7,37 +7,66 @@ results than plain PyTorch raises `TrainingLoopError` (`path.looprules`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.path import looprules
-from foreprop.path.managedparameter import SessionState, Watched
-from foreprop.path.seengradient import SeenGradient
+from foreprop.path.managedparameter import Pusher, SessionState
+from foreprop.path.waiting import Pending, forget, is_waiting, make_wait, no_answer, stop_waiting
+
+
+class SeenGradient:
+    """Known without being kept alive; while it waits, ``reader`` is asked before each use."""
+
+    def __init__(self, reader: Pending) -> None:
+        self._reader = reader
+        self._reference: weakref.ref[torch.Tensor] | None = None
+        self._id = 0
+        self.version = 0
+        """The tensor's, when it was last seen."""
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self._reference() if self._reference is not None else None
+
+    def see(self, gradient: torch.Tensor) -> bool:
+        """Now it is this one; whether it is another than before."""
+        new = self.tensor is not gradient
+        if new:
+            self.forget()
+            self._reference, self._id = weakref.ref(gradient), id(gradient)
+        self.version = gradient._version
+        return new
+
+    def is_continued_by(self, gradient: torch.Tensor) -> bool:
+        """Whether autograd has added to the same tensor, and nobody else has written to it."""
+        return self.tensor is gradient and gradient._version == self.version + 1
+
+    def wait(self) -> None:
+        """Whoever uses it from now on asks first."""
+        gradient = self.tensor
+        if gradient is not None and not is_waiting(gradient):
+            make_wait(gradient, self._reader)
+
+    def release(self) -> None:
+        """It is an ordinary tensor again."""
+        gradient = self.tensor
+        if gradient is not None:
+            stop_waiting(gradient)
+
+    def forget(self) -> None:
+        """It is not ``p.grad`` any more, and may be gone."""
+        if self._reference is not None:
+            forget(self._id, self._reader)
+            self._reference = None
+
 
 _LEARNING_STEPS = 2
 """Later gradients leave before the end of their step."""
-
-
-class Pusher(Watched, Protocol):
-    """The parameter whose gradient it is."""
-
-    def check_gradient(self, gradient: torch.Tensor) -> None:
-        """Raise `ConfigError` if it cannot be taken."""
-
-    def push(self, gradient: torch.Tensor | None, step: int) -> None:
-        """Hand the gradient, or word that there is none, to the engine."""
-
-    def settle(self) -> None:
-        """Wait for the update of the step before."""
-
-    def gradient_follows(self, held: torch.Tensor) -> None:
-        """There is another gradient now; somebody holds the last one, and may look at it later."""
-
-    def read_gradient(self, *, in_place: bool) -> None:
-        """Somebody reads or edits ``p.grad``."""
 
 
 class BackwardPasses:
@@ -231,10 +260,7 @@ class _Reader:
     def __init__(self, owner: Pusher) -> None:
         self._owner = owner
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return NotImplemented
+    answer = staticmethod(no_answer)
 
     def before_use(
         self,

@@ -22,16 +22,12 @@ from foreprop.config import Config
 from foreprop.core.peers import Peers
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import ForepropError, RemoteProtocolError, StorageError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, unexpected_bytes
 from foreprop.link.failure import Failure, failure_of
-from foreprop.link.stream import SocketStream, Stream
-from foreprop.link.tcp import tune
-from foreprop.observe.stages import Stage
-from foreprop.observe.trace import TraceRecorder, trace_path
-from foreprop.path.joining import Composer, Joining, StreamWrapper
-from foreprop.path.reception import GreetingRefused, Reception
-from foreprop.path.services import unexpected_bytes
-from foreprop.path.stall import StallReporter
+from foreprop.link.stream import SocketStream, Stream, tune
+from foreprop.observe.trace import Stage, TraceRecorder, trace_path
+from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
+from foreprop.path.progress import StallReporter
 
 _FAREWELL_S = 2.0
 _MOST_POLL_S = 1.0

@@ -1,7 +1,7 @@
 """Slices on a server or relay: pushes and values come in, replies go out.
 
 A receiving thread reads a push straight into a pooled buffer; the machine decides, under the lock,
-what happens next. The thread whose push completes a slice also updates it (`path.sliceupdates`),
+what happens next. The thread whose push completes a slice also updates it (`path.updates`),
 while its bytes are in the cache; as long as it does, completed slices queue in the machine, and the
 most urgent is next. On a relay it adds up the node's gradients instead (`relays.nodesums`).
 """
@@ -13,15 +13,25 @@ from typing import Protocol
 
 import torch
 
-from foreprop.core.frames import InstallValue, PullArrived, PushArrived, SendFrame, ValueArrived
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    InstallValue,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+    SendSquares,
+    SliceUpdated,
+    UpdateSlice,
+    ValueArrived,
+)
+from foreprop.core.manifest import Hyperparameters
+from foreprop.core.norm import encode_square_sums
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.link.connection import Connection
-from foreprop.observe.stages import Stage
+from foreprop.link.connection import EMPTY, Connection, check_size, exactly, nothing
+from foreprop.observe.trace import Stage, TraceRecorder, span
 from foreprop.path.executor import Executor, Machine
-from foreprop.path.services import EMPTY, check_size, exactly, nothing
-from foreprop.path.slicestore import GradientBuffer
-from foreprop.path.spans import span
+from foreprop.path.slicestore import GradientBuffer, SliceStore
 
 
 class SliceMachine(Machine, Protocol):
@@ -139,3 +149,74 @@ class Slices:
 
 def _done_already(_: InstallValue) -> None:
     """With the lock held, see `Slices._on_value`."""
+
+
+_SLICE_UPDATED = SliceUpdated()
+
+SettingsAt = Callable[[int], tuple[Hyperparameters, ...]]
+
+
+class Updates:
+    """Makes the update, or the average, that is under way. In whichever thread comes first."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        executor: Executor,
+        store: SliceStore,
+        settings_at: SettingsAt,
+        names: Sequence[str],
+    ) -> None:
+        self.coefficient = 1.0
+        """For the gradients of the step whose updates are under way."""
+        self._machine = machine
+        self._executor = executor
+        self._lock = executor.lock
+        self._store = store
+        self._settings_at = settings_at
+        self._names = names
+        self._trace = executor.host.trace
+        self._updated_ns: dict[tuple[int, int], int] = {}  # by slice and step, for the trace
+        executor.doers[UpdateSlice] = self._update
+        executor.doers[SendSquares] = self._send_squares
+        if self._trace is not None:
+            executor.on_sent = self._on_sent
+
+    def _update(self, update: UpdateSlice) -> Sequence[object]:
+        """Do the one update that is under way; returns what follows from it."""
+        started_ns = self._trace.now_ns() if self._trace is not None else 0
+        finished = _SLICE_UPDATED
+        if update.gradient:
+            about = (update.slice, update.ranks)
+            squares = self._store.aggregate_only(*about, measure=update.measure)
+            finished = SliceUpdated(squares)
+        else:
+            with self._lock:
+                groups = self._settings_at(update.step) if update.ranks else ()
+            self._store.update(update.slice, update.ranks, groups, self.coefficient)
+        if self._trace is not None:
+            self._note_updated(self._trace, update, started_ns)
+        with self._lock:
+            return self._machine.handle(finished)
+
+    def _send_squares(self, known: SendSquares) -> None:
+        about = Header(Kind.NORM_PART, 0, 0, known.step, 0, CONTROL_PRIORITY, 0)
+        self._executor.answer_all(Kind.NORM_PART, about, encode_square_sums(known.squares))
+
+    # For the trace.
+    def _note_updated(self, trace: TraceRecorder, update: UpdateSlice, started_ns: int) -> None:
+        name = self._names[update.slice]
+        place = {"step": update.step, "slice_": update.slice}
+        trace.span(Stage.UPDATED.value, name, started_ns, **place)
+        # the step before may still be asked for, when its reply has left
+        self._updated_ns.pop((update.slice, update.step - 2), None)
+        self._updated_ns[update.slice, update.step] = trace.now_ns()
+
+    def _on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        if self._trace is not None and frame.kind == Kind.REPLY:
+            peer, kind, step, slice_, priority, flags, _ = frame
+            sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)
+            queued_ns = self._updated_ns.get((slice_, step), started_ns)
+            names = self._names
+            span(self._trace, Stage.REPLY_QUEUED, names, sent, queued_ns, stop_ns=started_ns)
+            span(self._trace, Stage.REPLY_SENT, names, sent, started_ns)

@@ -20,27 +20,26 @@ from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.partoptimizer import ELEMENTWISE_OPTIMIZERS, PartOptimizer
-from foreprop.path.summing import (
-    add_up,
-    clip,
-    finish_sum,
-    move_average,
-    square_sum,
-    start_average,
-    sum_dtype,
-)
+from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     GRADIENT,
     MASTER,
+    add_up,
     bytes_of,
+    clip,
     decode_state,
     encode_state,
+    finish_sum,
     is_array,
+    move_average,
+    square_sum,
+    start_average,
     state_limit_bytes,
+    sum_dtype,
 )
+from foreprop.path.updates import PartOptimizer
 
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
@@ -82,6 +81,7 @@ class _SliceTensors:
     __slots__ = (
         "average",
         "extent",
+        "gradient_bytes",
         "gradients",
         "kept",
         "optimizer",
@@ -90,6 +90,7 @@ class _SliceTensors:
         "shown",
         "staged",
         "total",
+        "value_bytes",
         "view",
         "wire_dtype",
     )
@@ -106,6 +107,8 @@ class _SliceTensors:
         self.extent = extent_of(piece, parameter_elems)
         self.parameter = torch.nn.Parameter(self.extent.zeros(dtype))
         self.wire_dtype = wire_dtype
+        self.gradient_bytes = piece.elems * wire_dtype.itemsize
+        self.value_bytes = piece.elems * dtype.itemsize
         self.shown: torch.Tensor | None = None  # the parameter as cast for the last replies
         self.view = bytes_of(self.extent.part(self.parameter))  # what replies carry
         self.gradients: dict[int, GradientBuffer] = {}
@@ -159,12 +162,12 @@ class SliceStore:
     def size_bytes(self, slice_: int, *, value: bool = False) -> int:
         """Of a gradient, in the wire's type, or of a value, which comes in full."""
         tensors = self._slices[slice_]
-        return tensors.piece.elems * _arriving_dtype(tensors, value=value).itemsize
+        return tensors.value_bytes if value else tensors.gradient_bytes
 
     def take_buffer(self, slice_: int, *, value: bool = False) -> GradientBuffer:
         """For a gradient or a value; see `size_bytes`."""
         tensors = self._slices[slice_]
-        key = (tensors.extent, _arriving_dtype(tensors, value=value))
+        key = (tensors.extent, tensors.parameter.dtype if value else tensors.wire_dtype)
         free = self._pool.get(key)
         return free.pop() if free else GradientBuffer(*key)
 
@@ -352,10 +355,6 @@ class SliceStore:
 
     def state_limit_bytes(self, slice_: int) -> int:
         return state_limit_bytes(self._slices[slice_].piece.elems)
-
-
-def _arriving_dtype(tensors: _SliceTensors, *, value: bool) -> torch.dtype:
-    return tensors.parameter.dtype if value else tensors.wire_dtype
 
 
 def _show(tensors: _SliceTensors) -> None:

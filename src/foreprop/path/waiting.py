@@ -42,12 +42,6 @@ class Pending(Protocol):
         """Dynamo looks at it: what it is, or to use it. Raise if it must not be compiled."""
 
 
-_COMPILING = (
-    "torch.compile meets a parameter whose update is pending. Enter compiled code in the thread"
-    " that called parallelize(), where this is waited for, or call session.flush() before."
-)
-
-
 def no_answer(*_: Any) -> Any:
     """Of who has every operation wait."""
     return NotImplemented
@@ -55,7 +49,10 @@ def no_answer(*_: Any) -> Any:
 
 def refuse_to_be_compiled() -> None:
     """Of a parameter: compiled code waits at its entry, where parameters are settled."""
-    raise TrainingLoopError(_COMPILING)
+    raise TrainingLoopError(
+        "torch.compile meets a parameter whose update is pending. Enter compiled code in the thread"
+        " that called parallelize(), where this is waited for, or call session.flush() before."
+    )
 
 
 _pending: dict[int, Pending] = {}

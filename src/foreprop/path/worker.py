@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
 from foreprop.config import Config
 from foreprop.core.frames import (
@@ -22,27 +24,34 @@ from foreprop.core.frames import (
     MessageReady,
     NotifyArrived,
     PrioritiesLearned,
+    PullsDue,
     ReplyArrived,
     SendFrame,
+    ValuesAwaited,
+    ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import Turns
 from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.core.worker_machine import PullsDue, ValuesAwaited, ValuesOffered, WorkerMachine
+from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError, RemoteProtocolError
-from foreprop.link.connection import Connection, FrameOwner
+from foreprop.link.connection import (
+    EMPTY,
+    Connection,
+    FailureReports,
+    FrameOwner,
+    Service,
+    bounded,
+    owners_of,
+)
 from foreprop.link.outbox import Outbox
 from foreprop.link.stream import Stream
-from foreprop.observe.stages import Stage
-from foreprop.observe.trace import TraceRecorder
+from foreprop.observe.trace import Stage, TraceRecorder, names_of, span
 from foreprop.path.ending import GOODBYE_S, Ending
-from foreprop.path.inquiry import Inquiry
+from foreprop.path.memory import ParameterMemory, SliceMemory, push_window
 from foreprop.path.progress import Progress
-from foreprop.path.requests import Requests
-from foreprop.path.services import EMPTY, FailureReports, Service, bounded, owners_of
-from foreprop.path.slicememory import ParameterMemory, SliceMemory, push_window
-from foreprop.path.spans import names_of, span
+from foreprop.path.requests import Inquiry, Requests
 
 
 class WorkerEngine:
@@ -66,6 +75,7 @@ class WorkerEngine:
         servers: Sequence[str] | None = None,
     ) -> None:
         self.manifest, self.config, self.rank = manifest, config, rank
+        self.is_rank_zero = rank == 0
         self.parameters = manifest.parameters
         self.slices = manifest.slices()
         self.shards = manifest.shards(len(self.slices))
@@ -80,6 +90,7 @@ class WorkerEngine:
         names = [info.name for info in manifest.parameters]
         self.progress = Progress(names, rank=rank, config=config, trace=trace)
         self.counters = self.progress.counters
+        self.raise_if_failed = self.progress.raise_if_failed
         self.memory = SliceMemory(manifest, self.slices, memory)
         self._streams = streams
         self._trace = trace
@@ -93,12 +104,17 @@ class WorkerEngine:
             window=push_window(manifest, self.slices, config, servers=len(streams)),
             turns=Turns.after(rank, manifest.knobs.servers),
         )
-        self.priority_of = self._machine.priority_of
+        self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
         self._messages: dict[int, memoryview] = {}
         self._next_token = 0
         self._welcomes = 0
         self._offering = False
-        self._outbox = Outbox("foreprop-send", self._transmit, self._next_after_sent, self._broke)
+        self._outbox = Outbox(
+            "foreprop-send",
+            self._transmit,
+            self._next_after_sent,
+            lambda error: self._ending.broke(error),
+        )
         self._connect(streams)
 
     def _connect(self, streams: Sequence[Stream]) -> None:
@@ -140,6 +156,9 @@ class WorkerEngine:
         )
         self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self._ending.fail(failure.as_error()))
+        # what a session asks of its engine, and others do
+        self.publish_blob, self.fetch_blob = self.requests.publish_blob, self.requests.fetch_blob
+        self.give_up, self.close = self._ending.give_up, self._ending.close
         self.use(self, self.requests, self.inquiry, failures)
 
     def use(self, *services: Service) -> None:
@@ -192,10 +211,10 @@ class WorkerEngine:
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:
         """Queue a parameter's gradient, which its memory gives when it leaves. Any thread."""
-        self.progress.gradient_ready(parameter, step)
         if flags & Flag.MEASURE:
             self.measures = True
         if self._trace is not None:
+            self.progress.gradient_ready(parameter, step)
             self._queued_ns[parameter] = self._trace.now_ns()
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
@@ -214,19 +233,16 @@ class WorkerEngine:
     def end_step(self, step: int) -> None:
         """Nothing: every rank decides by itself what it sends next."""
 
-    def is_complete(self, parameter: int) -> bool:
-        return self._machine.is_complete(parameter)
-
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
         self.progress.raise_if_failed()
-        if self._machine.is_complete(parameter):
+        if self.is_complete(parameter):
             return
         self.start_step()
         self.progress.wait_for_parameter(
             parameter,
             step,
-            lambda: self._machine.is_complete(parameter),
+            partial(self.is_complete, parameter),
             lambda: self.inquiry.describe_wait(parameter, step),
             lambda: self.inquiry.ask_about(parameter),
         )
@@ -238,13 +254,6 @@ class WorkerEngine:
         self.progress.raise_if_failed()
         return self.norm_of(step) if self.slices or self.shards else 0.0
 
-    def raise_if_failed(self) -> None:
-        self.progress.raise_if_failed()
-
-    @property
-    def is_rank_zero(self) -> bool:
-        return self.rank == 0
-
     @property
     def failed(self) -> bool:
         return self.progress.error is not None
@@ -252,31 +261,6 @@ class WorkerEngine:
     @property
     def queue_depth(self) -> int:
         return self._machine.queue_depth
-
-    # Buffers and frozen parameters.
-    def publish_blob(self, which: int, step: int, data: bytes) -> None:
-        self.requests.publish_blob(which, step, data)
-
-    def fetch_blob(self, which: int, step: int) -> memoryview:
-        return self.requests.fetch_blob(which, step)
-
-    # The end.
-    def give_up(self, error: BaseException) -> None:
-        """Say to the servers, and by them to all ranks, that this one goes on no more, and why.
-
-        What is asked of this engine from now on raises the error; it has still to be closed.
-        """
-        self._ending.give_up(error)
-
-    def close(self, *, failure: BaseException | None = None) -> None:
-        """Send what is queued, say goodbye and wait until all ranks have, or say why not.
-
-        Idempotent. Raises `StepTimeout` for ranks that do not come within ``step_timeout_s``.
-        """
-        self._ending.close(failure)
-
-    def _broke(self, error: BaseException) -> None:
-        self._ending.broke(error)
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
@@ -295,15 +279,15 @@ class WorkerEngine:
             elif kind is Finish:
                 self._ending.finished.set()
 
-    def _next_after_sent(self, server: int) -> list[SendFrame]:
+    def _next_after_sent(self, server: int) -> Sequence[SendFrame]:
         with self.lock:
             instructions = self._machine.handle(FrameSent(server))
         if self._offering and not instructions:
             self.progress.notify()
-        frames = [each for each in instructions if isinstance(each, SendFrame)]
-        if len(frames) < len(instructions):  # the other one is `Finish`
+        if instructions and type(instructions[0]) is Finish:  # then it is alone
             self._ending.finished.set()
-        return frames
+            return ()
+        return cast("Sequence[SendFrame]", instructions)
 
     def send_message(
         self,

@@ -13,24 +13,27 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foreprop.core.frames import CONTROL_PRIORITY, Finish, NotifyArrived, ReplyArrived, SendFrame
+from foreprop.core.frames import (
+    CONTROL_PRIORITY,
+    Finish,
+    NotifyArrived,
+    ReplyArrived,
+    SendFrame,
+    SliceUpdated,
+    UpdateSlice,
+)
 from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
-from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TransportError
-from foreprop.link.connection import Connection
-from foreprop.observe.stages import RelayStage, Stage
+from foreprop.link.connection import EMPTY, Connection, bounded, exactly
+from foreprop.observe.trace import RelayStage, Stage, span
 from foreprop.path.executor import Executor
-from foreprop.path.services import EMPTY, bounded, exactly
-from foreprop.path.slices import Slices
+from foreprop.path.slices import SettingsAt, Slices
 from foreprop.path.slicestore import Extent, GradientBuffer
-from foreprop.path.sliceupdates import SettingsAt
-from foreprop.path.spans import span
-from foreprop.path.summing import add_up, sum_dtype
-from foreprop.path.tensors import DTYPES
+from foreprop.path.tensors import DTYPES, add_up, sum_dtype
 
 
 class Sums:

@@ -14,12 +14,10 @@ from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import EMPTY, Connection, bounded, exactly, nothing
 from foreprop.numerics.norms import NORM_BYTES
-from foreprop.path.blobs import Blobs, which_blob
-from foreprop.path.calls import Waits
+from foreprop.path.calls import Blobs, Waits, which_blob
 from foreprop.path.executor import Executor
-from foreprop.path.services import EMPTY, bounded, exactly, nothing
 from foreprop.path.tensors import state_limit_bytes
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.parts import KEPT_PULL_BYTES

@@ -19,19 +19,17 @@ from foreprop.core.peers import SERVER, Peers, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection, FrameOwner
+from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
 from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
-from foreprop.observe.stages import Stage
+from foreprop.observe.trace import Stage, names_of
 from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
-from foreprop.path.partoptimizer import unknown_optimizer
+from foreprop.path.optimizer import unknown_optimizer
 from foreprop.path.server import Server
-from foreprop.path.services import FailureReports, Service, owners_of
 from foreprop.path.slices import Slices
-from foreprop.path.sliceupdates import AnnouncedNumbers
-from foreprop.path.spans import names_of
+from foreprop.path.updates import AnnouncedNumbers
 from foreprop.relays.nodesums import RelayStore, Sums
 from foreprop.relays.passing import (
     PassedBlobs,

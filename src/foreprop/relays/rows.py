@@ -23,7 +23,7 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.path.executor import Executor
-from foreprop.path.sliceupdates import SettingsAt
+from foreprop.path.slices import SettingsAt
 from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.tables.parts import (
     RowPart,

@@ -12,8 +12,8 @@ import torch
 
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation
 from foreprop.core.manifest import (
+    Aggregation,
     AnyKnobs,
     AnyManifest,
     Hyperparameters,
@@ -24,8 +24,7 @@ from foreprop.core.norm import SquareSum
 from foreprop.hooks.buffers import packed_bytes
 from foreprop.observe.trace import TraceRecorder
 from foreprop.path.engines import Engine
-from foreprop.path.memory import Memory
-from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.memory import Memory, ParameterMemory
 from foreprop.version import __version__
 
 if TYPE_CHECKING:  # what a training loads that uses it

@@ -15,17 +15,15 @@ from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Header, Kind
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, Later, Service, owners_of
 from foreprop.link.failure import Failure
-from foreprop.path.blobs import Blobs
-from foreprop.path.calls import Goodbyes, States, StateStore, Statuses, Waits
+from foreprop.observe.trace import names_of
+from foreprop.path.calls import Blobs, Goodbyes, States, StateStore, Statuses, Waits
 from foreprop.path.executor import Executor, Host
-from foreprop.path.partoptimizer import unknown_optimizer
-from foreprop.path.services import Later, Service, owners_of
-from foreprop.path.slices import CheckGradient, Slices
+from foreprop.path.optimizer import unknown_optimizer
+from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.sliceupdates import AnnouncedNumbers, Updates
-from foreprop.path.spans import names_of
+from foreprop.path.updates import AnnouncedNumbers
 
 if TYPE_CHECKING:
     from foreprop.numerics.normgate import NormGate

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from foreprop.config import Config
 from foreprop.errors import ConfigError, ForepropError, TransportError
-from foreprop.link.tcp import keep_alive, listen, local_address
+from foreprop.link.stream import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
 from foreprop.servers.launch import DEDICATED_SESSIONS, REFUSED, PublishedSession, dedicated_key
 from foreprop.servers.processes import ProcessServer, ServerTask

@@ -15,11 +15,12 @@ import msgspec
 from foreprop.cluster.rendezvous import agree_on_session, raw_board, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.core.sendqueue import takes_turns
-from foreprop.core.window import window_share_bytes
+from foreprop.core.sendqueue import takes_turns, window_share_bytes
 from foreprop.errors import ConfigError, HandshakeError, RemoteProtocolError, TransportError
-from foreprop.link.stream import SocketStream, Stream
-from foreprop.link.tcp import (
+from foreprop.link.connection import greeting
+from foreprop.link.stream import (
+    SocketStream,
+    Stream,
     check_reachable,
     connect,
     listen,
@@ -27,7 +28,6 @@ from foreprop.link.tcp import (
     stays_on_this_machine,
     tune,
 )
-from foreprop.path.reception import greeting
 from foreprop.servers.nodelinks import NodeLinks, node_links
 from foreprop.servers.processes import (
     ProcessServer,

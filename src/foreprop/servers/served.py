@@ -13,10 +13,8 @@ from foreprop.core.norm import SquareSum
 from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag
 from foreprop.hooks import buffers
-from foreprop.path.hyperparameters import with_scale
 from foreprop.path.memory import Memory, MemoryFactory
-from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters
-from foreprop.path.summing import start_average
+from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
 from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
@@ -24,6 +22,7 @@ from foreprop.path.tensors import (
     MASTER,
     decode_state,
     encode_state,
+    start_average,
 )
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.backend import Setup, Starting, describe_wire_dtype

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Kind
+from foreprop.link.connection import Later
 from foreprop.link.stream import Stream
 from foreprop.observe.trace import TraceRecorder
-from foreprop.path.services import Later
-from foreprop.path.slicememory import ParameterMemory
+from foreprop.path.memory import ParameterMemory
 from foreprop.path.worker import WorkerEngine
 
 if TYPE_CHECKING:

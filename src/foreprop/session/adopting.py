@@ -1,15 +1,23 @@
-"""The user's model and optimizer become a session's, and are given back when it ends."""
+"""The user's model and optimizer become a session's, and are given back when it ends.
+
+While it lasts, somebody may set the optimizer's numbers (`SettingsWatch`), or use a value that a
+reply has replaced (`give_advice`).
+"""
 
 from __future__ import annotations
 
+import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.gradients.settlingstate import give_plain_state
 from foreprop.hooks import buffers, compiled, wrappers
+from foreprop.hooks.interception import Interception
 from foreprop.hooks.modelhooks import (
     BeforeModule,
     CallingHook,
@@ -19,7 +27,7 @@ from foreprop.hooks.modelhooks import (
 )
 from foreprop.hooks.optimizercopies import OWN_ATTRIBUTES, keep_copy_plain
 from foreprop.hooks.scripts import watch_scripts
-from foreprop.session.advice import give_advice
+from foreprop.servers.backend import Backend
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
@@ -167,3 +175,118 @@ def _adopt_model(training: Training) -> None:
         handles.append(before_forward(model, buffers.BeforeForward(training)))
         handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(training)))
     training.life.add_undo(*(handle.remove for handle in handles))
+
+
+_CONSTANT = frozenset({int, float, bool, str, type(None)})
+
+
+class SettingsWatch:
+    """One backend's. Training thread."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        backend: Backend,
+        *,
+        parameters: int,
+        is_scaled: bool,
+    ) -> None:
+        """``parameters``: that the optimizer had at `parallelize`.
+
+        ``is_scaled``: the loss's scale is one of the numbers, which no group has.
+        """
+        self.announced_step = 0
+        self._optimizer = optimizer
+        self._backend = backend
+        self._parameters = parameters
+        self._is_scaled = is_scaled
+        self._announced: Any = None
+        self._read: list[tuple[Any, ...]] | None = None
+        """The groups' values when they were announced; None if they could change by themselves."""
+
+    def announce(self, step: int) -> None:
+        """The step's first push is about to leave: servers must know what has changed."""
+        if not self._is_as_read():
+            numbers = self._backend.numbers()
+            if numbers != self._announced:
+                self._backend.announce(step)
+                self._announced = numbers
+            self._keep()
+        self.announced_step = step
+
+    def check_unchanged(self, step: int) -> None:
+        """At `step()`: what was announced still holds, if anything was."""
+        if self._is_as_read() or self.announced_step != step:
+            return
+        if self._backend.numbers() != self._announced:
+            raise TrainingLoopError(
+                "the optimizer's settings (lr, ...) were changed between backward() and"
+                " step(), when servers had been sent gradients with the old ones. Change them after"
+                " step(), as LR schedulers do, or before backward(); or set parallelize(...,"
+                " update='workers'), with which step() takes what it finds."
+            )
+
+    def _keep(self) -> None:
+        groups = self._optimizer.param_groups
+        self._read = [tuple(group.values()) for group in groups]
+        for group in groups:
+            if not all(name == "params" or _is_constant(value) for name, value in group.items()):
+                self._read = None
+                return
+
+    def _is_as_read(self) -> bool:
+        """Whether nobody can have set anything. Raises `ConfigError` for other parameters."""
+        groups, read = self._optimizer.param_groups, self._read
+        count = 0
+        for group in groups:
+            count += len(group["params"])
+        if count != self._parameters:
+            raise ConfigError(
+                f"the optimizer had {self._parameters} parameters at parallelize() and has"
+                f" {count} now; call add_param_group() before parallelize()"
+            )
+        if read is None or self._is_scaled or len(groups) != len(read):
+            return False
+        for group, values in zip(groups, read, strict=True):
+            if len(group) != len(values) or not all(map(operator.is_, group.values(), values)):
+                return False
+        return True
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is the same as long as it is the same object."""
+    if type(value) is tuple:
+        return all(type(part) in _CONSTANT for part in value)
+    return type(value) in _CONSTANT
+
+
+_SYMPTOM = "modified by an inplace operation"
+_ADVICE = (
+    "foreprop: if the modified tensor is a parameter, this backward pass needs a value that the"
+    " parameter's update replaces. Run a forward pass of its own for each backward pass after"
+    " optimizer.step() (no retain_graph=True across steps). If one step has more backward passes"
+    " than the first had, set parallelize(..., update='workers'), or backward_passes=N to the"
+    " largest number. Give a use that takes no gradient a copy of its own:"
+    " parameter.detach().clone() instead of parameter.detach()."
+)
+
+
+def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if _SYMPTOM in str(error) and _ADVICE not in getattr(error, "__notes__", ()):
+                error.add_note(_ADVICE)
+            raise
+
+    return wrapper
+
+
+_INTERCEPTIONS = [Interception(torch.autograd, name, _with_advice) for name in ("backward", "grad")]
+
+
+def give_advice() -> list[Callable[[], None]]:
+    """From now on; the returned functions end it."""
+    return [interception.hold() for interception in _INTERCEPTIONS]

@@ -10,9 +10,9 @@ from foreprop.gradients.update import Needs
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
 from foreprop.servers.backend import Setup
+from foreprop.session.adopting import SettingsWatch
 from foreprop.session.features import connect_backend, make_parameter
 from foreprop.session.firststep import FirstStep
-from foreprop.session.settingswatch import SettingsWatch
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder

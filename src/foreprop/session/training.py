@@ -24,13 +24,12 @@ from foreprop.path.managedparameter import ManagedParameter, Watched
 from foreprop.path.memory import Memory
 from foreprop.servers.backend import Backend
 from foreprop.session import opened
-from foreprop.session.adopting import adopt
+from foreprop.session.adopting import SettingsWatch, adopt
 from foreprop.session.belongings import Belongings
 from foreprop.session.connecting import connect
 from foreprop.session.features import is_served, stale_readers_for
 from foreprop.session.firststep import FirstStep
 from foreprop.session.lifetime import Lifetime
-from foreprop.session.settingswatch import SettingsWatch
 
 if TYPE_CHECKING:  # what only some sessions need
     from foreprop.auto.stepprobe import StepProbe

@@ -13,9 +13,8 @@ from typing import Any
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.sendqueue import AT_ONCE, takes_turns
+from foreprop.core.sendqueue import AT_ONCE, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
-from foreprop.core.window import window_share_bytes
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.ends import End, Kernels, connect_nodes, join

@@ -18,10 +18,11 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
+    SliceUpdated,
+    UpdateSlice,
 )
 from foreprop.core.peers import SERVER, Peers
 from foreprop.core.relay_machine import RelayMachine
-from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock

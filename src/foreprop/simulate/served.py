@@ -21,25 +21,22 @@ from foreprop.core.frames import (
     NormArrived,
     NotifyArrived,
     PullArrived,
+    PullsDue,
     PushArrived,
     ReplyArrived,
     SendFrame,
     SendNormPart,
-)
-from foreprop.core.manifest import Reply
-from foreprop.core.norm import ZERO
-from foreprop.core.sendqueue import Order, Turns
-from foreprop.core.server_machine import (
-    ServerMachine,
     SliceSummed,
     SliceUpdated,
     SumSlice,
     UpdateSlice,
 )
+from foreprop.core.norm import ZERO
+from foreprop.core.sendqueue import Order, PushWindow, Reply, Turns, may_hold_back
+from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
-from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
-from foreprop.core.worker_machine import PullsDue, WorkerMachine
+from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError
 from foreprop.simulate.clock import Clock
 from foreprop.simulate.connection import Connection, Loopback

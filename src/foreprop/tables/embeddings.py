@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
-from foreprop.core.aggregation import Aggregation
-from foreprop.core.manifest import ParameterInfo, RowInit
+from foreprop.core.manifest import Aggregation, ParameterInfo, RowInit
 from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError
 from foreprop.tables.rowupdates import check_row_wise

@@ -12,8 +12,7 @@ from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection
-from foreprop.path.services import bounded
+from foreprop.link.connection import Connection, bounded
 from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.path.worker import WorkerEngine
 from foreprop.tables.parts import (

@@ -14,10 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
-from foreprop.path.firstuse import FirstUse
 from foreprop.path.managedparameter import SessionState
+from foreprop.path.parameter import GET_DATA, FirstUse, ParameterValue
 from foreprop.path.servedgradient import ServedGradient
-from foreprop.path.value import GET_DATA, ParameterValue
 from foreprop.path.waiting import (
     is_waiting,
     make_wait,

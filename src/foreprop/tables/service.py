@@ -28,12 +28,11 @@ from foreprop.core.rows_machine import (
 from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection
+from foreprop.link.connection import Connection, bounded, exactly
 from foreprop.numerics.finite import check_finite
 from foreprop.path.executor import Executor
-from foreprop.path.hyperparameters import scale_of
-from foreprop.path.services import bounded, exactly
-from foreprop.path.sliceupdates import SettingsAt
+from foreprop.path.optimizer import scale_of
+from foreprop.path.slices import SettingsAt
 from foreprop.path.tensors import DTYPES
 from foreprop.tables.parts import (
     KEPT_PULL_BYTES,

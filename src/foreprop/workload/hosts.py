@@ -1,6 +1,6 @@
 """What a simulated host and its kernel are like: physical quantities, the same for every run.
 
-Sizes of the kernel are Linux's, or what the lab and `link.tcp` set. Times of the host are of the
+Sizes of the kernel are Linux's, or what the lab and `link.stream` set. Times of the host are of the
 order that `foreprop bench overhead` and `bench wire` measure; ten times as much changes a step of
 ResNet-50 and Sockeye at balance 1.0 by less than 0.5 % with p3 and slicing, by up to 2.6 % with
 kvstore.
