@@ -14,7 +14,7 @@ from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.rowinit import row_init_of
 from foreprop.tables.parts import RowPart
-from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
+from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
 from foreprop.tables.store import RowStore
 
 _GROUP: Hyperparameters = {"lr": 0.1}

@@ -11,7 +11,6 @@ from torch import nn
 
 import foreprop
 from foreprop.cluster.world import World
-from foreprop.core.manifest import Aggregation
 from foreprop.errors import ForepropError, TrainingLoopError
 from foreprop.numerics.finite import check_finite, is_finite
 from tests.cluster import run_cluster
@@ -144,4 +143,4 @@ def test_what_is_said() -> None:
         r" are not, some NaN \(check_finite\)"
     )
     with pytest.raises(TrainingLoopError, match=text):
-        check_finite(gradient, Aggregation(check_finite=True), whose="rank 1", name="w", step=7)
+        check_finite(gradient, "rank 1", "w", 7)

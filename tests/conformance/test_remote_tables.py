@@ -20,9 +20,9 @@ from foreprop.cluster.world import World
 from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.tables.exchange import RowExchange
-from foreprop.tables.firstvalues import make_rows
 from foreprop.tables.lookahead import lookahead
 from foreprop.tables.remote import RemoteTable
+from foreprop.tables.table import make_rows
 from tests.cluster import run_cluster, worlds
 from tests.conformance import scaler_runs
 from tests.conformance.parity import (
@@ -516,7 +516,7 @@ def test_files_have_no_rows_that_nobody_has_changed(tmp_path: Path) -> None:
 
 
 def test_files_of_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreprop.tables.kept._PART_ELEMS", 12)
+    monkeypatch.setattr("foreprop.tables.parts._KEPT_ELEMS", 12)
     monkeypatch.setattr("foreprop.tables.tables._PARTS_IN_A_FILE", 3)
     test_files_go_on_where_they_were(torch.optim.Adagrad, "p2p", tmp_path)
     assert len(list((tmp_path / "tables").glob("*.pt"))) > 3

@@ -412,7 +412,7 @@ def test_shard_prefetches_the_next_batch_s_rows(
 
     def spy(self: RowParameter) -> None:
         prefetch(self)
-        landed.extend(len(pull.numbers) for pull in self._pulls)
+        landed.extend(len(pull.numbers) for pull in self._prefetch.pulls)
 
     monkeypatch.setattr(RowParameter, "prefetch", spy)
     words = torch.arange(ROWS).view(10, 4).repeat(2, 1)

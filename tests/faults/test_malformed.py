@@ -24,7 +24,7 @@ from foreprop.errors import PeerLost, RemoteProtocolError
 from foreprop.link.connection import greeting
 from foreprop.path.joining import MAX_GREETING_BYTES
 from foreprop.path.tensors import encode_state
-from foreprop.tables.kept import VALUES, KeptRows, encode_kept
+from foreprop.tables.parts import VALUES, KeptRows, encode_kept
 from tests.faults.wire_peers import (
     GROUP,
     SESSION,

@@ -9,24 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.shards import Shard, plan_shards
+from foreprop.core.slicing import Shard, plan_shards
 from foreprop.errors import RemoteProtocolError
-from foreprop.tables import kept as keptrows
-from foreprop.tables.kept import (
+from foreprop.tables import parts
+from foreprop.tables.parts import (
     KeptRows,
     cut_kept,
     decode_kept,
-    decode_pull,
+    decode_kept_pull,
     encode_kept,
-    encode_pull,
+    encode_kept_pull,
     in_table,
-    limit_bytes,
+    kept_limit_bytes,
 )
 
 SHARD = Shard(3, 0, 1, 6, 2, True)
 
 
-def part_of(numbers: list[int], row_elems: int, following: int = keptrows.END) -> KeptRows:
+def part_of(numbers: list[int], row_elems: int, following: int = parts.END) -> KeptRows:
     rows = torch.tensor(numbers, dtype=torch.int64)[:, None] * torch.arange(1.0, row_elems + 1)
     entries = {"values": rows, "state.step": 3, "state.sum": rows * 2}
     return KeptRows(torch.tensor(numbers, dtype=torch.int64), entries, following)
@@ -44,7 +44,7 @@ def check_same(got: KeptRows, wanted: KeptRows) -> None:
 def test_parts_arrive_as_they_left(numbers: set[int], following: int) -> None:
     part = part_of(sorted(numbers), 2, following)
     data = encode_kept(part)
-    assert len(data) <= limit_bytes(SHARD)
+    assert len(data) <= kept_limit_bytes(SHARD)
     check_same(decode_kept(memoryview(bytearray(data)), SHARD), part)
 
 
@@ -66,10 +66,10 @@ def test_the_length_must_fit() -> None:
 
 def test_pulls() -> None:
     for first in (0, 6):
-        assert decode_pull(memoryview(encode_pull(first)), SHARD) == first
+        assert decode_kept_pull(memoryview(encode_kept_pull(first)), SHARD) == first
     for wrong in (-1, 7):
         with pytest.raises(RemoteProtocolError, match=f"rows from place {wrong} on, of 6 rows"):
-            decode_pull(memoryview(encode_pull(wrong)), SHARD)
+            decode_kept_pull(memoryview(encode_kept_pull(wrong)), SHARD)
 
 
 @given(st.sets(st.integers(0, 19)), st.integers(1, 4), st.integers(1, 6))
@@ -79,7 +79,7 @@ def test_a_part_is_cut_for_its_shards_and_put_together_again(
     shards = plan_shards([(0, 20, 3)], servers=servers, first_number=0, remote={0})
     whole = part_of(sorted(numbers), 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keptrows, "_PART_ELEMS", 3 * at_once)
+        patch.setattr(parts, "_KEPT_ELEMS", 3 * at_once)
         cut = list(cut_kept(whole, shards, servers))
     assert {shard.number for shard, _ in cut} == set(range(servers))  # numbers are for all
     seen: dict[int, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from foreprop.core.manifest import Manifest, ParameterInfo
-from foreprop.core.peers import workers_of_node
-from foreprop.core.shards import Shard
+from foreprop.core.peers import SERVER, workers_of_node
+from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import EMPTY
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.parts import RowPart, decode_part, decode_pull, encode_part, encode_pull
 from tests.faults.wire_peers import manifest_of
@@ -22,24 +23,29 @@ from tests.faults.wire_peers import manifest_of
 WIDTH = 2
 
 
-@dataclass
-class Host:
+class FakeExecutor:
     """Writes down what would be sent."""
 
-    to_server: list[tuple[Any, ...]] = field(default_factory=list)
-    to_workers: list[tuple[Any, ...]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.host = SimpleNamespace(index=0)
+        self.lock = threading.RLock()
+        self.peers = workers_of_node(1, 4, 2)
+        self.to_server: list[tuple[Any, ...]] = []
+        self.to_workers: list[tuple[Any, ...]] = []
 
-    def send_on(self, *frame: Any) -> None:
-        self.to_server.append(frame if len(frame) == 6 else (*frame, 0))
+    def send(self, peer: int, *frame: Any) -> None:
+        if peer == SERVER:
+            self.to_server.append(frame if len(frame) == 6 else (*frame, 0))
+        else:
+            self.to_workers.append((peer, *frame))
 
-    def answer(self, *frame: Any) -> None:
-        self.to_workers.append(frame)
+    def execute(self, instructions: Any) -> None:
+        raise AssertionError(instructions)
 
-    def fail_rows(self, failure: Any) -> None:
-        raise AssertionError(failure)
 
-    def settings_at(self, step: int) -> tuple[Any, ...]:
-        return ()
+def peer_of(number: int) -> Any:
+    """A connection."""
+    return SimpleNamespace(number=number)
 
 
 class Setup:
@@ -50,11 +56,9 @@ class Setup:
         manifest: Manifest = manifest_of(world_size=4, parameters=(table,), workers_per_push=2)
         changed = msgspec.structs.replace(manifest.knobs, **knobs)
         manifest = msgspec.structs.replace(manifest, knobs=changed)
-        self.host = Host()
+        self.executor: Any = FakeExecutor()
         self.shard: Shard = manifest.shards(0)[0]
-        peers = workers_of_node(1, 4, 2)
-        lock = threading.RLock()
-        self.rows = RelayRows(manifest, [self.shard], self.host, lock, peers, 0)
+        self.rows = RelayRows(manifest, [self.shard], self.executor, lambda _: ())
 
     def push(self, worker: int, numbers: list[int], value: float = 1.0, **about: Any) -> None:
         rows = torch.full((len(numbers), WIDTH), value)
@@ -72,7 +76,7 @@ class Setup:
         flags: int = 0,
     ) -> None:
         header = Header(kind, flags, worker + 2, step, slice_, 4, len(data))
-        self.rows.on_frame(worker, header, memoryview(bytearray(data)))
+        self.rows.on_frame(peer_of(worker), header, memoryview(bytearray(data)))
 
     def pull(self, worker: int, request: int, numbers: list[int], step: int = 1) -> None:
         data = encode_pull(self.shard.number, torch.tensor(numbers, dtype=torch.int64))
@@ -81,7 +85,7 @@ class Setup:
     def pushed_on(self) -> list[tuple[list[int], list[float], int]]:
         """Of each part that went to the server: row numbers, the rows' first elements, flags."""
         found = []
-        for kind, _, _, _, data, flags in self.host.to_server:
+        for kind, _, _, _, data, flags in self.executor.to_server:
             assert kind == Kind.ROWS_PUSH
             part = decode_part(memoryview(bytearray(data)), self.shard, torch.float32)
             found.append((part.numbers.tolist(), part.rows[:, 0].tolist(), flags))
@@ -89,7 +93,7 @@ class Setup:
 
     def asked(self) -> list[tuple[int, list[int]]]:
         """Of each pull that went to the server: its number, and the rows."""
-        pulls = [frame for frame in self.host.to_server if frame[0] == Kind.ROWS_PULL]
+        pulls = [frame for frame in self.executor.to_server if frame[0] == Kind.ROWS_PULL]
         return [
             (request, decode_pull(memoryview(bytearray(data)), self.shard).tolist())
             for _, _, _, request, data, _ in pulls
@@ -99,8 +103,10 @@ class Setup:
         """The server's answer: row n has the value n."""
         header = Header(Kind.ROWS_REPLY, 0, 0, step, request, 4, 0)
         rows = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, WIDTH).contiguous()
-        self.rows.room(header)[:] = memoryview(rows.view(torch.uint8).reshape(-1).numpy())
-        self.rows.arrived(header)
+        self.rows.room(peer_of(SERVER), header)[:] = memoryview(
+            rows.view(torch.uint8).reshape(-1).numpy()
+        )
+        self.rows.on_frame(peer_of(SERVER), header, EMPTY)
 
     def answers(self) -> list[tuple[int, int, list[float]]]:
         """Of each: worker, its own number of the pull, the rows' first elements."""
@@ -110,7 +116,7 @@ class Setup:
                 request,
                 torch.frombuffer(bytearray(data), dtype=torch.float32)[::WIDTH].tolist(),
             )
-            for worker, kind, _, _, request, data in self.host.to_workers
+            for worker, kind, _, _, request, data in self.executor.to_workers
             if kind == Kind.ROWS_REPLY
         ]
 
@@ -118,7 +124,7 @@ class Setup:
 def test_each_touched_row_is_pushed_once_when_every_worker_has_pushed() -> None:
     setup = Setup()
     setup.push(1, [1, 4], 10.0)
-    assert setup.host.to_server == []
+    assert setup.executor.to_server == []
     assert setup.rows.describe_wait(0, 1) == "the rows of t wait for the push of rank 2"
     setup.push(0, [4, 7], 1.0)
     assert setup.pushed_on() == [([1, 4, 7], [10.0, 11.0, 1.0], 0)]
@@ -140,7 +146,7 @@ def test_a_node_without_gradients_says_so() -> None:
     setup = Setup()
     for worker in (0, 1):
         setup._frame(worker, Kind.ROWS_PUSH, b"", flags=Flag.NO_GRADIENT)
-    assert setup.host.to_server == [(Kind.ROWS_PUSH, 1, 4, 0, b"", Flag.NO_GRADIENT)]
+    assert setup.executor.to_server == [(Kind.ROWS_PUSH, 1, 4, 0, b"", Flag.NO_GRADIENT)]
 
 
 def test_a_gradient_without_rows_is_another_matter() -> None:
@@ -196,13 +202,14 @@ def test_values_are_rank_zero_s_to_send() -> None:
 def test_rows_that_come_before_a_pull_is_done_with_are_handed_out_once() -> None:
     """The thread of the server's link may be faster than the one that has asked."""
     setup = Setup()
-    send_on = setup.host.send_on
+    send = setup.executor.send
 
-    def answered_at_once(*frame: Any) -> None:
-        send_on(*frame)
-        setup.arrive(frame[3], [3, 5])
+    def answered_at_once(peer: int, *frame: Any) -> None:
+        send(peer, *frame)
+        if peer == SERVER:
+            setup.arrive(frame[3], [3, 5])
 
-    setup.host.send_on = answered_at_once  # type: ignore[method-assign]
+    setup.executor.send = answered_at_once
     setup.pull(0, 70, [3, 5])
     assert setup.answers() == [(0, 70, [3.0, 5.0])]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foreprop.errors import RemoteProtocolError
-from foreprop.relays.relaystore import RelayStore
+from foreprop.relays.nodesums import RelayStore
 from tests.faults.wire_peers import manifest_of
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from foreprop.tables.averages import RowAverages
+from foreprop.tables.rowupdates import RowAverages
 from foreprop.tables.table import RowTable
 
 DECAY = 0.9

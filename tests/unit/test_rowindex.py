@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.tables.index import RowIndex
+from foreprop.tables.table import RowIndex
 
 NUMBERS = st.integers(0, 30) | st.integers(0, 2**31 - 1)
 

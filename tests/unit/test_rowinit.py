@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.rowinit import RowInit, key_of, row_init_of
+from foreprop.core.manifest import RowInit
+from foreprop.core.rowinit import key_of, row_init_of
 from foreprop.errors import ConfigError
-from foreprop.tables.firstvalues import make_rows
+from foreprop.tables.table import make_rows
 
 INITS = ["normal(1, 2)", "uniform(-3, 4)", "constant(0.5)"]
 
@@ -37,7 +38,7 @@ def test_a_row_depends_on_its_number_alone(
 def test_many_rows_at_once_are_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
     init = row_init_of("table", None)
     wanted = make_rows(init, torch.arange(100), 7, torch.float32)
-    monkeypatch.setattr("foreprop.tables.firstvalues._AT_ONCE_ELEMS", 20)
+    monkeypatch.setattr("foreprop.tables.table._MADE_AT_ONCE_ELEMS", 20)
     assert torch.equal(make_rows(init, torch.arange(100), 7, torch.float32), wanted)
 
 

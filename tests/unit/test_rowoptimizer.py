@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foreprop.tables.rowoptimizer import RowOptimizer
+from foreprop.tables.rowupdates import RowOptimizer
 from foreprop.tables.table import RowTable
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns until one chooses

@@ -24,6 +24,7 @@ from foreprop.core.frames import (
     ValueArrived,
 )
 from foreprop.core.norm import ZERO, SquareSum
+from foreprop.core.peers import each_worker
 from foreprop.core.rows_machine import (
     AnswerRows,
     RowsMachine,
@@ -32,7 +33,7 @@ from foreprop.core.rows_machine import (
     SumRows,
     UpdateRows,
 )
-from foreprop.core.shards import Shard, plan_shards, rows_of
+from foreprop.core.slicing import Shard, plan_shards, rows_of
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.tables.parts import (
@@ -53,7 +54,7 @@ ONE, TWO = (SquareSum(0, (0, 0, n)) for n in (1, 2))
 
 def make(workers: int = 2, barrier: StepBarrier | None = None) -> RowsMachine:
     names = ["a", "b", "c"]
-    machine = RowsMachine(SHARDS, index=0, workers=workers, names=names, barrier=barrier)
+    machine = RowsMachine(SHARDS, index=0, peers=each_worker(workers), names=names, barrier=barrier)
     for shard in (A, B):
         assert machine.handle(ValueArrived(0, shard, 0, 0)) == [InstallValue(shard)]
     return machine
@@ -108,7 +109,7 @@ def test_rows_that_the_server_makes_are_there_at_once() -> None:
     """Of a remote table: nobody sends its values, and nobody may."""
     shards = plan_shards([(0, 10, 4), (2, 3, 1)], servers=2, first_number=5, remote={2})
     assert [shard.remote for shard in shards] == [False, False, True, True]
-    machine = RowsMachine(shards, index=0, workers=1, names=["a", "b", "c"])
+    machine = RowsMachine(shards, index=0, peers=each_worker(1), names=["a", "b", "c"])
     assert machine.handle(pull(0, B)) == [answer(0, B)]
     assert machine.handle(pull(0, A)) == []
     with pytest.raises(RemoteProtocolError, match="values for the rows of c came for step 0"):
@@ -117,7 +118,7 @@ def test_rows_that_the_server_makes_are_there_at_once() -> None:
 
 
 def test_pulls_before_the_values() -> None:
-    machine = RowsMachine(SHARDS, index=0, workers=2, names=["a", "b", "c"])
+    machine = RowsMachine(SHARDS, index=0, peers=each_worker(2), names=["a", "b", "c"])
     assert machine.handle(pull(1)) == []
     assert machine.handle(ValueArrived(0, A, 0, 0)) == [InstallValue(A), answer(1)]
 
@@ -293,7 +294,9 @@ def test_random_schedules(seed: int, needs_norm: bool) -> None:
     chance = random.Random(seed)
     workers, steps = chance.randint(1, 4), chance.randint(1, 5)
     barrier = StepBarrier(2) if needs_norm else None
-    machine = RowsMachine(SHARDS, index=0, workers=workers, names=["a", "b", "c"], barrier=barrier)
+    machine = RowsMachine(
+        SHARDS, index=0, peers=each_worker(workers), names=["a", "b", "c"], barrier=barrier
+    )
     queues = [_events_of(rank, steps, chance) for rank in range(workers)]
     done, answered, asked = {A: -1, B: -1}, [], []
     work: dict[int, UpdateRows | SumRows] = {}  # under way, by shard

@@ -21,6 +21,7 @@ from foreprop.path.waiting import (
     is_differentiable,
     is_waiting,
     make_wait,
+    no_answer,
     refuse_to_be_compiled,
     stop_waiting,
 )
@@ -162,8 +163,7 @@ class _Array:
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._watch.ready[self.number] = self._watch.mark()  # of several passes the last one
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return NotImplemented
+    answer = staticmethod(no_answer)
 
     def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         self._asked = self._watch.mark()

@@ -171,13 +171,8 @@ class GradientSums:
             itemsize = ITEMSIZE_BYTES[info.dtype]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
             total[start:stop] = self._device.flat(part, DTYPES[info.dtype])
-            check_finite(
-                total[start:stop],
-                self._aggregation,
-                whose=f"rank {self._rank}",
-                name=info.name,
-                step=step,
-            )
+            if self._aggregation.reports_nonfinite:
+                check_finite(total[start:stop], f"rank {self._rank}", info.name, step)
         if stop == info.elems:
             marks = (
                 not flags & Flag.NO_GRADIENT,

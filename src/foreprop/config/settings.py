@@ -20,7 +20,6 @@ from foreprop.config.environment import (
     settings_from_environment,
 )
 from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
-from foreprop.core.rowinit import check_table_init
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
@@ -217,7 +216,10 @@ class Config:
             )
         self._check_architecture()
         self._check_aggregation()
-        check_table_init(self.table_init)
+        if self.table_init is not None:
+            from foreprop.core.rowinit import check_table_init
+
+            check_table_init(self.table_init)
 
     def _check_aggregation(self) -> None:
         for name in ("clip_grad_norm", "clip_grad_value"):

@@ -13,10 +13,16 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from foreprop.core.peers import Peers, each_worker, nodes
-from foreprop.core.rowinit import RowInit
 from foreprop.core.sendqueue import Order, Reply
-from foreprop.core.shards import Shard, plan_shards
-from foreprop.core.slicing import Granularity, Partition, Placement, Slice, plan_slices
+from foreprop.core.slicing import (
+    Granularity,
+    Partition,
+    Placement,
+    Shard,
+    Slice,
+    plan_shards,
+    plan_slices,
+)
 from foreprop.errors import RemoteProtocolError
 
 Reduction = Literal["mean", "sum"]
@@ -123,6 +129,25 @@ def wire_dtype_of(dtype: str, wire_dtype: WireDtype | None) -> str:
 
 NO_GROUP = -1
 """Of a parameter that servers never update: workers do, or nobody does."""
+
+
+Distribution = Literal["normal", "uniform", "constant"]
+
+
+class RowInit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How servers make a remote table's rows (`core.rowinit`).
+
+    ``first`` and ``second``: of ``normal`` mean and standard deviation, of ``uniform`` from and
+    to, of ``constant`` the value.
+    """
+
+    distribution: Distribution
+    first: float
+    second: float
+    key: int
+    """Below 2**64; of the seed and the table's name."""
+    padding_row: int | None = None
+    """A row that begins as zeros."""
 
 
 class ParameterInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

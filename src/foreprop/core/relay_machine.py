@@ -91,6 +91,9 @@ class RelayMachine:
             names=names,
             peers=peers,
         )
+        self.owned = self._workers.owned
+        self.describe_wait = self._workers.describe_wait
+        self.incomplete = self._workers.incomplete
         self._server = server
         self._has_rank_zero = peers.first_rank(0) == 0
         self._reply = reply
@@ -121,10 +124,6 @@ class RelayMachine:
         return handler(event)
 
     # Read-only views.
-    def owned(self, slice_: int) -> Slice:
-        """The slice, if it is this relay's server's; raises `RemoteProtocolError` otherwise."""
-        return self._workers.owned(slice_)
-
     def awaits(self, slice_: int, step: int) -> bool:
         """Whether the server may send this slice's values now."""
         if step == 0:
@@ -141,14 +140,6 @@ class RelayMachine:
     def awaited(self) -> list[tuple[int, int]]:
         """What the server owes answers to: (slice, step)."""
         return [(slice_, awaited.step) for slice_, awaited in self._awaited.items()]
-
-    def describe_wait(self, slice_: int, step: int) -> str:
-        """What a slice waits for at this step, in words."""
-        return self._workers.describe_wait(slice_, step)
-
-    def incomplete(self) -> list[tuple[int, int]]:
-        """Slices that some but not all workers of the node have pushed: (slice, step)."""
-        return self._workers.incomplete()
 
     @property
     def measures(self) -> bool:

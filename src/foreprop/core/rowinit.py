@@ -6,36 +6,19 @@ number of servers, and a row that no step has touched can be made again whenever
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import math
 import re
-from typing import Literal
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
-import msgspec
-
+from foreprop.core.manifest import Distribution, RowInit
 from foreprop.errors import ConfigError
-
-Distribution = Literal["normal", "uniform", "constant"]
 
 DEFAULT = "normal(0, 1)"
 """That of ``nn.Embedding.reset_parameters``."""
 _ENTRY = re.compile(r"\s*(?:([^=]+?)\s*=\s*)?(normal|uniform|constant)\s*\(([^()]*)\)\s*")
 _ARGUMENTS = {"normal": 2, "uniform": 2, "constant": 1}
-
-
-class RowInit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``first`` and ``second``: of ``normal`` mean and standard deviation, of ``uniform`` from and
-    to, of ``constant`` the value.
-    """
-
-    distribution: Distribution
-    first: float
-    second: float
-    key: int
-    """Below 2**64; of the seed and the table's name."""
-    padding_row: int | None = None
-    """A row that begins as zeros."""
 
 
 def row_init_of(
@@ -46,14 +29,8 @@ def row_init_of(
     ``text`` has entries like ``uniform(-0.1, 0.1)`` or ``words.*=normal(0, 0.01)``, with semicolons
     between them; the first whose pattern matches counts. Raises `ConfigError`.
     """
-    for entry in (text or "").split(";"):
-        if not entry.strip():
-            continue
-        pattern, distribution, arguments = parse_entry(entry)
-        if pattern is None or fnmatch.fnmatchcase(name, pattern):
-            break
-    else:
-        _, distribution, arguments = parse_entry(DEFAULT)
+    entries = (each for each in _entries(text) if each[0] is None or fnmatchcase(name, each[0]))
+    _, distribution, arguments = next(entries, _parsed(DEFAULT))
     return RowInit(
         distribution=distribution,
         first=arguments[0],
@@ -63,12 +40,22 @@ def row_init_of(
     )
 
 
+def check_table_init(text: str) -> None:
+    """Raises `ConfigError` for what `row_init_of` could not read."""
+    for _ in _entries(text):
+        pass
+
+
 def key_of(name: str, seed: int) -> int:
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
-def parse_entry(entry: str) -> tuple[str | None, Distribution, list[float]]:
+def _entries(text: str | None) -> Iterator[tuple[str | None, Distribution, list[float]]]:
+    return (_parsed(entry) for entry in (text or "").split(";") if entry.strip())
+
+
+def _parsed(entry: str) -> tuple[str | None, Distribution, list[float]]:
     """The pattern, if there is one, the distribution and its numbers."""
     found = _ENTRY.fullmatch(entry)
     if found is None:
@@ -81,13 +68,6 @@ def parse_entry(entry: str) -> tuple[str | None, Distribution, list[float]]:
     if len(numbers) != _ARGUMENTS[distribution] or not all(map(math.isfinite, numbers)):
         raise _unreadable(entry)
     return pattern, distribution, numbers  # type: ignore[return-value]  # the pattern's three
-
-
-def check_table_init(text: str | None) -> None:
-    """Raises `ConfigError` for what `row_init_of` could not read."""
-    for entry in (text or "").split(";"):
-        if entry.strip():
-            parse_entry(entry)
 
 
 def _unreadable(entry: str) -> ConfigError:

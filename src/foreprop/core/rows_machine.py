@@ -31,8 +31,8 @@ from foreprop.core.frames import (
     ValueArrived,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import Peers, each_worker
-from foreprop.core.shards import Shard
+from foreprop.core.peers import Peers
+from foreprop.core.slicing import Shard
 from foreprop.errors import InternalError, RemoteProtocolError
 
 
@@ -96,8 +96,8 @@ class _ShardState:
 class RowsMachine:
     """Decides when a server updates a shard and when it answers pulls. Not thread-safe.
 
-    ``names`` are the parameters' names, for messages; ``index`` is the server's own. ``workers`` is
-    how many push to it, and ``peers`` who they are.
+    ``names`` are the parameters' names, for messages; ``index`` is the server's own; ``peers`` push
+    to it.
     """
 
     def __init__(
@@ -105,13 +105,12 @@ class RowsMachine:
         shards: Sequence[Shard],
         *,
         index: int,
-        workers: int,
+        peers: Peers,
         names: Sequence[str],
         barrier: StepBarrier | None = None,
-        peers: Peers | None = None,
     ) -> None:
         self._index = index
-        self._peers = peers or each_worker(workers)
+        self._peers = peers
         self._states = {
             shard.number: _ShardState(names[shard.parameter], remote=shard.remote)
             for shard in shards
@@ -122,17 +121,17 @@ class RowsMachine:
         self._needs_norm = barrier is not None
         self._summing: dict[int, tuple[int, ...]] = {}  # by shard, whose gradients
         self._held = HeldSums(barrier, "shard")
-        self._handlers: dict[type, Callable[[Any], list[RowsInstruction]]] = {
+        self._handlers: dict[type, Callable[[Any], Sequence[RowsInstruction]]] = {
             PushArrived: self._on_push_arrived,
             ValueArrived: self._on_value_arrived,
             PullArrived: self._on_pull_arrived,
             RowsSummed: self._on_rows_summed,
             NormArrived: self._on_norm_arrived,
             RowsUpdated: self._on_rows_updated,
-            PeerLeft: self._on_peer_left,
+            PeerLeft: lambda event: self._collector.leave(event.rank),
         }
 
-    def handle(self, event: Any) -> list[RowsInstruction]:
+    def handle(self, event: Any) -> Sequence[RowsInstruction]:
         """The only way state changes; `RemoteProtocolError` leaves the state as it was."""
         handler = self._handlers.get(type(event))
         if handler is None:
@@ -160,12 +159,12 @@ class RowsMachine:
         return f"the rows of {name} wait for the push of {missing}"
 
     # Handlers.
-    def _on_push_arrived(self, event: PushArrived) -> list[RowsInstruction]:
+    def _on_push_arrived(self, event: PushArrived) -> Sequence[RowsInstruction]:
         state = self._state(event.slice)
         self._collector.add(event)
         return self._next(event.slice, state.pushes)
 
-    def _on_value_arrived(self, event: ValueArrived) -> list[RowsInstruction]:
+    def _on_value_arrived(self, event: ValueArrived) -> Sequence[RowsInstruction]:
         rank, shard, step, _ = event
         state = self._state(shard)
         pushes = state.pushes
@@ -180,7 +179,7 @@ class RowsMachine:
         pushes.done = (0, 0)
         return [InstallValue(shard), *self._answers(state)]
 
-    def _on_pull_arrived(self, event: PullArrived) -> list[RowsInstruction]:
+    def _on_pull_arrived(self, event: PullArrived) -> Sequence[RowsInstruction]:
         state = self._state(event.slice)
         pushes = state.pushes
         self._collector.check_present(event.rank, pushes)
@@ -194,18 +193,18 @@ class RowsMachine:
         state.pulls.append(event)
         return []
 
-    def _on_rows_summed(self, event: RowsSummed) -> list[RowsInstruction]:
+    def _on_rows_summed(self, event: RowsSummed) -> Sequence[RowsInstruction]:
         ranks = self._summing.pop(event.shard, None)
         if ranks is None:
             raise InternalError("a sum of rows finished that nobody started")
         step = self._state(event.shard).pushes.updating
-        return [*self._held.hold(event.shard, step, ranks, event.part)]
+        return self._held.hold(event.shard, step, ranks, event.part)
 
-    def _on_norm_arrived(self, event: NormArrived) -> list[RowsInstruction]:
+    def _on_norm_arrived(self, event: NormArrived) -> Sequence[RowsInstruction]:
         released = self._held.release(skip=event.skip)
         return [UpdateRows(shard, event.step, ranks) for shard, ranks in released]
 
-    def _on_rows_updated(self, event: RowsUpdated) -> list[RowsInstruction]:
+    def _on_rows_updated(self, event: RowsUpdated) -> Sequence[RowsInstruction]:
         state = self._state(event.shard)
         pushes = state.pushes
         waits = event.shard in self._summing or event.shard in self._held
@@ -214,9 +213,6 @@ class RowsMachine:
         pushes.done, pushes.updating = (pushes.updating, 0), 0
         return [*self._answers(state), *self._next(event.shard, pushes)]
 
-    def _on_peer_left(self, event: PeerLeft) -> list[RowsInstruction]:
-        return [*self._collector.leave(event.rank)]
-
     # Shared pieces.
     def _state(self, shard: int) -> _ShardState:
         state = self._states.get(shard)
@@ -224,28 +220,28 @@ class RowsMachine:
             raise RemoteProtocolError(f"shard {shard} does not belong to server {self._index}")
         return state
 
-    def _next(self, shard: int, pushes: Pushes) -> list[RowsInstruction]:
+    def _next(self, shard: int, pushes: Pushes) -> Sequence[RowsInstruction]:
         """Start the oldest step's update, or sum, if every worker has pushed it; one at a time."""
         if pushes.updating or not pushes.rounds:
             return []
         step = pushes.oldest[0]
         pushed = pushes.rounds[pushes.oldest]
         if not self._collector.is_full(pushed):
-            return [*self._collector.missing_for_ever(pushes)]
+            return self._collector.missing_for_ever(pushes)
         unlike = self._collector.unlike_values(pushes, step)
         if unlike:
-            return [*unlike]
+            return unlike
         del pushes.rounds[pushes.oldest]
         pushes.updating = step
         ranks = with_gradient(pushed)
         if not self._needs_norm:
             return [UpdateRows(shard, step, ranks)]
         if not ranks:
-            return [*self._held.hold(shard, step, ranks, ZERO)]
+            return self._held.hold(shard, step, ranks, ZERO)
         self._summing[shard] = ranks
         return [SumRows(shard, step, ranks)]
 
-    def _answers(self, state: _ShardState) -> list[RowsInstruction]:
+    def _answers(self, state: _ShardState) -> Sequence[RowsInstruction]:
         done = state.pushes.done_step
         due = [pull for pull in state.pulls if pull.step <= done]
         state.pulls = [pull for pull in state.pulls if pull.step > done]

@@ -26,7 +26,13 @@ from foreprop.gradients.averaging import AverageReader, Averaging
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
 from foreprop.path.servedgradient import SeenGradient
-from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
+from foreprop.path.waiting import (
+    is_waiting,
+    make_wait,
+    no_answer,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
 
 if TYPE_CHECKING:  # for loops in which the workers update
     from foreprop.gradients.localstep import DeferredStep
@@ -310,8 +316,8 @@ class AveragedParameter:
             if self._update is None:
                 stop_waiting(self.parameter)
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return NotImplemented
+    answer = staticmethod(no_answer)
+    meets_compiler = staticmethod(refuse_to_be_compiled)
 
     def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         """Called by the waiting parameter: wait, and give the class back."""
@@ -326,10 +332,6 @@ class AveragedParameter:
     def after_use(self, result: Any) -> None:
         if self._first_use.is_awaited_after(result) and not is_waiting(self.parameter):
             make_wait(self.parameter, self)
-
-    def meets_compiler(self) -> None:
-        """Compiled code waits at its entry, where parameters are settled."""
-        refuse_to_be_compiled()
 
     def check_stepped(self) -> None:
         """Until the step is made a parameter keeps its value, so any use is right."""

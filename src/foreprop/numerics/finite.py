@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
-from foreprop.core.manifest import Aggregation
 from foreprop.errors import TrainingLoopError
 
 
-def check_finite(
-    gradient: torch.Tensor, aggregation: Aggregation, *, whose: str, name: str, step: int
-) -> None:
+def check_finite(gradient: torch.Tensor, whose: str, name: str, step: int) -> None:
     """Raise `TrainingLoopError` for a gradient with elements that are not finite.
 
-    With a scaler these are normal: the step is left out.
+    To be called if `Aggregation.reports_nonfinite`: with a scaler these are normal.
     """
-    if not aggregation.reports_nonfinite or is_finite(gradient):
+    if is_finite(gradient):
         return
     bad = int((~gradient.isfinite()).sum())
     kind = "NaN" if bool(gradient.isnan().any()) else "infinite"
@@ -27,19 +23,6 @@ def check_finite(
         f" {gradient.numel()} elements looked at ({str(gradient.dtype).removeprefix('torch.')}) are"
         f" not, some {kind} (check_finite)"
     )
-
-
-def finite_check(
-    aggregation: Aggregation,
-) -> Callable[[torch.Tensor, str, str, int], None] | None:
-    """`check_finite` by gradient, whose it is, the parameter's name and the step; None if off."""
-    if not aggregation.reports_nonfinite:
-        return None
-
-    def check(gradient: torch.Tensor, whose: str, name: str, step: int) -> None:
-        check_finite(gradient, aggregation, whose=whose, name=name, step=step)
-
-    return check
 
 
 def is_finite(gradient: torch.Tensor) -> bool:

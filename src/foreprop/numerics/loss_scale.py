@@ -22,8 +22,6 @@ _UNSCALE_HINT = (
     " foreprop. Or clip with parallelize(..., clip_grad_norm=...) or clip_grad_value=...;"
     " session.grad_norm is the norm."
 )
-
-
 _SCALER_HINT = (
     "a GradScaler that foreprop does not know has called optimizer.step(): servers have been sent"
     " the gradients with the loss's scale in them. Set parallelize(..., update='workers'), or give"
@@ -32,15 +30,13 @@ _SCALER_HINT = (
 )
 
 
-def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaler calls `step()` of an optimizer that unscales by itself (a fused one)."""
-    return "grad_scale" in vars(optimizer)
-
-
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Called first in a step that servers make: raise if it is a scaler that calls it."""
-    if is_scaled(optimizer):
-        attributes = vars(optimizer)
+    """Called first in a step that servers make: raise if it is a scaler that calls it.
+
+    It has left the scale with the optimizer, as with any that unscales by itself (a fused one).
+    """
+    attributes = vars(optimizer)
+    if "grad_scale" in attributes:
         attributes.pop("grad_scale")
         attributes.pop("found_inf", None)
         raise TrainingLoopError(_SCALER_HINT)

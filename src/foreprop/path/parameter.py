@@ -20,7 +20,13 @@ from foreprop.path import looprules
 from foreprop.path.managedparameter import FirstUses, SessionState, Watched
 from foreprop.path.memory import HeldGradient
 from foreprop.path.servedgradient import ServedGradient
-from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
+from foreprop.path.waiting import (
+    is_waiting,
+    make_wait,
+    no_answer,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
 
 GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """Whoever has used it can change the value, and leave no trace."""
@@ -254,10 +260,8 @@ class SynchronisedParameter:
             self._first_use.watched = False
             stop_waiting(self.parameter)
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return NotImplemented
+    answer = staticmethod(no_answer)
+    meets_compiler = staticmethod(refuse_to_be_compiled)
 
     def before_use(
         self,
@@ -285,10 +289,6 @@ class SynchronisedParameter:
     def after_use(self, result: Any) -> None:
         if self._first_use.is_awaited_after(result) and not is_waiting(self.parameter):
             make_wait(self.parameter, self)
-
-    def meets_compiler(self) -> None:
-        """Compiled code waits at its entry, where parameters are settled."""
-        refuse_to_be_compiled()
 
     def check_stepped(self) -> None:
         """Raise if the gradient of a step has been pushed that has not been made."""

@@ -12,8 +12,7 @@ from typing import Protocol
 from foreprop.config import Config
 from foreprop.core.frames import CONTROL_PRIORITY, LAST_PRIORITY
 from foreprop.core.manifest import Manifest
-from foreprop.core.shards import Shard
-from foreprop.core.slicing import Slice
+from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.link.connection import Connection, bounded

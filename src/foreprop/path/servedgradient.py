@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from foreprop.path import looprules
 from foreprop.path.managedparameter import Pusher, SessionState
-from foreprop.path.waiting import Pending, forget, is_waiting, make_wait, stop_waiting
+from foreprop.path.waiting import Pending, forget, is_waiting, make_wait, no_answer, stop_waiting
 
 
 class SeenGradient:
@@ -260,10 +260,7 @@ class _Reader:
     def __init__(self, owner: Pusher) -> None:
         self._owner = owner
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return NotImplemented
+    answer = staticmethod(no_answer)
 
     def before_use(
         self,

@@ -42,14 +42,17 @@ class Pending(Protocol):
         """Dynamo looks at it: what it is, or to use it. Raise if it must not be compiled."""
 
 
-_COMPILING = (
-    "torch.compile meets a parameter whose update is pending. Enter compiled code in the thread"
-    " that called parallelize(), where this is waited for, or call session.flush() before."
-)
+def no_answer(*_: Any) -> Any:
+    """Of who has every operation wait."""
+    return NotImplemented
 
 
 def refuse_to_be_compiled() -> None:
-    raise TrainingLoopError(_COMPILING)
+    """Of a parameter: compiled code waits at its entry, where parameters are settled."""
+    raise TrainingLoopError(
+        "torch.compile meets a parameter whose update is pending. Enter compiled code in the thread"
+        " that called parallelize(), where this is waited for, or call session.flush() before."
+    )
 
 
 _pending: dict[int, Pending] = {}

@@ -32,8 +32,7 @@ from foreprop.core.frames import (
 )
 from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import Turns
-from foreprop.core.shards import Shard
-from foreprop.core.slicing import Slice
+from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError, RemoteProtocolError

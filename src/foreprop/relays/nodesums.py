@@ -1,6 +1,7 @@
 """A relay's sums: a node's gradients of a slice become one push; its answer goes to all workers.
 
-A receiving thread whose push is a slice's last of this node adds the gradients up.
+A receiving thread whose push is a slice's last of this node adds the gradients up: in rank order,
+in float32 for gradients in half precision. The sum is pushed on in the type in which they came.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
 
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
@@ -18,16 +22,18 @@ from foreprop.core.frames import (
     SliceUpdated,
     UpdateSlice,
 )
+from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.connection import EMPTY, Connection, bounded, exactly
 from foreprop.observe.trace import RelayStage, Stage, span
 from foreprop.path.executor import Executor
 from foreprop.path.slices import SettingsAt, Slices
-from foreprop.path.slicestore import GradientBuffer
-from foreprop.relays.relaystore import RelayStore
+from foreprop.path.slicestore import Extent, GradientBuffer
+from foreprop.path.tensors import DTYPES, add_up, sum_dtype
 
 
 class Sums:
@@ -132,3 +138,130 @@ class Sums:
     def _span(self, stage: Stage | RelayStage, about: Header, started_ns: int) -> None:
         if self._trace is not None:
             span(self._trace, stage, self._names, about, started_ns)
+
+
+@dataclass(slots=True, eq=False)
+class _Relayed:
+    elems: int
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    gradients: dict[int, GradientBuffer] = field(default_factory=dict)
+    """By worker."""
+    total: GradientBuffer | None = None
+    """Until it is pushed on."""
+    offered: dict[int, GradientBuffer] = field(default_factory=dict)
+    """Rank 0's values by step, until passed on."""
+    answers: memoryview | None = None
+    """Room for what the server sends."""
+    values: memoryview = EMPTY
+    """What the workers' replies carry."""
+
+
+class RelayStore:
+    """A relay's tensors: its workers' gradients, their sums, and the server's answers.
+
+    Methods are called with the relay's lock held, but for `add_up`: one thread at a time.
+    """
+
+    def __init__(self, manifest: Manifest, slices: Sequence[Slice], server: int) -> None:
+        dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
+        wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
+        self._slices = {
+            piece.number: _Relayed(
+                piece.elems, dtypes[piece.parameter], wire_dtypes[piece.parameter]
+            )
+            for piece in slices
+            if piece.server == server
+        }
+        self._pool: dict[tuple[int, torch.dtype], list[GradientBuffer]] = {}
+
+    # From the workers.
+    def size_bytes(self, slice_: int, *, value: bool = False) -> int:
+        """Of a gradient, in the wire's type, or of a value, which comes in full."""
+        relayed = self._slices[slice_]
+        return relayed.elems * (relayed.dtype if value else relayed.wire_dtype).itemsize
+
+    def take_buffer(self, slice_: int, *, value: bool = False) -> GradientBuffer:
+        """For a gradient or a value; see `size_bytes`."""
+        relayed = self._slices[slice_]
+        dtype = relayed.dtype if value else relayed.wire_dtype
+        free = self._pool.get((relayed.elems, dtype))
+        return free.pop() if free else GradientBuffer(_whole(relayed.elems), dtype)
+
+    def put_gradient(self, slice_: int, worker: int, buffer: GradientBuffer) -> None:
+        self._slices[slice_].gradients[worker] = buffer
+
+    def put_value(self, slice_: int, buffer: GradientBuffer, *, step: int = 0) -> None:
+        """Rank 0's values, to be passed on; those of step 0 may still be here."""
+        self._slices[slice_].offered[step] = buffer
+
+    def install_value(self, slice_: int) -> None:
+        """The values that rank 0 starts with are also what the others on this node get."""
+        relayed = self._slices[slice_]
+        relayed.values = relayed.offered[0].view
+
+    def add_up(self, slice_: int, workers: Sequence[int]) -> None:
+        """The gradients of ``workers``, in that order, in the memory of the first one's."""
+        relayed = self._slices[slice_]
+        if not workers:
+            return
+        buffers = [relayed.gradients[worker] for worker in workers]
+        first = buffers[0].tensor
+        dtype = sum_dtype(first.dtype, workers=len(workers))
+        total = add_up([buffer.tensor for buffer in buffers], dtype)
+        if total is not first:
+            first.copy_(total)
+        relayed.total = buffers[0]
+
+    # To the server.
+    def keep_sum_only(self, slice_: int) -> None:
+        """After `add_up`: the gradients that it has read are not needed any more."""
+        relayed = self._slices[slice_]
+        for buffer in relayed.gradients.values():
+            if buffer is not relayed.total:
+                self.give_back(buffer)
+        relayed.gradients.clear()
+
+    def take_sum(self, slice_: int) -> GradientBuffer | None:
+        """To be pushed on, and then given back."""
+        relayed = self._slices[slice_]
+        total, relayed.total = relayed.total, None
+        return total
+
+    def give_back(self, buffer: GradientBuffer) -> None:
+        key = (buffer.extent.elems, buffer.tensor.dtype)
+        self._pool.setdefault(key, []).append(buffer)
+
+    def take_value(self, slice_: int, step: int) -> memoryview:
+        """Rank 0's values, which are passed on now."""
+        return self._slices[slice_].offered.pop(step).view
+
+    # From the server, and back to the workers.
+    def room(self, slice_: int, size_bytes: int) -> memoryview:
+        """For an answer: in full, as before the first update, or in the wire's type.
+
+        Its last answer has been read by every worker: each has pushed the next step since. Raises
+        `RemoteProtocolError` for any other size.
+        """
+        relayed = self._slices[slice_]
+        full_bytes = self.size_bytes(slice_, value=True)
+        if size_bytes not in (full_bytes, self.size_bytes(slice_)):
+            raise RemoteProtocolError(
+                f"a reply for slice {slice_} carries {size_bytes} bytes, not {full_bytes}"
+            )
+        if relayed.answers is None:
+            relayed.answers = GradientBuffer(_whole(relayed.elems), relayed.dtype).view
+        return relayed.answers[:size_bytes]
+
+    def land(self, slice_: int, answer: memoryview) -> None:
+        """An answer is in its `room`: this is what the workers' replies carry now."""
+        if len(answer):
+            self._slices[slice_].values = answer
+
+    def values(self, slice_: int) -> memoryview:
+        return self._slices[slice_].values
+
+
+def _whole(elems: int) -> Extent:
+    """Sums are the same without padding: each element's is rounded by itself."""
+    return Extent(0, elems, elems)

@@ -1,11 +1,16 @@
-"""What a relay does not sum passes through: rank 0's word, and answers to whoever has asked."""
+"""What a relay does not sum passes through: rank 0's word, and answers to whoever has asked.
+
+Frames to its server pass the same machine and outbox as those to its workers.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from foreprop.core.manifest import Manifest
 from foreprop.core.norm import ENCODED_BYTES
+from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
@@ -15,9 +20,7 @@ from foreprop.path.calls import Blobs, Waits, which_blob
 from foreprop.path.executor import Executor
 from foreprop.path.tensors import state_limit_bytes
 from foreprop.relays.rows import RelayRows
-from foreprop.relays.upward import Upward
-from foreprop.tables.kept import PULL_BYTES
-from foreprop.tables.service import ROW_KINDS
+from foreprop.tables.parts import KEPT_PULL_BYTES
 
 _STATUS_LIMIT_BYTES = 65_536
 _STATUS_S = 1.0
@@ -28,6 +31,36 @@ def check_rank_zero(peer: Connection, header: Header) -> None:
     if peer.rank != 0:
         kind = Kind(header.kind).name
         raise RemoteProtocolError(f"rank {peer.rank} sent {kind}; only rank 0 may")
+
+
+class Upward:
+    """Passes frames on to the server, and knows who has asked for an answer."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.has_rank_zero = executor.peers.first_rank(0) == 0
+        self.executor = executor
+        self._askers: dict[tuple[int, int, int], deque[Connection]] = {}
+        """By kind of the answer, slice and step."""
+
+    def pass_on(self, header: Header, payload: memoryview) -> None:
+        place = (header.step, header.priority, header.slice)
+        self.executor.send(SERVER, header.kind, *place, payload, header.flags)
+
+    def ask(self, answer: Kind, peer: Connection, header: Header) -> None:
+        """This worker is to get the server's answer about this slice and step."""
+        with self.executor.lock:
+            self._askers.setdefault((answer, header.slice, header.step), deque()).append(peer)
+
+    def asker(self, header: Header) -> Connection:
+        """Who has asked for this answer: the first of those that have not got theirs."""
+        with self.executor.lock:
+            askers = self._askers.get((header.kind, header.slice, header.step))
+            if not askers:
+                raise RemoteProtocolError(
+                    f"server {self.executor.host.index} sent {Kind(header.kind).name} of slice"
+                    f" {header.slice}, which nobody has asked for"
+                )
+            return askers.popleft()
 
 
 class PassedStates:
@@ -44,13 +77,10 @@ class PassedStates:
         }
     )
 
-    def __init__(
-        self, manifest: Manifest, executor: Executor, upward: Upward, rows: RelayRows
-    ) -> None:
+    def __init__(self, manifest: Manifest, upward: Upward, rows: RelayRows) -> None:
         slices = manifest.slices()
         self._elems = [piece.elems for piece in slices]
         self._elems += [shard.elems for shard in manifest.shards(len(slices))]
-        self._executor = executor
         self._upward = upward
         self._rows = rows
 
@@ -63,13 +93,14 @@ class PassedStates:
         if kind == Kind.STATE_PULL:
             return nothing(header)
         if kind == Kind.TABLE_PULL:
-            return exactly(header, PULL_BYTES)
+            return exactly(header, KEPT_PULL_BYTES)
         return bounded(header, self._rows.kept_limit_bytes(header.slice))
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         kind = header.kind
         if kind in (Kind.STATE_REPLY, Kind.TABLE_REPLY):
-            self._executor.answer(self._upward.asker(header).number, kind, header, payload)
+            asker = self._upward.asker(header)
+            self._upward.executor.answer(asker.number, kind, header, payload)
             return
         if kind in (Kind.STATE, Kind.TABLE):
             check_rank_zero(peer, header)
@@ -84,15 +115,13 @@ class PassedBlobs:
 
     kinds = frozenset({Kind.BLOB, Kind.BLOB_PULL, Kind.BLOB_REPLY})
 
-    def __init__(
-        self, manifest: Manifest, executor: Executor, upward: Upward, *, has_rank_zero: bool
-    ) -> None:
-        readers = executor.peers.count - has_rank_zero
+    def __init__(self, manifest: Manifest, upward: Upward) -> None:
+        executor = upward.executor
+        readers = executor.peers.count - upward.has_rank_zero
         self._blobs = Blobs(manifest, executor, readers=readers)
         self._manifest = manifest
         self._lock = executor.lock
         self._upward = upward
-        self._has_rank_zero = has_rank_zero
         self._asked: set[tuple[int, int]] = set()  # which, step
 
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -116,7 +145,7 @@ class PassedBlobs:
         key = (header.slice, header.step)
         with self._lock:
             found = self._blobs.pull(peer, header)
-            asks = not (found or self._has_rank_zero or key in self._asked)
+            asks = not (found or self._upward.has_rank_zero or key in self._asked)
             if asks:
                 self._asked.add(key)
         if asks:
@@ -128,20 +157,11 @@ class PassedNorms:
 
     kinds = frozenset({Kind.NORM, Kind.NORM_PART})
 
-    def __init__(
-        self,
-        machine: RelayMachine,
-        executor: Executor,
-        upward: Upward,
-        *,
-        parts: int,
-        has_rank_zero: bool,
-    ) -> None:
+    def __init__(self, machine: RelayMachine, upward: Upward, *, parts: int) -> None:
         self._machine = machine
-        self._executor = executor
         self._upward = upward
+        self._executor = upward.executor
         self._limit_bytes = max(1, parts) * ENCODED_BYTES
-        self._has_rank_zero = has_rank_zero
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind == Kind.NORM_PART:
@@ -153,9 +173,9 @@ class PassedNorms:
             self._on_word_of_rank_zero(peer, header, payload)
         elif header.kind == Kind.NORM_PART and self._machine.measures:
             self._executor.answer_all(Kind.NORM_PART, header, payload)
-        elif header.kind == Kind.NORM_PART and self._has_rank_zero:
+        elif header.kind == Kind.NORM_PART and self._upward.has_rank_zero:
             self._executor.answer(0, Kind.NORM_PART, header, payload)
-        elif header.kind == Kind.NORM and not self._has_rank_zero:
+        elif header.kind == Kind.NORM and not self._upward.has_rank_zero:
             self._executor.answer_all(Kind.NORM, header, payload)
         else:
             raise RemoteProtocolError(f"server {peer.rank} sent {Kind(header.kind).name}")
@@ -168,28 +188,6 @@ class PassedNorms:
                 self._executor.answer(other, Kind.NORM, header, payload)
 
 
-class PassedRows:
-    """Owns rows: see `relays.rows`."""
-
-    kinds = ROW_KINDS | {Kind.ROWS_REPLY}
-
-    def __init__(self, rows: RelayRows) -> None:
-        self._rows = rows
-
-    def room(self, peer: Connection, header: Header) -> memoryview:
-        if header.kind == Kind.ROWS_REPLY:
-            return self._rows.room(header)
-        return bounded(header, self._rows.limit_bytes(header))
-
-    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        if header.kind == Kind.ROWS_REPLY:
-            self._rows.arrived(header)
-            return
-        self._rows.on_frame(peer.number, header, payload)
-        if header.kind == Kind.ROWS_PUSH:
-            peer.last_push = (header.slice, header.step)
-
-
 class PassedStatuses:
     """Owns the question what something waits for: what has been passed on, the server knows."""
 
@@ -197,7 +195,6 @@ class PassedStatuses:
 
     def __init__(
         self,
-        executor: Executor,
         upward: Upward,
         waits: Waits,
         link: Connection,
@@ -205,7 +202,7 @@ class PassedStatuses:
         *,
         needs_norm: bool,
     ) -> None:
-        self._lock = executor.lock
+        self._lock = upward.executor.lock
         self._upward = upward
         self._waits = waits
         self._link = link
@@ -242,3 +239,18 @@ class PassedStatuses:
                 for _, _, text in self._waits.incomplete():
                     return f"; on this node {text}".encode()
         return b""
+
+
+class Welcomes:
+    """Owns the server's welcome, which is for the workers."""
+
+    kinds = frozenset({Kind.WELCOME})
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return bounded(header, 0)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        self._executor.answer_all(Kind.WELCOME, header)

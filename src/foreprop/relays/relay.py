@@ -1,36 +1,161 @@
 """A relay: local aggregation for the workers of one node and one server (Parallax, section 5.3.2).
 
-To the workers it is a server (`path.server.Server` with `relays.work.RelayWork`), to the server it
-is one worker: one more connection of the same work.
+To the workers it is a server (`path.server.Server` with `RelayWork`), to the server it is one
+worker: one more connection of the same work.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from foreprop.config import Config
+from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import Manifest
 from foreprop.core.peers import SERVER, Peers, workers_of_node
+from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection, FailureReports, FrameOwner
+from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
 from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
-from foreprop.path.executor import Host
+from foreprop.numerics.finite import check_finite
+from foreprop.observe.trace import Stage, names_of
+from foreprop.path.calls import Goodbyes, Waits
+from foreprop.path.executor import Executor, Host
 from foreprop.path.optimizer import unknown_optimizer
 from foreprop.path.server import Server
-from foreprop.relays.work import RelayWork
-from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
+from foreprop.path.slices import Slices
+from foreprop.path.updates import AnnouncedNumbers
+from foreprop.relays.nodesums import RelayStore, Sums
+from foreprop.relays.passing import (
+    PassedBlobs,
+    PassedNorms,
+    PassedStates,
+    PassedStatuses,
+    Upward,
+    Welcomes,
+)
+from foreprop.relays.rows import RelayRows
+from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
 
 _GOODBYE_S = 1.0
 _FIRST_PROCESS, _MOST_SERVERS = 1_000_000, 1_000
 """For numbers in traces that no worker or server has."""
 _CAUSE_S = 1.0
 """How long after the connection's end another process may still tell the reason."""
+_FROM_SERVERS = frozenset(
+    {
+        Kind.WELCOME,
+        Kind.REPLY,
+        Kind.NOTIFY,
+        Kind.ROWS_REPLY,
+        Kind.NORM_PART,
+        Kind.NORM,
+        Kind.BLOB_REPLY,
+        Kind.STATE_REPLY,
+        Kind.TABLE_REPLY,
+        Kind.STATUS_REPLY,
+    }
+)
+_FROM_WORKERS = frozenset(Kind) - _FROM_SERVERS | {Kind.NORM}
+
+
+class RelayWork:
+    """One relay's part in a session: it sums, passes on, and hands out the answers.
+
+    ``close_link`` ends the connection to the server, saying why if there is a reason.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        host: Host,
+        peers: Peers,
+        connections: Mapping[int, Connection],
+        link: Connection,
+        close_link: Callable[[Failure | None], None],
+    ) -> None:
+        self.names = names_of(manifest)
+        self.close = close_link
+        self._manifest = manifest
+        self._link = link
+        slices = manifest.slices()
+        self._machine = RelayMachine(
+            slices,
+            server=host.index,
+            peers=peers,
+            order=manifest.knobs.order,
+            reply=manifest.knobs.reply,
+            names=[info.name for info in manifest.parameters],
+        )
+        self._executor = Executor(
+            self._machine,
+            host,
+            peers,
+            {SERVER: link, **connections},
+            f"foreprop-relay{host.index}-send",
+        )
+        self.stop = self._executor.stop
+        self._upward = Upward(self._executor)
+        self._settings = AnnouncedNumbers(manifest, self._executor, pass_on=self._upward.pass_on)
+        shards = manifest.shards(len(slices))
+        self._rows = RelayRows(manifest, shards, self._executor, self._settings.at)
+        store = RelayStore(manifest, slices, host.index)
+        check = check_finite if manifest.knobs.aggregation.reports_nonfinite else None
+        self._slices = Slices(self._machine, self._executor, store, self.names, check=check)
+        about = (self._settings.at, self._slices, self.names, link)
+        self._sums = Sums(self._machine, self._executor, store, *about)
+        self._waits = Waits([self._rows, self._slices])
+        owners = owners_of(self._services())
+        self.owners: dict[int, FrameOwner] = {
+            kind: owners[kind] for kind in _FROM_WORKERS & owners.keys()
+        }
+        self.owners_above: dict[int, FrameOwner] = {kind: owners[kind] for kind in _FROM_SERVERS}
+
+    def _services(self) -> Iterator[Service]:
+        upward, manifest = self._upward, self._manifest
+        yield self._slices
+        yield self._sums
+        yield self._settings
+        yield self._rows
+        yield PassedStates(manifest, upward, self._rows)
+        yield PassedBlobs(manifest, upward)
+        yield PassedNorms(self._machine, upward, parts=len(self.names))
+        needs_norm = manifest.knobs.aggregation.needs_norm
+        about = (self._waits, self._link, self._has_pushed)
+        yield PassedStatuses(upward, *about, needs_norm=needs_norm)
+        yield Welcomes(self._executor)
+        goodbyes = Goodbyes(self._executor)
+        goodbyes.others.append(self._rows.rank_left)
+        yield goodbyes
+
+    def _has_pushed(self, number: int, step: int) -> bool:
+        return self._machine.has_pushed(number, step) or self._rows.has_pushed(number, step)
+
+    def start(self) -> None:
+        """Ask the server; when it welcomes all relays, this one welcomes its workers."""
+        manifest = self._manifest.encode()
+        self._executor.send(SERVER, Kind.MANIFEST, 0, CONTROL_PRIORITY, 0, manifest)
+
+    @property
+    def has_left(self) -> bool:
+        return self._sums.has_left
+
+    def incomplete(self) -> Iterator[tuple[int, int, str]]:
+        return self._waits.incomplete()
+
+    def describe_awaited(self) -> str:
+        """What has been passed on and not answered, or else what the workers have not pushed."""
+        with self._executor.lock:
+            for slice_, step in self._machine.awaited():
+                return f"stage {Stage.REPLY_RECEIVED.value}, step {step}: {self.names[slice_]}"
+            for _, step, text in self.incomplete():
+                return f"stage {Stage.PUSH_RECEIVED.value}, step {step}: {text}"
+        return "nothing"
 
 
 class Relay:

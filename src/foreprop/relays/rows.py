@@ -8,64 +8,38 @@ it is answered when all are here.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from foreprop.core.frames import FailSession, PeerLeft, PushArrived
-from foreprop.core.manifest import Hyperparameters, Manifest
-from foreprop.core.peers import Peers
+from foreprop.core.manifest import Manifest
+from foreprop.core.peers import SERVER
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.numerics.finite import check_finite
+from foreprop.link.connection import Connection
+from foreprop.path.executor import Executor
+from foreprop.path.slices import SettingsAt
 from foreprop.path.tensors import DTYPES, bytes_of
-from foreprop.tables.index import RowIndex
-from foreprop.tables.kept import limit_bytes as kept_limit_bytes
 from foreprop.tables.parts import (
     RowPart,
-    decode_part,
-    decode_pull,
     encode_part,
     encode_pull,
-    part_limit_bytes,
+    kept_limit_bytes,
     part_rows,
-    pulled_shard,
     sum_parts,
 )
+from foreprop.tables.service import ROW_KINDS, OwnShards
+from foreprop.tables.table import RowIndex
 
 _REQUESTS = 2**32
 """How many numbers requests have, before they begin again."""
 _STEPS_KEPT = 2
 """A worker may ask for the next batch's rows while another still asks for this one's."""
-
-
-class RowRelayHost(Protocol):
-    """What rows need of their relay."""
-
-    def send_on(
-        self,
-        kind: int,
-        step: int,
-        priority: int,
-        slice_: int,
-        data: bytes | memoryview,
-        flags: int = 0,
-    ) -> None:
-        """Queue a frame for the server."""
-
-    def answer(
-        self, peer: int, kind: Kind, step: int, priority: int, slice_: int, data: bytes
-    ) -> None:
-        """Queue a frame for a worker."""
-
-    def fail_rows(self, failure: FailSession) -> None: ...
-    def settings_at(self, step: int) -> tuple[Hyperparameters, ...]:
-        """The optimizer's, as all workers of the node agree. Called with the lock held."""
 
 
 @dataclass(slots=True)
@@ -124,29 +98,32 @@ class _Fetched:
 
 
 class RelayRows:
-    """The shards of one server. ``lock`` is the relay's, ``peers`` are the node's workers."""
+    """Owns rows: the shards of one server.
+
+    ``settings_at`` gives the optimizer's numbers, as all workers of the node agree; it is called
+    with the lock held.
+    """
+
+    kinds = ROW_KINDS | {Kind.ROWS_REPLY}
 
     def __init__(
         self,
         manifest: Manifest,
         shards: Sequence[Shard],
-        host: RowRelayHost,
-        lock: threading.RLock,
-        peers: Peers,
-        server: int,
+        executor: Executor,
+        settings_at: SettingsAt,
     ) -> None:
-        self._manifest = manifest
+        self._executor = executor
+        self._settings_at = settings_at
+        self._lock = executor.lock
+        self._peers = executor.peers
+        server = executor.host.index
         names = [info.name for info in manifest.parameters]
-        self._machine = RowsMachine(
-            shards, index=server, workers=peers.count, names=names, peers=peers
-        )
-        self._shards = {shard.number: shard for shard in shards if shard.server == server}
+        self._machine = RowsMachine(shards, index=server, peers=executor.peers, names=names)
+        self._shards = OwnShards(manifest, shards, server, "this relay's server")
         self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._part_elems = manifest.knobs.slice_elems
-        self._host = host
-        self._lock = lock
-        self._peers = peers
         self._gradients: dict[tuple[int, int], dict[int, list[RowPart]]] = {}
         """By shard and step, and worker."""
         self._about: dict[tuple[int, int], tuple[int, int]] = {}
@@ -160,48 +137,42 @@ class RelayRows:
     def __contains__(self, number: int) -> bool:
         return number in self._shards
 
-    # From the workers.
-    def limit_bytes(self, header: Header) -> int:
-        """The longest payload that this frame may have; raises `RemoteProtocolError`."""
-        if header.kind == Kind.ROWS_PULL:  # the shard is in the payload
-            return max(map(self._limit_bytes_of, self._shards.values()), default=0)
-        return self._limit_bytes_of(self._owned(header.slice))
+    # Frames.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if header.kind == Kind.ROWS_REPLY:
+            request = self._requests.get(header.slice)
+            if request is None or request.step != header.step:
+                raise RemoteProtocolError(
+                    f"rows for request {header.slice}, step {header.step}, which is not awaited"
+                )
+            return bytes_of(request.rows)
+        return self._shards.room(header)
 
-    def _limit_bytes_of(self, shard: Shard) -> int:
-        return part_limit_bytes(shard, self._dtypes[shard.parameter].itemsize)
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.ROWS_REPLY:
+            self._on_reply(header)
+        elif header.kind == Kind.ROWS_PULL:
+            self._on_pull(peer.number, header, payload)
+        elif header.kind == Kind.ROWS_PUSH:
+            self._on_push(peer.number, header, payload)
+            peer.last_push = (header.slice, header.step)
+        else:
+            if self._peers.first_rank(peer.number) != 0:
+                who = self._peers.name(peer.number)
+                raise RemoteProtocolError(f"{who} sent parameter values; only rank 0 may")
+            place = (header.step, header.priority, header.slice)
+            self._executor.send(SERVER, Kind.ROWS_VALUE, *place, payload, header.flags)
 
     def kept_limit_bytes(self, number: int) -> int:
         """The longest part of a remote table; raises `RemoteProtocolError`."""
-        return kept_limit_bytes(self._owned(number))
+        return kept_limit_bytes(self._shards[number])
 
-    def _owned(self, number: int) -> Shard:
-        shard = self._shards.get(number)
-        if shard is None:
-            raise RemoteProtocolError(f"shard {number} does not belong to this relay's server")
-        return shard
-
-    def on_frame(self, worker: int, header: Header, payload: memoryview) -> None:
-        """A frame of one of `rowserver.ROW_KINDS`."""
-        if header.kind == Kind.ROWS_PULL:
-            self._on_pull(worker, header, payload)
-        elif header.kind == Kind.ROWS_PUSH:
-            self._on_push(worker, header, payload)
-        else:
-            if self._peers.first_rank(worker) != 0:
-                who = self._peers.name(worker)
-                raise RemoteProtocolError(f"{who} sent parameter values; only rank 0 may")
-            place = (header.step, header.priority, header.slice)
-            self._host.send_on(Kind.ROWS_VALUE, *place, payload, header.flags)
-
+    # Pushes.
     def _on_push(self, worker: int, header: Header, payload: memoryview) -> None:
-        number, step = header.slice, header.step
-        shard, key = self._owned(number), (number, step)
+        key = number, step = header.slice, header.step
         part = None
         if len(payload):
-            part = decode_part(payload, shard, self._wire_dtypes[shard.parameter])
-            name = self._manifest.parameters[shard.parameter].name
-            aggregation, whose = self._manifest.knobs.aggregation, self._peers.name(worker)
-            check_finite(part.rows, aggregation, whose=whose, name=name, step=step)
+            part = self._shards.gradient(header, payload, self._peers.name(worker))
         with self._lock:
             if part is not None:
                 gradients = self._gradients.setdefault(key, {})
@@ -220,7 +191,7 @@ class RelayRows:
             if isinstance(instruction, UpdateRows):
                 work.append(instruction)
             elif isinstance(instruction, FailSession):
-                self._host.fail_rows(instruction)
+                self._executor.execute([instruction])
         return work
 
     def _work(self, work: list[UpdateRows]) -> None:
@@ -234,43 +205,33 @@ class RelayRows:
         """Merge what the workers have pushed, and push that."""
         with self._lock:
             if workers:
-                self._host.settings_at(step)
+                self._settings_at(step)
             gradients = self._gradients.pop((number, step), {})
             priority, flags = self._about.pop((number, step))
         parts = [part for worker in workers for part in gradients.get(worker, ())]
-        if not workers:
-            self._send_push(number, step, priority, b"", flags | Flag.NO_GRADIENT)
-        for data, more in self._encoded(self._shards[number], parts) if workers else ():
-            self._send_push(number, step, priority, data, flags | more)
+        summed: Iterable[tuple[bytes, int]] = [(b"", Flag.NO_GRADIENT)]
+        if workers:
+            summed = self._sum(self._shards[number], parts)
+        about = (SERVER, Kind.ROWS_PUSH, step, priority, number)
+        for data, own_flags in summed:
+            self._executor.send(*about, data, int(flags | own_flags))
         with self._lock:
             self._pushed[number] = step
 
-    def _send_push(self, number: int, step: int, priority: int, data: bytes, flags: int) -> None:
-        self._host.send_on(Kind.ROWS_PUSH, step, priority, number, data, int(flags))
-
-    def _encoded(self, shard: Shard, parts: Sequence[RowPart]) -> list[tuple[bytes, int]]:
-        """The sum in parts of bounded size, each with `Flag.MORE` but the last."""
+    def _sum(self, shard: Shard, parts: Sequence[RowPart]) -> Iterator[tuple[bytes, int]]:
+        """In parts of bounded size, each with `Flag.MORE` but the last."""
         wire_dtype = self._wire_dtypes[shard.parameter]
         total = sum_parts(parts, shard.row_elems, torch.promote_types(wire_dtype, torch.float32))
         limit = part_rows(shard.row_elems, self._part_elems)
         starts = range(0, max(1, len(total.numbers)), limit)
-        return [
-            (
-                encode_part(
-                    RowPart(
-                        total.numbers[start : start + limit],
-                        total.rows[start : start + limit].to(wire_dtype),
-                    )
-                ),
-                Flag.MORE if start != starts[-1] else 0,
-            )
-            for start in starts
-        ]
+        for start in starts:
+            some = slice(start, start + limit)
+            part = RowPart(total.numbers[some], total.rows[some].to(wire_dtype))
+            yield encode_part(part), Flag.MORE if start != starts[-1] else 0
 
     # Pulls.
     def _on_pull(self, worker: int, header: Header, payload: memoryview) -> None:
-        shard = self._owned(pulled_shard(payload))
-        numbers = decode_pull(payload, shard)
+        shard, numbers = self._shards.pulled(payload)
         with self._lock:
             fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
             new = numbers[fetched.index.find(numbers) < 0]
@@ -280,8 +241,9 @@ class RelayRows:
             if not complete:
                 fetched.waiting.append(waiting)
         if request is not None:
-            data, place = encode_pull(shard.number, new), (header.step, header.priority)
-            self._host.send_on(Kind.ROWS_PULL, *place, request.number, data)
+            data = encode_pull(shard.number, new)
+            place = (header.step, header.priority, request.number)
+            self._executor.send(SERVER, Kind.ROWS_PULL, *place, data)
         if complete:
             self._hand_out(waiting)
 
@@ -303,17 +265,7 @@ class RelayRows:
         fetched.add(request, new)
         return request
 
-    def room(self, header: Header) -> memoryview:
-        """Where a reply's rows go; raises `RemoteProtocolError` for what nobody asked for."""
-        request = self._requests.get(header.slice)
-        if request is None or request.step != header.step:
-            raise RemoteProtocolError(
-                f"rows for request {header.slice}, step {header.step}, which is not awaited"
-            )
-        return bytes_of(request.rows)
-
-    def arrived(self, header: Header) -> None:
-        """A reply's rows are in their `room`."""
+    def _on_reply(self, header: Header) -> None:
         with self._lock:
             request = self._requests.pop(header.slice)
             request.arrived = True
@@ -331,7 +283,7 @@ class RelayRows:
             own = waiting.sources == number
             rows[own] = request.rows[waiting.places[own]]
         data = bytes(bytes_of(rows))
-        self._host.answer(waiting.worker, Kind.ROWS_REPLY, step, priority, slice_, data)
+        self._executor.send(waiting.worker, Kind.ROWS_REPLY, step, priority, slice_, data)
 
     # Reports and the end.
     def rank_left(self, worker: int) -> None:

@@ -69,7 +69,7 @@ class ServerComposer:
     def why_not(self, manifest: Manifest) -> str | None:
         if not any(info.rows for info in manifest.parameters):
             return unknown_optimizer(manifest)
-        from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
+        from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
 
         return unknown_optimizer(manifest, SPARSE_OPTIMIZERS)
 
@@ -141,9 +141,9 @@ class _Composition:
     def _finite_check(self) -> CheckGradient | None:
         if not self._manifest.knobs.aggregation.reports_nonfinite:
             return None
-        from foreprop.numerics.finite import finite_check
+        from foreprop.numerics.finite import check_finite
 
-        return finite_check(self._manifest.knobs.aggregation)
+        return check_finite
 
     def _make_rows(self) -> RowServer:
         from foreprop.tables.service import RowServer

@@ -20,7 +20,7 @@ from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
 
 if TYPE_CHECKING:
-    from foreprop.numerics.workernorm import WorkerNorm
+    from foreprop.numerics.norms import WorkerNorm
     from foreprop.servers.servedstate import ServedState
     from foreprop.tables.exchange import RowExchange
 
@@ -165,7 +165,7 @@ def add_features(engine: WorkerEngine) -> tuple[Later[RowExchange], Later[Worker
         return RowExchange(engine)
 
     def make_norm() -> WorkerNorm:
-        from foreprop.numerics.workernorm import WorkerNorm
+        from foreprop.numerics.norms import WorkerNorm
 
         return WorkerNorm(engine)
 

@@ -63,10 +63,10 @@ class Backends:
         backend, number = self._places[parameter]
         return backend.engine, number
 
-    @property
-    def rows(self) -> RowExchange:
-        """Of the row-wise parameters, by the numbers of their engine."""
-        return cast("ServedBackend", self._last).rows
+    def rows_of(self, parameter: int) -> tuple[RowExchange, int]:
+        """Where a row-wise parameter's rows come from, and its number there."""
+        backend, number = self._places[parameter]
+        return cast("ServedBackend", backend).rows, number
 
     def pull_gradient(self, parameter: int, step: int) -> torch.Tensor:
         """The aggregated gradient of the parameter's last update, flat."""

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, ParameterInfo
-from foreprop.core.rowinit import RowInit
+from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, ParameterInfo, RowInit
 from foreprop.errors import ConfigError
 from foreprop.hooks.buffers import ModelBuffers
 from foreprop.hooks.managed import check_unmanaged, managed_ids

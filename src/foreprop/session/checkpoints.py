@@ -48,7 +48,7 @@ class Checkpoints:
             backend.state.replace_averages(training.completed, own)
 
     def master_state_dict(self) -> dict[str, Any]:
-        from foreprop.tables.kept import VALUES
+        from foreprop.tables.parts import VALUES
 
         training = self._training
         training.flush()

@@ -73,11 +73,11 @@ def _make_parameter(
     if info.init is not None:
         from foreprop.tables.remote import RemoteTable
 
-        return RemoteTable(index, name, parameter, training, training.backends.rows)
+        return RemoteTable(index, name, parameter, training, *training.backends.rows_of(index))
     if info.rows:
         from foreprop.tables.rowparameter import RowParameter
 
-        return RowParameter(index, name, parameter, training, training.backends.rows)
+        return RowParameter(index, name, parameter, training, *training.backends.rows_of(index))
     wanted = index < training.user.optimized
     if wanted and training.choice is not None and not training.by_workers:
         return SynchronisedParameter(index, name, parameter, training)
@@ -139,13 +139,12 @@ def remote_tables(training: Training) -> RemoteTables:
     """All remote tables; there may be none."""
     from foreprop.tables.tables import RemoteTables
 
-    infos, backends = training.infos, training.backends
+    infos = training.infos
     remote = [table for table in training.tables if infos[table.index].init is not None]
     return RemoteTables(
         cast("list[RemoteTable]", remote),
-        infos,
         training.user.optimizer,
-        lambda: backends.rows,
+        infos,
         training.board("tables"),
         world=training.world,
         config=training.config,

@@ -130,8 +130,7 @@ class LoneSteps:
             gradient = _holder(parameter).grad
             if gradient is not None:
                 values = gradient._values() if gradient.is_sparse else gradient
-                about = {"whose": "rank 0", "name": name}
-                check_finite(values, self._aggregation, step=self.count + 1, **about)
+                check_finite(values, "rank 0", name, self.count + 1)
 
     def _unscale(self, holders: Sequence[torch.Tensor]) -> None:
         """Fused optimizers unscale within the step, which is too late: have it done before."""

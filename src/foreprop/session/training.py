@@ -214,7 +214,7 @@ class Training:
         info = self.infos[parameter]
         sparse = layout != torch.strided
         if sparse and info.group != NO_GROUP and not self.by_workers:
-            from foreprop.tables.sparseoptimizers import check_row_wise
+            from foreprop.tables.rowupdates import check_row_wise
 
             check_row_wise(self.user.optimizer, {info.name: info.group})
         check_kind(info, self.config.aggregation, sparse=sparse)

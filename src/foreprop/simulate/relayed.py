@@ -1,6 +1,6 @@
 """Local aggregation: between a node's workers and each server a relay, the core's machine.
 
-What a relay (`relays.work`) does with threads and tensors is here a time, as in `simulate.served`.
+What a relay (`relays.relay`) does with threads and tensors is here a time, as in `simulate.served`.
 """
 
 from __future__ import annotations

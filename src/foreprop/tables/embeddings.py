@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import Aggregation, ParameterInfo
-from foreprop.core.rowinit import RowInit, row_init_of
+from foreprop.core.manifest import Aggregation, ParameterInfo, RowInit
+from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError
-from foreprop.tables.sparseoptimizers import check_row_wise
+from foreprop.tables.rowupdates import check_row_wise
 
 Named = Sequence[tuple[str, torch.nn.Parameter, int]]
 """Parameters with their names and groups, see `path.optimizer.named_parameters`."""
@@ -44,10 +44,10 @@ class Embeddings:
                 self._modules.setdefault(name, []).append(module)
                 self._group_of[name] = group
         self._made_sparse: list[Any] = []
-        self.sparse = self._with_sparse_gradients()
+        self.sparse = {name for name, own in self._modules.items() if any(m.sparse for m in own)}
         """The names of the tables whose gradients are sparse, as the user has made the modules."""
         self._check_optimizer(self.sparse)
-        self.row_wise = self._asked_for(self.sparse, config)
+        self.row_wise = self._asked_for(config)
         """The names of the tables that servers hold row by row from the start."""
         self.remote = self._find_remote(named, config)
         """Those of them that are on the meta device, and how their rows begin."""
@@ -93,13 +93,10 @@ class Embeddings:
         while self._made_sparse:
             self._made_sparse.pop().sparse = False
 
-    def _with_sparse_gradients(self) -> set[str]:
-        return {name for name, found in self._modules.items() if any(m.sparse for m in found)}
-
     def _check_optimizer(self, names: Collection[str]) -> None:
         check_row_wise(self._optimizer, {name: self._group_of[name] for name in names})
 
-    def _asked_for(self, sparse: set[str], config: Config) -> set[str]:
+    def _asked_for(self, config: Config) -> set[str]:
         wanted = {name for name in self._modules if _matches(name, config.sparse_parameters)}
         for name in wanted:
             self._check_row_wise(name)
@@ -110,7 +107,7 @@ class Embeddings:
                     " has no servers to hold rows; use 'hybrid'"
                 )
             return set()
-        for name in sparse - wanted:
+        for name in self.sparse - wanted:
             if not _matches(name, config.dense_parameters):
                 self._check_row_wise(name)
                 wanted.add(name)

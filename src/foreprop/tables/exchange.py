@@ -9,28 +9,29 @@ from dataclasses import dataclass, field
 import torch
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.path.worker import WorkerEngine
-from foreprop.tables.kept import (
+from foreprop.tables.parts import (
     END,
     KeptRows,
+    RowPart,
     cut_kept,
     decode_kept,
     encode_kept,
+    encode_kept_pull,
+    encode_part,
+    encode_pull,
     in_table,
-    limit_bytes,
+    kept_limit_bytes,
+    part_rows,
 )
-from foreprop.tables.kept import encode_pull as encode_kept_pull
-from foreprop.tables.parts import RowPart, encode_part, encode_pull, part_rows
 
 _REQUESTS = 2**32
 """How many numbers requests have, before they begin again."""
-
-
 _NO_PLACES = torch.empty(0, dtype=torch.int64)
 
 
@@ -58,7 +59,10 @@ class _Request:
 
 
 class RowExchange:
-    """Pushes and pulls of one worker; owns the rows that come back. Any thread."""
+    """Pushes and pulls of one worker; owns the rows that come back. Any thread.
+
+    Parameters are those of its ``engine``, by number. Row numbers are those in the table.
+    """
 
     kinds = frozenset({Kind.ROWS_REPLY, Kind.TABLE_REPLY})
 
@@ -82,20 +86,21 @@ class RowExchange:
         self._kept: dict[int, bytes] = {}  # by shard, a part of what is kept
 
     # Pushing.
-    def push_rows(self, parameter: int, step: int, gradient: RowPart | None, *, flags: int) -> None:
-        """Send a gradient's rows to their servers, or word that there are none.
-
-        Row numbers are those in the table, ascending.
-        """
+    def push_rows(
+        self, parameter: int, step: int, gradient: torch.Tensor | None, *, flags: int = 0
+    ) -> None:
+        """Send a sparse gradient's rows to their servers, each once, or word of none."""
+        merged = None if gradient is None else gradient.detach().cpu().coalesce()
         self._progress.gradient_ready(parameter, step)
         self._step_of[parameter] = step
         sent_bytes = 0
-        if gradient is None:
+        if merged is None:
             for shard in self._shards_of[parameter]:
                 self._send(Kind.ROWS_PUSH, shard, step, b"", flags | Flag.NO_GRADIENT)
         else:
-            narrow = RowPart(gradient.numbers, gradient.rows.to(self._wire_dtypes[parameter]))
-            sent_bytes = self._send_parts(Kind.ROWS_PUSH, parameter, step, narrow, flags)
+            narrow = merged.values().to(self._wire_dtypes[parameter])
+            part = RowPart(merged.indices()[0], narrow)
+            sent_bytes = self._send_parts(Kind.ROWS_PUSH, parameter, step, part, flags)
         with self._engine.lock:
             self._counters.pushes += 1
             self._counters.pushed_bytes += sent_bytes
@@ -232,7 +237,7 @@ class RowExchange:
         if header.kind == Kind.TABLE_REPLY:
             place = header.slice - len(self._engine.slices)
             known = 0 <= place < len(self.shards)
-            return bounded(header, limit_bytes(self.shards[place]) if known else 0)
+            return bounded(header, kept_limit_bytes(self.shards[place]) if known else 0)
         request = self._requests.get(header.slice)
         if request is None or request.server != peer.number or request.pull.step != header.step:
             raise RemoteProtocolError(
@@ -257,9 +262,3 @@ class RowExchange:
             complete = not request.pull.missing
         if complete:
             self._progress.notify()
-
-
-def gradient_rows(gradient: torch.Tensor) -> RowPart:
-    """A sparse gradient's rows, each row once, ascending."""
-    merged = gradient.coalesce()
-    return RowPart(merged.indices()[0], merged.values())

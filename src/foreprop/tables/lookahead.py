@@ -1,4 +1,4 @@
-"""The next batch's look-ups: which of a batch's tensors name an embedding's rows.
+"""The next batch's look-ups: its rows are asked for as soon as a step is made, as far as known.
 
 `shard`'s loaders are read one batch ahead. In the first steps each look-up is compared with the
 tensors of the batch at hand; those that held its row numbers will tell the next batch's rows.
@@ -7,15 +7,20 @@ tensors of the batch at hand; those that held its row numbers will tell the next
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:  # a loader asks no server
+    from foreprop.path.managedparameter import SessionState
+    from foreprop.tables.exchange import Pull, RowExchange
 
 Path = tuple[Any, ...]
 """How to get from a batch to one of its tensors: indices and keys."""
 
 _NONE_LEFT = object()
 """No batch: None may be one."""
+_LEARNING_STEPS = 2
 
 
 class Lookahead:
@@ -89,3 +94,28 @@ def _integer_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from _integer_tensors(item, (*path, index))
+
+
+class Prefetch:
+    """Of one table: its ``pulls`` have been asked for, and have not been used yet."""
+
+    def __init__(
+        self, number: int, rows: int, session: SessionState, exchange: RowExchange
+    ) -> None:
+        self.pulls: list[Pull] = []
+        self._number = number
+        self._rows = rows
+        self._session = session
+        self._exchange = exchange
+        self._sources = RowSources()
+
+    def learn(self, numbers: torch.Tensor) -> None:
+        """A look-up wants these rows, ascending: see where in the batch they are."""
+        if self._session.completed < _LEARNING_STEPS and lookahead.current is not None:
+            self._sources.learn(numbers, lookahead.current)
+
+    def begin(self, step: int) -> None:
+        """This step has been made: ask for the rows that the next batch will look up."""
+        numbers = self._sources.numbers_in(lookahead.upcoming, self._rows)
+        if len(numbers):
+            self.pulls.append(self._exchange.pull_rows(self._number, step, numbers))

@@ -22,10 +22,10 @@ from foreprop.path.parameter import FirstUse
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.tensors import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
-from foreprop.tables.exchange import RowExchange, gradient_rows
-from foreprop.tables.firstvalues import make_rows
-from foreprop.tables.kept import VALUES
-from foreprop.tables.prefetch import Prefetch
+from foreprop.tables.exchange import RowExchange
+from foreprop.tables.lookahead import Prefetch
+from foreprop.tables.parts import VALUES
+from foreprop.tables.table import make_rows
 
 _Tensor = torch.Tensor
 _LOOK_UPS = {look_up: inspect.signature(look_up) for look_up in (F.embedding, F.embedding_bag)}
@@ -57,7 +57,9 @@ class RemoteTable:
         parameter: torch.nn.Parameter,
         session: SessionState,
         rows: RowExchange,
+        number: int,
     ) -> None:
+        """``number``: the table's, where its ``rows`` are."""
         one = torch.zeros((), dtype=parameter.dtype)
         leaf = torch.nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
         self.index = index
@@ -66,15 +68,16 @@ class RemoteTable:
         self.counts_rows = False
         self.touched_rows = 0
         self._session = session
-        self._rows = rows
-        _, self.number = session.engine_of(index)  # the engine's
+        self.exchange = rows
+        self.number = number
         self.row_count, self.row_elems = parameter.shape
         self._leaf = leaf
         self._first_use = FirstUse(self, session)
         self._gradient = ServedGradient(
             self, leaf, session, torch.sparse_coo, hook=self._on_gradient
         )
-        self._prefetch = Prefetch(self.number, self.row_count, session, rows)
+        self._prefetch = Prefetch(number, self.row_count, session, rows)
+        self.check_stepped = self._gradient.check_stepped
         self._mark = torch.empty_like(parameter)
         """Shown as the gradient, to notice when somebody discards it: without memory, too."""
         self._mark_version = 0
@@ -168,7 +171,7 @@ class RemoteTable:
         return table
 
     def whole_of(self, entry: str) -> torch.Tensor:
-        """All rows' averages, or values in full (`tables.kept`)."""
+        """All rows' averages, or values in full (`tables.parts`)."""
         init = self._session.infos[self.index].init
         if init is None:
             raise InternalError(f"{self.name} is not remote")
@@ -178,8 +181,8 @@ class RemoteTable:
             table[numbers] = make_rows(init, numbers, self.row_elems, dtype)
         if entry != VALUES:
             table = start_average(table)
-        self._rows.settle_rows()
-        for part in self._rows.kept_rows(self.number):
+        self.exchange.settle_rows()
+        for part in self.exchange.kept_rows(self.number):
             table[part.numbers] = part.entries.get(entry, part.entries[VALUES]).to(table.dtype)
         return table
 
@@ -193,7 +196,7 @@ class RemoteTable:
         """By ascending numbers without repetition."""
         while self._prefetch.pulls and len(self._missing(numbers)):
             pull = self._prefetch.pulls.pop()
-            self._remember(pull.numbers, self._rows.wait_for_rows(pull))
+            self._remember(pull.numbers, self.exchange.wait_for_rows(pull))
         missing = self._missing(numbers)
         if len(missing):
             self._remember(missing, self._fetch(missing))
@@ -203,8 +206,8 @@ class RemoteTable:
         return numbers[~torch.isin(numbers, self._have, assume_unique=True)]
 
     def _fetch(self, numbers: torch.Tensor) -> torch.Tensor:
-        pull = self._rows.pull_rows(self.number, self._gradient.pushed_step, numbers)
-        return self._rows.wait_for_rows(pull)
+        pull = self.exchange.pull_rows(self.number, self._gradient.pushed_step, numbers)
+        return self.exchange.wait_for_rows(pull)
 
     def _remember(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         have, order = torch.cat([self._have, numbers]).sort()
@@ -248,8 +251,7 @@ class RemoteTable:
         self._gradient.pushed_step = step
         self._first_use.watched = False
         self.drop_rows()
-        part = None if gradient is None else gradient_rows(gradient.detach().cpu())
-        self._rows.push_rows(self.number, step, part, flags=0)
+        self.exchange.push_rows(self.number, step, gradient)
 
     def finish_step(self, step: int) -> None:
         """`optimizer.step()`: push what has not been pushed; check what has."""
@@ -277,7 +279,7 @@ class RemoteTable:
         raise InternalError(f"the workers do not update {self.name}")
 
     def before_offering(self) -> None:
-        """Rank 0 has no values either: rows begin on the servers (`tables.firstvalues`)."""
+        """Rank 0 has no values either: rows begin on the servers (`tables.table`)."""
 
     def receive_initial_value(self) -> None:
         """Rows come when they are looked up."""
@@ -289,9 +291,6 @@ class RemoteTable:
 
     def unwatch(self) -> None:
         self._first_use.watched = False
-
-    def check_stepped(self) -> None:
-        self._gradient.check_stepped()
 
     def settle(self) -> None:
         """A row waits at its look-up."""

@@ -17,9 +17,15 @@ from foreprop.errors import ConfigError, InternalError, TrainingLoopError
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ParameterValue
 from foreprop.path.servedgradient import ServedGradient
-from foreprop.path.waiting import is_waiting, make_wait, refuse_to_be_compiled, stop_waiting
-from foreprop.tables.exchange import Pull, RowExchange, gradient_rows
-from foreprop.tables.prefetch import Prefetch
+from foreprop.path.waiting import (
+    is_waiting,
+    make_wait,
+    no_answer,
+    refuse_to_be_compiled,
+    stop_waiting,
+)
+from foreprop.tables.exchange import Pull, RowExchange
+from foreprop.tables.lookahead import Prefetch
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
 
@@ -34,7 +40,9 @@ class RowParameter:
         parameter: torch.nn.Parameter,
         session: SessionState,
         rows: RowExchange,
+        number: int,
     ) -> None:
+        """``number``: the table's, where its ``rows`` are."""
         self.index = index
         self.name = name
         self.parameter = parameter
@@ -42,16 +50,18 @@ class RowParameter:
         self.touched_rows = 0  # of the last gradient's, if they are counted
         self._session = session
         self._rows = rows
-        _, self._number = session.engine_of(index)
+        self._number = number
         self._value = ParameterValue(index, parameter, session)
         self._fresh = torch.full((len(parameter),), -1, dtype=torch.int64)
         """By row: after which step it was fetched."""
         self._whole_step = -1  # after which step all rows were fetched
-        self._prefetch = Prefetch(self._number, len(parameter), session, rows)
-        self._pulls = self._prefetch.pulls
+        self._prefetch = Prefetch(number, len(parameter), session, rows)
         self._detached = False
         self._first_use = FirstUse(self, session)
         self._gradient = ServedGradient(self, parameter, session, torch.sparse_coo)
+        self.finish_step = self._gradient.finish_step
+        self.gradient_discarded = self._gradient.discarded
+        self.check_stepped = self._gradient.check_stepped
 
     # What the engine reads and writes: rows, but nothing of the whole.
     @property
@@ -94,21 +104,13 @@ class RowParameter:
                 self._rows.send_row_values(self._number, step, self.parameter.detach())
             self._gradient.pushed_step = step
             self._first_use.watched = False
-            self._pulls.clear()
+            self._prefetch.pulls.clear()
             make_wait(self.parameter, self)
-            part = None if gradient is None else gradient_rows(gradient.detach().cpu())
-            self._rows.push_rows(self._number, step, part, flags=flags)
-
-    def finish_step(self, step: int) -> None:
-        """`optimizer.step()`: push what has not been pushed; check what has."""
-        self._gradient.finish_step(step)
+            self._rows.push_rows(self._number, step, gradient, flags=flags)
 
     def prefetch(self) -> None:
         """A step has been made: ask for the rows of the next batch, as far as it is known."""
         self._prefetch.begin(self._gradient.pushed_step)
-
-    def gradient_discarded(self, *, dropped: bool) -> None:
-        self._gradient.discarded(dropped=dropped)
 
     def replace_busy_gradient(self) -> None:
         """It was copied when it left."""
@@ -135,17 +137,8 @@ class RowParameter:
             self._first_use.watched = False
             stop_waiting(self.parameter)
 
-    def answer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        return NotImplemented
-
-    def meets_compiler(self) -> None:
-        """Compiled code waits at its entry, where parameters are settled."""
-        refuse_to_be_compiled()
-
-    def check_stepped(self) -> None:
-        self._gradient.check_stepped()
+    answer = staticmethod(no_answer)
+    meets_compiler = staticmethod(refuse_to_be_compiled)
 
     def before_use(
         self,
@@ -155,7 +148,7 @@ class RowParameter:
         *,
         in_place: bool,
     ) -> bool:
-        self._gradient.check_stepped()
+        self.check_stepped()
         self._first_use.begins()
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOK_UPS:
@@ -183,22 +176,19 @@ class RowParameter:
         if not len(numbers) or numbers[0] < 0 or numbers[-1] >= len(self._fresh):
             return  # torch says what is wrong with them
         self._prefetch.learn(numbers)
-        if self._whole_step == self._gradient.pushed_step:
-            return
-        if self._missing(numbers) is not None:
-            self._land_pulls()
-        missing = self._missing(numbers)
-        if missing is not None:
+        if self._whole_step != self._gradient.pushed_step:
+            self._fetch(numbers)
+
+    def _fetch(self, numbers: torch.Tensor) -> None:
+        """Have those of the rows that have not been fetched since the last step."""
+        if len(self._missing(numbers)):
+            while self._prefetch.pulls:
+                self._land(self._prefetch.pulls.pop())
+        if len(missing := self._missing(numbers)):
             self._land(self._rows.pull_rows(self._number, self._gradient.pushed_step, missing))
 
-    def _missing(self, numbers: torch.Tensor) -> torch.Tensor | None:
-        """Those of the rows that have not been fetched since the last step."""
-        missing = numbers[self._fresh[numbers] != self._gradient.pushed_step]
-        return missing if len(missing) else None
-
-    def _land_pulls(self) -> None:
-        while self._pulls:
-            self._land(self._pulls.pop())
+    def _missing(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers[self._fresh[numbers] != self._gradient.pushed_step]
 
     def _land(self, pull: Pull) -> None:
         """Wait for rows, and put them into the table."""
@@ -215,10 +205,7 @@ class RowParameter:
         if self._whole_step == self._gradient.pushed_step or self._session.leaves_rows:
             return
         with torch._C.DisableTorchFunctionSubclass():  # nothing here is a use
-            self._land_pulls()
-            missing = self._missing(torch.arange(len(self._fresh)))
-            if missing is not None:
-                self._land(self._rows.pull_rows(self._number, self._gradient.pushed_step, missing))
+            self._fetch(torch.arange(len(self._fresh)))
         self._whole_step = self._gradient.pushed_step
 
     def settle_if_stepped(self) -> None:

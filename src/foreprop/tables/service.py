@@ -25,7 +25,7 @@ from foreprop.core.rows_machine import (
     SumRows,
     UpdateRows,
 )
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded, exactly
@@ -33,11 +33,68 @@ from foreprop.numerics.finite import check_finite
 from foreprop.path.executor import Executor
 from foreprop.path.optimizer import scale_of
 from foreprop.path.slices import SettingsAt
-from foreprop.tables.kept import PULL_BYTES
-from foreprop.tables.parts import decode_pull, pulled_shard
+from foreprop.path.tensors import DTYPES
+from foreprop.tables.parts import (
+    KEPT_PULL_BYTES,
+    RowPart,
+    decode_part,
+    decode_pull,
+    part_limit_bytes,
+    pulled_shard,
+)
 from foreprop.tables.store import RowStore
 
 ROW_KINDS = frozenset({Kind.ROWS_VALUE, Kind.ROWS_PUSH, Kind.ROWS_PULL})
+
+
+class OwnShards:
+    """One server's shards, as frames about rows speak of them; ``whose`` they are in messages."""
+
+    def __init__(
+        self, manifest: Manifest, shards: Sequence[Shard], server: int, whose: str
+    ) -> None:
+        self._by_number = {shard.number: shard for shard in shards if shard.server == server}
+        self._infos = manifest.parameters
+        self._wire_dtypes = manifest.wire_dtypes()
+        self._checks_finite = manifest.knobs.aggregation.reports_nonfinite
+        self._whose = whose
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_number
+
+    def __getitem__(self, number: int) -> Shard:
+        """Raises `RemoteProtocolError` for another one's."""
+        shard = self._by_number.get(number)
+        if shard is None:
+            raise RemoteProtocolError(f"shard {number} does not belong to {self._whose}")
+        return shard
+
+    def room(self, header: Header) -> memoryview:
+        """For the payload of one of `ROW_KINDS`."""
+        shards = [self[header.slice]] if header.kind != Kind.ROWS_PULL else self._by_number.values()
+        limits = (part_limit_bytes(each, self._dtype_of(each).itemsize) for each in shards)
+        return bounded(header, max(limits, default=0))  # a pull has its shard in the payload
+
+    def _dtype_of(self, shard: Shard) -> torch.dtype:
+        return DTYPES[self._infos[shard.parameter].dtype]
+
+    def values(self, header: Header, payload: memoryview) -> RowPart:
+        """Rank 0's; raises `RemoteProtocolError`."""
+        shard = self[header.slice]
+        return decode_part(payload, shard, self._dtype_of(shard))
+
+    def gradient(self, header: Header, payload: memoryview, whose: str) -> RowPart:
+        """A part of a push; raises `RemoteProtocolError`, or what `check_finite` does."""
+        shard = self[header.slice]
+        part = decode_part(payload, shard, DTYPES[self._wire_dtypes[shard.parameter]])
+        if self._checks_finite:
+            check_finite(part.rows, whose, self._infos[shard.parameter].name, header.step)
+        return part
+
+    def pulled(self, payload: memoryview) -> tuple[Shard, torch.Tensor]:
+        """Which rows a pull is about; raises `RemoteProtocolError`."""
+        shard = self[pulled_shard(payload)]
+        return shard, decode_pull(payload, shard)
 
 
 class RowServer:
@@ -56,15 +113,14 @@ class RowServer:
         settings_at: SettingsAt,
         barrier: StepBarrier | None = None,
     ) -> None:
-        self._manifest = manifest
+        self._shards = OwnShards(manifest, shards, executor.host.index, "this server")
         self._peers = executor.peers
         self._machine = RowsMachine(
             shards,
             index=executor.host.index,
-            workers=self._peers.count,
+            peers=self._peers,
             names=[info.name for info in manifest.parameters],
             barrier=barrier,
-            peers=self._peers,
         )
         self._coefficient = 1.0
         """For the gradients of the step whose updates are under way."""
@@ -80,8 +136,8 @@ class RowServer:
         if header.kind == Kind.TABLE:
             return bounded(header, self.store.kept_limit_bytes(header.slice))
         if header.kind == Kind.TABLE_PULL:
-            return exactly(header, PULL_BYTES)
-        return bounded(header, self._limit_bytes(header))
+            return exactly(header, KEPT_PULL_BYTES)
+        return self._shards.room(header)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.TABLE:
@@ -102,17 +158,6 @@ class RowServer:
             anew = bool(header.flags & Flag.ANEW)
             self.store.import_kept(header.slice, payload, anew=anew)
 
-    def _limit_bytes(self, header: Header) -> int:
-        """The longest payload that this frame may have; raises `RemoteProtocolError`."""
-        if header.kind == Kind.ROWS_PULL:  # the shard is in the payload
-            return max(map(self.store.part_limit_bytes, self.store.numbers()), default=0)
-        self._check_owned(header.slice)
-        return self.store.part_limit_bytes(header.slice)
-
-    def _check_owned(self, shard: int) -> None:
-        if shard not in self.store:
-            raise RemoteProtocolError(f"shard {shard} does not belong to this server")
-
     def _on_rows(self, rank: int, header: Header, payload: memoryview) -> None:
         number, step = header.slice, header.step
         with self._lock:
@@ -121,30 +166,23 @@ class RowServer:
                 instructions = self._on_pull(rank, header, payload)
             elif header.kind == Kind.ROWS_PUSH:
                 if len(payload):
-                    rows = self.store.put_gradient(number, rank, step, payload)
-                    self._check_finite(rank, number, step, rows)
+                    part = self._shards.gradient(header, payload, self._peers.name(rank))
+                    self.store.put_gradient(number, rank, step, part)
                 if not header.flags & Flag.MORE:
                     event = PushArrived(rank, number, step, header.priority, header.flags)
                     instructions = self._machine.handle(event)
             else:
-                self.store.put_value(number, payload)
+                self.store.put_value(number, self._shards.values(header, payload))
                 if not header.flags & Flag.MORE:
                     valued = ValueArrived(rank, number, step, header.priority)
                     instructions = self._machine.handle(valued)
             work = self._decide(instructions)
         self._work(work)
 
-    def _check_finite(self, rank: int, number: int, step: int, rows: torch.Tensor) -> None:
-        name = self._manifest.parameters[self.store.shard(number).parameter].name
-        aggregation, whose = self._manifest.knobs.aggregation, self._peers.name(rank)
-        check_finite(rows, aggregation, whose=whose, name=name, step=step)
-
     def _on_pull(self, rank: int, header: Header, payload: memoryview) -> Sequence[Any]:
-        number = pulled_shard(payload)
-        self._check_owned(number)
-        numbers = decode_pull(payload, self.store.shard(number))
-        self._wanted[rank, header.slice] = (number, numbers)
-        pull = PullArrived(rank, number, header.step, header.priority, header.slice)
+        shard, numbers = self._shards.pulled(payload)
+        self._wanted[rank, header.slice] = (shard.number, numbers)
+        pull = PullArrived(rank, shard.number, header.step, header.priority, header.slice)
         return self._machine.handle(pull)
 
     def rank_left(self, rank: int) -> None:
@@ -202,7 +240,7 @@ class RowServer:
 
     # What it waits for.
     def __contains__(self, number: int) -> bool:
-        return number in self.store
+        return number in self._shards
 
     def describe_wait(self, shard: int, step: int) -> str:
         return self._machine.describe_wait(shard, step)

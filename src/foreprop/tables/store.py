@@ -1,21 +1,21 @@
 """A server's rows: its shards' tables, the gradients in flight, the optimizer's state.
 
 The update is a real ``torch.optim`` optimizer's, given a sparse gradient: torch's own semantics of
-SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented (`tables.rowoptimizer`). The
-rows of a remote table are made here (`tables.firstvalues`), and take memory from their first
-update on.
+SGD, Adagrad and SparseAdam on touched rows, nothing re-implemented (`tables.rowupdates`). The
+rows of a remote table are made here (`tables.table`), and take memory from their first update on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.shards import Shard
+from foreprop.core.slicing import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.tensors import (
     AVERAGE,
@@ -32,52 +32,37 @@ from foreprop.path.tensors import (
     state_limit_bytes,
     sum_dtype,
 )
-from foreprop.tables.averages import RowAverages
-from foreprop.tables.firstvalues import make_rows
-from foreprop.tables.kept import (
+from foreprop.tables.parts import (
     END,
     STATE,
     VALUES,
     KeptRows,
+    RowPart,
     decode_kept,
-    decode_pull,
+    decode_kept_pull,
     encode_kept,
-    limit_bytes,
+    kept_limit_bytes,
     rows_at_once,
+    sum_parts,
 )
-from foreprop.tables.parts import RowPart, decode_part, part_limit_bytes, sum_parts
-from foreprop.tables.rowoptimizer import RowOptimizer
-from foreprop.tables.sparseoptimizers import SPARSE_OPTIMIZERS
-from foreprop.tables.table import Make, RowTable
+from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS, RowAverages, RowOptimizer
+from foreprop.tables.table import Make, RowTable, make_rows
 
 
+@dataclass(slots=True, eq=False)
 class _ShardTensors:
-    __slots__ = (
-        "averages",
-        "gradients",
-        "optimizer",
-        "shard",
-        "staged",
-        "table",
-        "total",
-        "wire_dtype",
-    )
-
-    def __init__(
-        self,
-        shard: Shard,
-        wire_dtype: torch.dtype,
-        table: RowTable,
-        optimizer: RowOptimizer,
-    ) -> None:
-        self.shard = shard
-        self.wire_dtype = wire_dtype
-        self.table = table
-        self.gradients: dict[tuple[int, int], list[RowPart]] = {}  # by step and rank
-        self.staged: list[RowPart] = []  # values for the next update
-        self.averages: RowAverages | None = None  # moving, from the first update on
-        self.total: RowPart | None = None  # the gradients' sum, if made before the update
-        self.optimizer = optimizer
+    shard: Shard
+    wire_dtype: torch.dtype
+    table: RowTable
+    optimizer: RowOptimizer
+    gradients: dict[tuple[int, int], list[RowPart]] = field(default_factory=dict)
+    """By step and rank."""
+    staged: list[RowPart] = field(default_factory=list)
+    """Values for the next update."""
+    averages: RowAverages | None = None
+    """Moving, from the first update on."""
+    total: RowPart | None = None
+    """The gradients' sum, if made before the update."""
 
 
 class RowStore:
@@ -119,32 +104,12 @@ class RowStore:
 
         return make
 
-    def __contains__(self, shard: int) -> bool:
-        return shard in self._shards
+    def put_gradient(self, number: int, rank: int, step: int, part: RowPart) -> None:
+        """Keep a part of a worker's gradient."""
+        self._shards[number].gradients.setdefault((step, rank), []).append(part)
 
-    def numbers(self) -> Iterable[int]:
-        return self._shards
-
-    def shard(self, number: int) -> Shard:
-        return self._shards[number].shard
-
-    def part_limit_bytes(self, number: int) -> int:
-        tensors = self._shards[number]
-        return part_limit_bytes(tensors.shard, tensors.table.dtype.itemsize)
-
-    def put_gradient(self, number: int, rank: int, step: int, data: memoryview) -> torch.Tensor:
-        """Keep a part of a worker's gradient, and return its rows.
-
-        Raises `RemoteProtocolError` if it does not fit.
-        """
-        tensors = self._shards[number]
-        part = decode_part(data, tensors.shard, tensors.wire_dtype)
-        tensors.gradients.setdefault((step, rank), []).append(part)
-        return part.rows
-
-    def put_value(self, number: int, data: memoryview) -> None:
-        tensors = self._shards[number]
-        tensors.staged.append(decode_part(data, tensors.shard, tensors.table.dtype))
+    def put_value(self, number: int, part: RowPart) -> None:
+        self._shards[number].staged.append(part)
 
     def install_values(self, number: int, *, shown: bool = False) -> None:
         """Take the values that rank 0 sent. Gradients must be disabled.
@@ -198,7 +163,7 @@ class RowStore:
         if tensors.averages is not None and tensors.staged:
             tensors.averages.before_change()
         self.install_values(number, shown=True)
-        averages = tensors.averages = tensors.averages or self._new_averages(tensors)
+        averages = self._averages_of(tensors)
         total, tensors.total = tensors.total, None
         if total is None:
             total = self._total(gradients, tensors)
@@ -209,9 +174,10 @@ class RowStore:
         if averages is not None:
             averages.end_step()
 
-    def _new_averages(self, tensors: _ShardTensors) -> RowAverages | None:
-        decay = self._aggregation.ema
-        return None if decay is None else RowAverages(tensors.table, decay)
+    def _averages_of(self, tensors: _ShardTensors) -> RowAverages | None:
+        if tensors.averages is None and self._aggregation.ema is not None:
+            tensors.averages = RowAverages(tensors.table, self._aggregation.ema)
+        return tensors.averages
 
     def _apply(
         self,
@@ -271,20 +237,19 @@ class RowStore:
     def export_average(self, number: int) -> bytes:
         """The shard's moving averages, as a state of one tensor."""
         tensors = self._shards[number]
-        if tensors.averages is None:
-            return encode_state({AVERAGE: start_average(tensors.table.whole).reshape(-1)})
-        return encode_state({AVERAGE: tensors.averages.current().reshape(-1)})
+        averages, whole = tensors.averages, tensors.table.whole
+        current = start_average(whole) if averages is None else averages.current()
+        return encode_state({AVERAGE: current.reshape(-1)})
 
     def import_average(self, number: int, data: memoryview) -> None:
         """Go on from these averages; raises `RemoteProtocolError` if they do not fit."""
         tensors = self._shards[number]
         value = decode_state(data, elems=tensors.shard.elems).get(AVERAGE)
-        averages = tensors.averages or self._new_averages(tensors)
+        averages = self._averages_of(tensors)
         if averages is None or not is_array(value):
             raise RemoteProtocolError(f"a moving average for shard {number}, which has none")
         rows = tensors.shard.rows
         averages.put(torch.arange(rows), value.view(rows, tensors.shard.row_elems))
-        tensors.averages = averages
 
     def state_limit_bytes(self, number: int) -> int:
         return state_limit_bytes(self._shards[number].shard.elems)
@@ -294,7 +259,7 @@ class RowStore:
         """The part that a pull asks for; raises `RemoteProtocolError`."""
         tensors = self._remote(number)
         limit = rows_at_once(tensors.shard)
-        first = decode_pull(data, tensors.shard)
+        first = decode_kept_pull(data, tensors.shard)
         numbers = tensors.table.kept_at(first, limit)
         following = first + limit if len(numbers) == limit else END
         entries = {VALUES: tensors.table.take(numbers)}
@@ -320,16 +285,14 @@ class RowStore:
             if tensors.averages is not None:
                 tensors.averages.before_change(numbers)
             tensors.table.put(numbers, values.to(tensors.table.dtype))
-        if average is not None and self._aggregation.ema is not None:
-            averages = tensors.averages = tensors.averages or self._new_averages(tensors)
-            if averages is not None:
-                averages.put(numbers, average)
+        if average is not None and (averages := self._averages_of(tensors)) is not None:
+            averages.put(numbers, average)
         size = len(STATE)
         state = {key[size:]: v for key, v in entries.items() if key.startswith(STATE)}
         tensors.optimizer.put(numbers, state)
 
     def kept_limit_bytes(self, number: int) -> int:
-        return limit_bytes(self._remote(number).shard)
+        return kept_limit_bytes(self._remote(number).shard)
 
     def _remote(self, number: int) -> _ShardTensors:
         tensors = self._shards.get(number)

@@ -2,13 +2,14 @@
 
 No worker has room for such a table, so all this goes part by part. A file's parts have the rows
 that a step has updated, or somebody has set; the others begin as they always do
-(`tables.firstvalues`).
+(`tables.table`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,9 @@ from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
-from foreprop.hooks.buffers import ModelHook
-from foreprop.tables.exchange import RowExchange
+from foreprop.hooks.modelhooks import CallingHook
 from foreprop.tables.folder import TableFolder
-from foreprop.tables.kept import VALUES, KeptRows
+from foreprop.tables.parts import VALUES, KeptRows
 from foreprop.tables.remote import RemoteTable
 
 _PARTS_IN_A_FILE = 16
@@ -40,9 +40,8 @@ class RemoteTables:
     def __init__(
         self,
         tables: Sequence[RemoteTable],
-        infos: Sequence[ParameterInfo],
         optimizer: torch.optim.Optimizer,
-        get_rows: Callable[[], RowExchange],
+        infos: Sequence[ParameterInfo],
         board: Board,
         *,
         world: World,
@@ -51,16 +50,15 @@ class RemoteTables:
         self._by_name = {table.name: table for table in tables}
         self._infos = {info.name: info for info in infos if info.init is not None}
         self._optimizer = type(optimizer).__name__
-        self._get_rows = get_rows
-        self._board = board
         self._world = world
         self._config = config
+        self._board = board
         self._changes = 0
         self._aside = False
 
-    @property
-    def _rows(self) -> RowExchange:
-        return self._get_rows()
+    def _settle(self) -> None:
+        """The exchange has all tables: any table's will do."""
+        next(iter(self._by_name.values())).exchange.settle_rows()
 
     def _check_any(self) -> None:
         if not self._by_name:
@@ -73,13 +71,13 @@ class RemoteTables:
         """Write what the servers keep: values, optimizer state, averages. Any rank by itself."""
         self._check_any()
         files = TableFolder(Path(folder))
-        self._rows.settle_rows()
+        self._settle()
         files.save(lambda: self._write_to(files))
 
     def _write_to(self, folder: TableFolder) -> dict[str, Any]:
         described = {}
         for number, (name, table) in enumerate(self._by_name.items()):
-            groups = _in_groups(self._rows.kept_rows(table.number), _PARTS_IN_A_FILE)
+            groups = _in_groups(table.exchange.kept_rows(table.number), _PARTS_IN_A_FILE)
             files = [folder.write_part(number, n, parts) for n, parts in enumerate(groups)]
             described[name] = {**self._describe(name), "files": files}
         return described
@@ -115,16 +113,16 @@ class RemoteTables:
         for start in range(0, len(numbers), at_once):
             some = slice(start, start + at_once)
             part = KeptRows(numbers[some], {VALUES: rows[some]})
-            self._rows.send_kept_rows(table.number, part)
+            table.exchange.send_kept_rows(table.number, part)
             yield
 
     def _read(self, folder: Path) -> Iterator[None]:
         described = self._read_index(folder)
         for name, table in self._by_name.items():
-            self._rows.send_kept_rows(table.number, KeptRows(_NOTHING, {}), anew=True)
+            table.exchange.send_kept_rows(table.number, KeptRows(_NOTHING, {}), anew=True)
             for file in described[name]["files"]:
                 for part in _parts_in(folder / file):
-                    self._rows.send_kept_rows(table.number, part)
+                    table.exchange.send_kept_rows(table.number, part)
                     yield
 
     def _read_index(self, folder: Path) -> Mapping[str, Any]:
@@ -180,7 +178,7 @@ class RemoteTables:
             self._aside = False
 
     def put_whole(self, values: Sequence[torch.Tensor], entry: str) -> list[torch.Tensor]:
-        """By parameter: with the tables' own (`tables.kept`), if this rank gets them whole."""
+        """By parameter: with the tables' own (`tables.parts`), if this rank gets them whole."""
         tables = {table.index: table for table in self._by_name.values()}
         return [
             value.detach()
@@ -194,11 +192,9 @@ class RemoteTables:
     ) -> Iterator[RemovableHandle]:
         """Have the modules' state dicts ask here."""
         for name in self._by_name:
-            module: Any
+            hooks = _TableHooks(self, name)
             for module in modules_of(name):
-                yield module.register_state_dict_pre_hook(BeforeTableIsSaved(self, name))
-                yield module.register_state_dict_post_hook(TableIsSaved(self, name))
-                yield module.register_load_state_dict_pre_hook(BeforeTableIsLoaded(self, name))
+                yield from hooks.attach(module)
 
     # Changes, on all ranks alike.
     def _change(self, work: Callable[[], Iterator[None]]) -> None:
@@ -212,7 +208,7 @@ class RemoteTables:
             self._lead(key, work)
         else:
             self._follow(key)
-            self._rows.settle_rows()  # no relay has older rows
+            self._settle()  # no relay has older rows
         for table in self._by_name.values():
             table.drop_rows()
 
@@ -221,7 +217,7 @@ class RemoteTables:
             self._board.lookup(f"{key}/here/{rank}", f"rank {rank} to change remote tables, too")
         done = 0
         try:
-            self._rows.settle_rows()  # the updates so far are of the old values
+            self._settle()  # the updates so far are of the old values
             for done, _ in enumerate(work(), 1):
                 self._board.publish(f"{key}/{done - 1}", _MORE)
         except BaseException as error:
@@ -261,35 +257,33 @@ def _parts_in(path: Path) -> Iterator[KeptRows]:
     yield from rows
 
 
-# What a module's state_dict() has of its table.
-class _TableHook(ModelHook):
-    def __init__(self, source: Any = None, name: str = "") -> None:
-        super().__init__(source)
+class _TableHooks:
+    """What a module's state_dict() has of its table, for as long as ``tables`` are there."""
+
+    def __init__(self, tables: RemoteTables, name: str) -> None:
+        self._tables = weakref.ref(tables)
         self._name = name
 
+    def attach(self, module: Any) -> Iterator[RemovableHandle]:
+        yield module.register_state_dict_pre_hook(CallingHook(self._before_saving))
+        yield module.register_state_dict_post_hook(CallingHook(self._saved))
+        yield module.register_load_state_dict_pre_hook(CallingHook(self._before_loading))
 
-class BeforeTableIsSaved(_TableHook):
-    def __call__(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        source: Any = self._get()
-        if source is not None:
-            source.check_whole(self._name)
+    def _before_saving(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (tables := self._tables()) is not None:
+            tables.check_whole(self._name)
 
-
-class TableIsSaved(_TableHook):
-    def __call__(
+    def _saved(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        source: Any = self._get()
-        if source is not None:
-            source.show(self._name, state, f"{prefix}weight")
+        if (tables := self._tables()) is not None:
+            tables.show(self._name, state, f"{prefix}weight")
 
-
-class BeforeTableIsLoaded(_TableHook):
-    def __call__(
+    def _before_loading(
         self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
     ) -> None:
         value = state.get(f"{prefix}weight")
-        if self._get() is None or value is None or value.is_meta:
+        if self._tables() is None or value is None or value.is_meta:
             return
         raise ConfigError(
             f"load_state_dict() has values for {self._name}, which is on the meta device, and would"

@@ -1,4 +1,4 @@
-"""The optimizer of one shard's rows, with the state of the rows that have been updated.
+"""What an update makes of a shard's touched rows: by torch's optimizer, and their averages.
 
 Theory of operation. The optimizers for sparse gradients (SGD, Adagrad, SparseAdam) look at the
 touched rows alone. So each update is torch's own, of a small parameter that has just those rows,
@@ -8,18 +8,54 @@ a row begins. Nothing is as large as the shard but the values and the states the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from foreprop.core.manifest import Hyperparameters
+from foreprop.errors import ConfigError
 from foreprop.path.tensors import is_array
 from foreprop.path.updates import optimizer_arguments
 from foreprop.tables.table import RowTable, lazy_zeros
 
+SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls for cls in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+}
+"""Each leaves rows without a gradient as they are; see `check_row_wise`."""
+
+
+def check_row_wise(optimizer: torch.optim.Optimizer, group_of: Mapping[str, int]) -> None:
+    """Refuse what would move rows without a gradient, or what torch refuses itself.
+
+    ``group_of``: of the parameters with sparse gradients, by name.
+    """
+    if not group_of:
+        return
+    cls = type(optimizer)
+    which = f"for the sparse gradients of {', '.join(sorted(group_of))}"
+    if SPARSE_OPTIMIZERS.get(cls.__name__) is not cls:
+        raise ConfigError(
+            f"optimizer is {cls.__name__}, which cannot be used {which}: it moves rows that a step"
+            f" has not touched. Use one of {', '.join(SPARSE_OPTIMIZERS)}, give these parameters an"
+            " optimizer and a parallelize() of their own, or say sparse=False"
+        )
+    for number in sorted(set(group_of.values())):
+        group = optimizer.param_groups[number]
+        for name in ("momentum", "weight_decay"):
+            if group.get(name):
+                raise ConfigError(
+                    f"{name} of parameter group {number} is {group[name]}, which cannot be used"
+                    f" {which}: it moves rows that a step has not touched. Give them a parameter"
+                    f" group with {name}=0, or say sparse=False"
+                )
+
 
 class RowOptimizer:
-    """Not thread-safe."""
+    """The optimizer of one shard's rows, with the state of those that have been updated.
+
+    Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -132,3 +168,63 @@ class RowOptimizer:
         """Go on from this state of all rows; an empty one is an optimizer's own at its start."""
         self.forget()
         self.put(torch.arange(self._shape[0]), state)
+
+
+class RowAverages:
+    """The moving averages of one shard, beginning with the table's values. Not thread-safe.
+
+    A row that keeps its value for k steps ends with the average ``decay**k * average + (1 -
+    decay**k) * value``, whether it is moved in each of these steps or in one go after them. So a
+    row is moved when its value is about to change, and for whoever reads. Exact but for rounding: k
+    moves in one are rounded once, not k times. Of a row that has not changed since the start
+    nothing is kept: its average is its value.
+    """
+
+    def __init__(self, table: RowTable, decay: float) -> None:
+        self._table = table
+        self._decay = decay
+        self._dtype = torch.promote_types(table.dtype, torch.float32)
+        self._values = lazy_zeros((table.rows, table.row_elems), self._dtype)
+        self._steps = 0  # that have been made since the start
+        self._moved = lazy_zeros((table.rows,), torch.int64)
+        """By the row's place: after which of them its average was moved, plus one; 0: never."""
+
+    def before_change(self, numbers: torch.Tensor | None = None) -> None:
+        """The values of these rows, or of all, are about to change: those of now still count."""
+        if numbers is None:
+            numbers = torch.arange(self._table.rows)
+        _, moved = self._places(numbers)
+        late = numbers[moved <= self._steps]
+        self.put(late, self.of(late))
+
+    def end_step(self) -> None:
+        """Averages move by one step, to where the values are now."""
+        self._steps += 1
+
+    def current(self) -> torch.Tensor:
+        """A copy of all rows' averages after the last step."""
+        return self.of(torch.arange(self._table.rows))
+
+    def of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows' averages after the last step.
+
+        Nothing is moved for it, so reading does not change what the averages will be.
+        """
+        values = self._table.take(numbers).to(self._dtype)
+        places, moved = self._places(numbers)
+        steps = (self._steps + 1 - moved).to(torch.float64)
+        weights = (1 - self._decay**steps).to(self._dtype)
+        weights[moved == 0] = 1.0
+        return torch.lerp(self._values[places], values, weights[:, None])
+
+    def _places(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the rows' averages are (or anywhere), and when they were moved."""
+        places = self._table.places(numbers)
+        anywhere = places.clamp(min=0)
+        return anywhere, self._moved[anywhere] * (places >= 0)
+
+    def put(self, numbers: torch.Tensor, averages: torch.Tensor) -> None:
+        """Go on from these, as after the last step."""
+        places = self._table.keep(numbers)
+        self._values[places] = averages.to(self._dtype)
+        self._moved[places] = self._steps + 1
