@@ -7,7 +7,6 @@ ordinary one again at its first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -263,14 +262,7 @@ class SynchronisedParameter:
     answer = staticmethod(no_answer)
     meets_compiler = staticmethod(refuse_to_be_compiled)
 
-    def before_use(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_place: bool,
-    ) -> bool:
+    def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         """Called by the waiting parameter: wait, and give the class back."""
         self._gradient.check_stepped()
         if self._first_use.watched:

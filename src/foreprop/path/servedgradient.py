@@ -8,7 +8,7 @@ results than plain PyTorch raises `TrainingLoopError` (`path.looprules`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -262,14 +262,7 @@ class _Reader:
 
     answer = staticmethod(no_answer)
 
-    def before_use(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_place: bool,
-    ) -> bool:
+    def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         self._owner.read_gradient(in_place=in_place)
         return False
 

@@ -7,7 +7,7 @@ user sees an ordinary parameter, of which no stale row can be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -140,14 +140,7 @@ class RowParameter:
     answer = staticmethod(no_answer)
     meets_compiler = staticmethod(refuse_to_be_compiled)
 
-    def before_use(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_place: bool,
-    ) -> bool:
+    def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         self.check_stepped()
         self._first_use.begins()
         with torch._C.DisableTorchFunctionSubclass():
