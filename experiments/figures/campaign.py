@@ -36,11 +36,11 @@ from experiments.figures.keptruns import (
     timelines_of,
     write_run,
 )
+from experiments.figures.machine import machine_facts
 from experiments.figures.page import Drawn, Story, render_page
 from experiments.figures.pictures import inline_parts
 from experiments.figures.sweeps import FIGURES, Measurement, plan_measurements
 from foreprop.errors import ForepropError
-from foreprop.lab.machine import machine_facts
 from foreprop.report.charts import Chart, write_chart
 from foreprop.report.document import write_document
 from foreprop.report.timeline import Timeline

@@ -30,8 +30,7 @@ from foreprop.demo.training import (
     typical_step,
 )
 from foreprop.errors import ConfigError
-from foreprop.lab.children import children_start_undisturbed
-from foreprop.lab.cluster import Cluster
+from foreprop.lab.cluster import Cluster, children_start_undisturbed
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.report.report import ReportContext, RunSummary, write_report
 from foreprop.report.timeline import Timeline, timeline_from_trace

@@ -17,8 +17,7 @@ import torch
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.machine import busy_s
+from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__

@@ -14,7 +14,6 @@ from foreprop.workload import limit
 from foreprop.workload.buckets import BUCKET_BYTES
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Layer
-from foreprop.workload.setting import DDP, RING, LabSetting
 
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
@@ -154,26 +153,6 @@ class Deployment:
             slice_elems=self.slice_elems or usual_slice_elems(self.servers),
             big_array_elems=self.big_array_elems,
         )
-
-
-def deployment_of(setting: LabSetting, system: str) -> Deployment:
-    """What the lab measures and simulates: a preset, ``ring`` or ``ddp``, sizes scaled alike."""
-    known = (*PRESETS, RING, DDP)
-    if system not in known:
-        raise ConfigError(f"system is {system!r}; the model knows {', '.join(known)}")
-    served = system in PRESETS
-    return Deployment(
-        layers=setting.layers,
-        architecture="p2p" if served else "ring" if system == RING else "ddp",
-        preset=system if served else "p3",
-        nodes=setting.nodes,
-        workers_per_node=setting.workers_per_node,
-        rate_bits_per_s=setting.rate,
-        slice_elems=setting.slice_elems_of(system),
-        big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
-        chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
-        bucket_bytes=setting.scaled(BUCKET_BYTES),
-    )
 
 
 def without(deployment: Deployment, resource: Resource) -> Deployment:
