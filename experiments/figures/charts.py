@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from experiments.chart import PART_IN, Chart, style_of
 from experiments.figures.comparison import in_order
 from experiments.figures.curves import (
     THROUGHPUT_LABEL,
@@ -22,7 +23,7 @@ from experiments.figures.curves import (
     ThroughputPanel,
     UtilisationPanel,
 )
-from foreprop.report.charts import CARD, INK, PART_IN, QUIET, WAIT, Chart, Draw, style_of
+from foreprop.report.charts import CARD, INK, QUIET, WAIT, Draw
 from foreprop.report.palette import LIGHT_RAMP, ramp_colour
 from foreprop.report.timeline import Lane, Timeline
 from foreprop.report.timeline_shapes import Shape

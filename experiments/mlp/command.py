@@ -84,8 +84,8 @@ def _numbers(text: str) -> list[int]:
 def _draw(out: Path, records: Sequence[MlpRecord], console: Console) -> None:
     """matplotlib takes a second to load, and is an extra."""
     try:
+        from experiments.chart import write_chart
         from experiments.mlp import charts
-        from foreprop.report.charts import write_chart
     except ModuleNotFoundError as error:
         console.print(f"No figures: {error.name} is missing; pip install 'foreprop[lab]'")
         return
