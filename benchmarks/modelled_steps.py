@@ -15,10 +15,9 @@ from foreprop.model.deployment import Deployment
 from foreprop.model.refined import step_s
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
-from foreprop.workload.buckets import BUCKET_BYTES
 from foreprop.workload.profile import load_profile
 from foreprop.workload.records import read_records
-from foreprop.workload.setting import DDP, RING, LabSetting
+from foreprop.workload.setting import BUCKET_BYTES, DDP, RING, LabSetting
 
 SYSTEMS = ("p3", "slicing", "kvstore", "wfbp", "tensorflow", "ring", "ddp")
 MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")

@@ -24,9 +24,8 @@ from experiments.figures.curves import (
     UtilisationPanel,
 )
 from foreprop.report.charts import CARD, INK, QUIET, WAIT, Draw
-from foreprop.report.palette import LIGHT_RAMP, ramp_colour
-from foreprop.report.timeline import Lane, Timeline
-from foreprop.report.timeline_shapes import Shape
+from foreprop.report.document import LIGHT_RAMP, ramp_colour
+from foreprop.report.timeline import Lane, Shape, Timeline
 from foreprop.report.timeline_svg import Panel, panel_summary, plan_panels
 
 LIMIT = "limit"

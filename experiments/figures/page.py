@@ -27,9 +27,7 @@ from experiments.figures.pagetables import (
 from experiments.figures.pictures import Part, systems_css, variable
 from experiments.figures.sweeps import Measurement
 from foreprop.report.charts import STYLES
-from foreprop.report.document import asset, render
-from foreprop.report.numbers import rate
-from foreprop.report.palette import palette_css
+from foreprop.report.document import asset, palette_css, rate, render
 from foreprop.report.timeline import Timeline
 from foreprop.report.timeline_svg import DrawnTimelines, draw_timelines, layer_names
 from foreprop.workload.records import CPU_BOUND_SHARE, Record

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from experiments.mlp.run import Errors, MlpRecord, errors_of, run_mlp
 from experiments.mlp.training import MLP_SYSTEMS, MlpSetting
-from foreprop.cli.folder import writable
-from foreprop.cli.options import filling, mbit, systems
+from foreprop.cli.options import filling, mbit, systems, writable
 from foreprop.errors import ConfigError
 from foreprop.workload.records import write_records
 

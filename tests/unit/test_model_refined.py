@@ -16,10 +16,9 @@ from foreprop.config import PRESETS
 from foreprop.core import parallax
 from foreprop.errors import ConfigError
 from foreprop.model import served
-from foreprop.model.collective import Collective, ends_s
 from foreprop.model.deployment import Deployment, Table
 from foreprop.model.lanes import fair_rates
-from foreprop.model.reduced import all_reduce_s
+from foreprop.model.reduced import Collective, all_reduce_s, ends_s
 from foreprop.model.refined import predict, step_s
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting

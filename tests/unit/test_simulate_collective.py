@@ -7,10 +7,10 @@ import pytest
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.collective import Ring
 from foreprop.simulate.crowd import plan_crowds
-from foreprop.workload.buckets import fill_buckets
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import BYTES_PER_ELEM
-from foreprop.workload.link import LinkSetting, wire_bytes
+from foreprop.workload.network import LinkSetting, wire_bytes
+from foreprop.workload.setting import fill_buckets
 
 RATE = 80e6
 LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_bytes=500_000)

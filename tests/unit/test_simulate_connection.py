@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Loopback
+from foreprop.simulate.connection import Clock, Connection, Loopback
 from foreprop.simulate.crowd import plan_crowds
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.link import LinkDirection, LinkSetting, wire_bytes
+from foreprop.workload.network import LinkDirection, LinkSetting, wire_bytes
 
 LINK = LinkSetting(rate_bits_per_s=80e6, latency_s=0.001, burst_bytes=0, queue_bytes=500_000)
 BYTE_S = 1e-7

@@ -22,17 +22,18 @@ from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__
 from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES, best_bucket
 from foreprop.workload.network import Network
 from foreprop.workload.records import CPU_BOUND_SHARE, Record, record_of
 from foreprop.workload.setting import (
     AUTO,
+    BUCKET_BYTES,
     DDP,
     DDP_TUNED,
     DISCARDED_STEPS,
     MXNET,
     SIZE_MARK,
     LabSetting,
+    best_bucket,
 )
 
 Progress = Callable[[str], None]

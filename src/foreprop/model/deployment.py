@@ -11,9 +11,9 @@ from foreprop.config import PRESETS, Config
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Partition, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Layer
+from foreprop.workload.setting import BUCKET_BYTES
 
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""

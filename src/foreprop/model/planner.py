@@ -17,8 +17,8 @@ from foreprop.errors import ConfigError
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Resource, Table
 from foreprop.model.refined import predict, step_s
 from foreprop.workload import limit
-from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
+from foreprop.workload.setting import option
 
 P3 = "p3"
 

@@ -10,9 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from foreprop.report.numbers import milliseconds, size
-from foreprop.report.timeline import Lane, StepSpan, Timeline, step_spans, union
-from foreprop.report.timeline_shapes import Shape, merge_shapes, plan_shapes
+from foreprop.report.document import milliseconds, size
+from foreprop.report.timeline import (
+    Lane,
+    Shape,
+    StepSpan,
+    Timeline,
+    merge_shapes,
+    plan_shapes,
+    step_spans,
+    union,
+)
 
 PLOT_PX = 936
 """Width of the longest timeline; a shorter one ends as much earlier as it took less time."""

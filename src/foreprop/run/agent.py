@@ -23,9 +23,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_launcher
 
-from foreprop.run.lines import LineSplitter
 from foreprop.run.processes import end_with_parent
-from foreprop.run.records import Stream, WorkerFailed, encode_news, encode_output
+from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
 
 _CHUNK_BYTES = 65_536
 _STREAMS: tuple[Stream, Stream] = ("out", "err")

@@ -18,7 +18,6 @@ import time
 
 import msgspec
 
-from foreprop.run.lines import LineSplitter
 from foreprop.run.processes import (
     adopt_orphans,
     collect_ended,
@@ -32,6 +31,7 @@ from foreprop.run.records import (
     PROTOCOL,
     SILENCE_S,
     START,
+    LineSplitter,
     News,
     Ready,
     Refused,

@@ -15,14 +15,15 @@ from typing import IO, BinaryIO, NamedTuple
 
 import msgspec
 
-from foreprop.run.lines import LIMIT_BYTES, LineSplitter
 from foreprop.run.plan import Plan
 from foreprop.run.records import (
     ALIVE,
     BEAT_S,
     END,
     KILL,
+    LIMIT_BYTES,
     START,
+    LineSplitter,
     News,
     Output,
     Ready,

@@ -1,19 +1,19 @@
-"""A simulated cluster: nodes, their links, and the connections between them."""
+"""A simulated cluster: nodes, their links, the connections between them and who is at the ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
-from foreprop.simulate.clock import Clock
-from foreprop.simulate.connection import Connection, Deliver, Loopback, Path, Sent
+from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Sent
 from foreprop.simulate.crowd import Crowd, CrowdDevice
 from foreprop.simulate.device import Device, Synchronisation
+from foreprop.simulate.served import Outlet
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
-from foreprop.workload.link import LinkDirection, LinkSetting, OpenPort
-from foreprop.workload.network import Network
+from foreprop.workload.network import LinkDirection, LinkSetting, Network, OpenPort
 from foreprop.workload.profile import Layer
 
 
@@ -166,3 +166,62 @@ def lab_link(network: Network, *, latency_s: float) -> LinkSetting:
         burst_bytes=burst_bytes,
         queue_bytes=queue_bytes,
     )
+
+
+# Who is at the ends of the connections between two processes, and how these are joined.
+Kernels = tuple[Kernel, Kernel]
+"""Of pushes and of replies."""
+
+
+class End(NamedTuple):
+    """Of two connections, one in each direction."""
+
+    node: int
+    """A worker's or relay's as it is simulated, the number of its crowd; a server's own."""
+    peer: int
+    """What who is at the other end is called here."""
+    outlet: Outlet
+    receive: Deliver
+
+
+class Way(NamedTuple):
+    """One direction: who is at its end, and what is told to whom."""
+
+    peer: int
+    sent: Sent
+    deliver: Deliver
+    kernel: Kernel
+
+
+Ways = tuple[Connection | Loopback, Connection | Loopback]
+"""Forth and back."""
+
+
+def ways_between(here: End, there: End, kernels: Kernels) -> tuple[Way, Way]:
+    """Who pushes is ``here``, who replies ``there``."""
+    pushes, replies = kernels
+    return (
+        Way(here.peer, here.outlet.taken, there.receive, pushes),
+        Way(there.peer, there.outlet.taken, here.receive, replies),
+    )
+
+
+def connect_nodes(cluster: Cluster, here: End, there: End, kernels: Kernels) -> Ways:
+    """Over the links of both nodes, or within one; no node stands for others."""
+    ways = zip(ways_between(here, there, kernels), ((here, there), (there, here)), strict=True)
+    forth, back = (
+        cluster.connect(
+            one.node, other.node, way.kernel, peer=way.peer, sent=way.sent, deliver=way.deliver
+        )
+        for way, (one, other) in ways
+    )
+    return forth, back
+
+
+def join(here: End, there: End, ways: Ways) -> None:
+    """Let both ends send over these, and each way carry the other one's acknowledgements."""
+    forth, back = ways
+    if isinstance(forth, Connection) and isinstance(back, Connection):
+        forth.reverse, back.reverse = back, forth
+    here.outlet.connections[here.peer] = forth
+    there.outlet.connections[there.peer] = back

@@ -1,4 +1,4 @@
-"""One direction of a TCP connection between two processes: what the kernel takes, sends, delivers.
+"""The simulated clock, and one direction of a TCP connection between two processes.
 
 Theory of operation. Bytes are handed over message by message, as the shell does it: a message has
 been sent when the kernel has taken its last byte. What the kernel has taken nothing can overtake.
@@ -10,15 +10,52 @@ connections do in the long run, without its losses and its slow start.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from foreprop.simulate.clock import Clock
+from foreprop.errors import InternalError
 from foreprop.workload.hosts import Kernel
 from foreprop.workload.limit import HEADERS_BYTES
-from foreprop.workload.link import Queue, wire_bytes
+from foreprop.workload.network import Queue, wire_bytes
+
+Action = Callable[[Any], None]
+
+
+class Clock:
+    """Runs actions at their times; of those due at once, in the order in which they were set."""
+
+    __slots__ = ("_due", "_events", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Action, Any]] = []
+        self._due = 0
+
+    def at(self, time_s: float, action: Action, argument: Any = None) -> None:
+        """Call ``action(argument)`` at ``time_s``, which must not be past."""
+        self._due += 1
+        heapq.heappush(self._events, (time_s, self._due, action, argument))
+
+    def run(self, finished: Callable[[], bool]) -> None:
+        """Until ``finished``, which is asked after each event; raises if nothing is left to come.
+
+        What should have happened and cannot is a bug of a state machine or of this simulation.
+        """
+        events, pop = self._events, heapq.heappop
+        while not finished():
+            if not events:
+                raise InternalError(f"nothing happens any more at {self.now_s:.6f} s: a deadlock")
+            self.now_s, _, action, argument = pop(events)
+            action(argument)
+
+    @property
+    def events(self) -> int:
+        """How many have been set so far."""
+        return self._due
+
 
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]

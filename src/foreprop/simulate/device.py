@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from foreprop.simulate.clock import Clock
+from foreprop.simulate.connection import Clock
 from foreprop.workload.profile import Layer
 
 

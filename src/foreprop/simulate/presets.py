@@ -17,8 +17,7 @@ from foreprop.core.sendqueue import AT_ONCE, takes_turns
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.window import window_share_bytes
 from foreprop.errors import ConfigError
-from foreprop.simulate.cluster import Cluster, SimulatedSteps
-from foreprop.simulate.ends import End, Kernels, connect_nodes, join
+from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
 from foreprop.simulate.relayed import Relay
 from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server
 from foreprop.simulate.setting import SimulatedSetting

@@ -24,7 +24,7 @@ from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
+from foreprop.simulate.connection import Clock
 from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
 from foreprop.workload.hosts import Hosts
 

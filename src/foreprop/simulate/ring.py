@@ -21,9 +21,9 @@ from foreprop.core.ring_machine import (
     UseNorm,
 )
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
+from foreprop.simulate.connection import Clock
 from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts

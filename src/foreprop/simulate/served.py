@@ -41,10 +41,9 @@ from foreprop.core.window import PushWindow, may_hold_back
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import PullsDue, WorkerMachine
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
-from foreprop.simulate.connection import Connection, Loopback
+from foreprop.simulate.connection import Clock, Connection, Loopback
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.link import wire_bytes
+from foreprop.workload.network import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""

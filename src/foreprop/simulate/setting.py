@@ -9,8 +9,7 @@ from typing import ClassVar
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.simulate.crowd import Crowd, plan_crowds
-from foreprop.workload.options import option
-from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting
+from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting, option
 
 SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
 _MOST_WORKERS_EACH = 1024

@@ -21,11 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from foreprop.simulate.cluster import Cluster
+from foreprop.simulate.cluster import Cluster, End, Kernels, Way, Ways, ways_between
 from foreprop.simulate.connection import Connection, Path
 from foreprop.simulate.crowd import Crowd
-from foreprop.simulate.ends import End, Kernels, Way, Ways, ways_between
-from foreprop.workload.link import LinkSetting, OpenPort, Queue, wire_bytes
+from foreprop.workload.network import LinkSetting, OpenPort, Queue, wire_bytes
 
 
 class Links:
