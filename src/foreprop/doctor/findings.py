@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from foreprop.doctor.addresses import find_addresses, find_names, find_unreached
-from foreprop.doctor.links import find_clocks, find_kernels, find_links
+from foreprop.doctor.links import (
+    find_clocks,
+    find_crowding,
+    find_kernels,
+    find_links,
+    find_slow_flows,
+    find_slow_trips,
+)
 from foreprop.doctor.records import Examination, Finding, Severity
 from foreprop.doctor.setup import (
+    find_addresses,
     find_directories,
     find_failures,
+    find_names,
     find_open_files,
     find_processors,
+    find_unreached,
     find_versions,
 )
-from foreprop.doctor.speed import find_crowding, find_slow_flows, find_slow_trips
 
 _ORDER: Mapping[Severity, int] = {"error": 0, "warning": 1, "hint": 2}
 _CHECKS: Sequence[Callable[[Examination], Iterator[Finding]]] = (

@@ -176,7 +176,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     together: list[Flow] = []
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """Something found, about these hosts, and what to do about it."""
 
     severity: Severity

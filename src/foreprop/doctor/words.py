@@ -5,10 +5,17 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 
 from foreprop.doctor.records import Examination, Facts, Finding, Severity
 
 Known = list[tuple[str, Facts]]
+error, warning, hint = (
+    partial(Finding, "error"),
+    partial(Finding, "warning"),
+    partial(Finding, "hint"),
+)
+"""Findings, of a check, about hosts: what is found, and what to do about it."""
 
 
 def known_facts(examination: Examination) -> Known:
@@ -36,17 +43,15 @@ def odd_ones(values: Mapping[str, Hashable]) -> list[str]:
 
 
 def differing(
-    told: str, values: Mapping[str, Hashable], *, severity: Severity, check: str, advice: str
+    severity: Severity, check: str, told: str, values: Mapping[str, Hashable], advice: str
 ) -> Iterator[Finding]:
-    """One finding if the hosts do not all have the same value: ``told``, and who has which."""
-    if len(set(values.values())) > 1:
-        yield Finding(
-            severity=severity,
-            check=check,
-            hosts=odd_ones(values),
-            found=f"{told}: {groups(values)}",
-            advice=advice,
-        )
+    """One finding if hosts do not all have the same value: ``told``, and who has which.
+
+    A host whose value is None is left out.
+    """
+    known = {name: value for name, value in values.items() if value is not None}
+    if len(set(known.values())) > 1:
+        yield Finding(severity, check, odd_ones(known), f"{told}: {groups(known)}", advice)
 
 
 def is_address(text: str) -> bool:
