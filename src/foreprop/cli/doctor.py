@@ -6,6 +6,7 @@ import socket
 import sys
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -126,14 +127,7 @@ def _examine_ranks(info: LaunchInfo, *, seconds: float, wait_s: float) -> Examin
     absent = [
         Examined(name=f"rank {rank}", failure=Failure(kind="silent", text=text)) for rank in missing
     ]
-    return Examination(
-        rendezvous=found.rendezvous,
-        hosts=[*found.hosts, *absent],
-        attempts=found.attempts,
-        trips=found.trips,
-        alone=found.alone,
-        together=found.together,
-    )
+    return msgspec.structs.replace(found, hosts=[*found.hosts, *absent])
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from foreprop.doctor.links import (
     find_clocks,
     find_crowding,
@@ -65,10 +67,4 @@ def _merge_same(what: object, findings: Sequence[Finding]) -> Finding:
     if len(findings) == 1:
         return first
     hosts = [finding.hosts[0] for finding in findings]
-    return Finding(
-        severity=first.severity,
-        check=first.check,
-        hosts=hosts,
-        found=f"{', '.join(hosts)}: {what}",
-        advice=first.advice,
-    )
+    return msgspec.structs.replace(first, hosts=hosts, found=f"{', '.join(hosts)}: {what}")
