@@ -10,7 +10,7 @@ from typing import NamedTuple
 from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Sent
 from foreprop.simulate.crowd import Crowd, CrowdDevice
 from foreprop.simulate.device import Device, Synchronisation
-from foreprop.simulate.served import Outlet
+from foreprop.simulate.served import Exchange
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
 from foreprop.workload.network import LinkDirection, LinkSetting, Network, OpenPort
@@ -180,7 +180,7 @@ class End(NamedTuple):
     """A worker's or relay's as it is simulated, the number of its crowd; a server's own."""
     peer: int
     """What who is at the other end is called here."""
-    outlet: Outlet
+    exchange: Exchange
     receive: Deliver
 
 
@@ -201,8 +201,8 @@ def ways_between(here: End, there: End, kernels: Kernels) -> tuple[Way, Way]:
     """Who pushes is ``here``, who replies ``there``."""
     pushes, replies = kernels
     return (
-        Way(here.peer, here.outlet.taken, there.receive, pushes),
-        Way(there.peer, there.outlet.taken, here.receive, replies),
+        Way(here.peer, here.exchange.taken, there.receive, pushes),
+        Way(there.peer, there.exchange.taken, here.receive, replies),
     )
 
 
@@ -223,5 +223,5 @@ def join(here: End, there: End, ways: Ways) -> None:
     forth, back = ways
     if isinstance(forth, Connection) and isinstance(back, Connection):
         forth.reverse, back.reverse = back, forth
-    here.outlet.connections[here.peer] = forth
-    there.outlet.connections[there.peer] = back
+    here.exchange.connections[here.peer] = forth
+    there.exchange.connections[there.peer] = back

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
+from foreprop.simulate.device import no_device
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
@@ -184,8 +185,8 @@ class DdpWorker:
     def __init__(
         self, ring: Ring, rank: int, sizes_elems: Sequence[int], buckets: Sequence[Sequence[int]]
     ) -> None:
-        self.look: Callable[[], None] = _no_device
-        self.proceed: Callable[[], None] = _no_device
+        self.look: Callable[[], None] = no_device
+        self.proceed: Callable[[], None] = no_device
         self._ring = ring
         self._rank = rank
         self._bucket_of = {array: i for i, arrays in enumerate(buckets) for array in arrays}
@@ -234,7 +235,3 @@ class DdpWorker:
         self._missing = list(self._arrays)
         self._issued = self._reduced = 0
         self.proceed()
-
-
-def _no_device() -> None:
-    """Until there is one."""

@@ -41,6 +41,10 @@ class Synchronisation(Protocol):
         """After the backward pass; False: the device goes on when ``proceed`` is called."""
 
 
+def no_device() -> None:
+    """Until there is one: see `Synchronisation`."""
+
+
 class Device:
     """Steps run from the end of a forward pass to the end of the next one, as in the lab.
 

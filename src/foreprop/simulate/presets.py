@@ -159,8 +159,8 @@ def _ends(
     """Of every worker with every server."""
     for rank, worker in enumerate(workers):
         for index, server in servers.items():
-            here = End(cluster.node_of(rank), index, worker.outlet, worker.receive)
-            yield here, End(index, rank, server.outlet, server.receive)
+            here = End(cluster.node_of(rank), index, worker.exchange, worker.receive)
+            yield here, End(index, rank, server.exchange, server.receive)
 
 
 def _ends_at_relays(
@@ -184,9 +184,9 @@ def _ends_at_relays(
                 workers=own,
                 processor=processor,
             )
-            here = End(node, SERVER, relay.outlet, relay.receive_answer)
-            yield here, End(index, node, server.outlet, server.receive)
+            here = End(node, SERVER, relay.exchange, relay.receive_answer)
+            yield here, End(index, node, server.exchange, server.receive)
             for number in range(own.count):
                 worker = workers[own.first_rank(number)]
-                here = End(node, index, worker.outlet, worker.receive)
-                yield here, End(node, number, relay.outlet, relay.receive)
+                here = End(node, index, worker.exchange, worker.receive)
+                yield here, End(node, number, relay.exchange, relay.receive)
