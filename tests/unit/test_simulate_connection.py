@@ -9,7 +9,7 @@ import pytest
 
 from foreprop.errors import InternalError
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Clock, Connection, Loopback
+from foreprop.simulate.connection import Clock, Connection, Loopback, Way
 from foreprop.simulate.crowd import plan_crowds
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.network import LinkDirection, LinkSetting, wire_bytes
@@ -33,14 +33,8 @@ class Sender:
         made = Hosts().kernel(
             cluster.link, connections=2, unsent_bytes=NO_BOUND, buffer_bytes=NO_BOUND
         )
-        self.connection = cluster.connect(
-            here,
-            there,
-            replace(made, **kernel),
-            peer=there,
-            sent=self._taken,
-            deliver=self._arrive,
-        )
+        way = Way(there, self._taken, self._arrive, replace(made, **kernel))
+        self.connection = cluster.connect(here, there, way)
         self._send()
 
     def _send(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Sent
+from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Way
 from foreprop.simulate.crowd import Crowd, CrowdDevice
 from foreprop.simulate.device import Device, Synchronisation
 from foreprop.simulate.served import Exchange
@@ -69,17 +69,11 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
 
-    def connect(
-        self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
-    ) -> Connection | Loopback:
+    def connect(self, here: int, there: int, way: Way) -> Connection | Loopback:
         """One direction, from a process on node ``here`` to one on ``there``."""
-        if here != there:
-            return self.link_to(here, there, kernel, peer=peer, sent=sent, deliver=deliver)
-        return self.loop_back(peer=peer, sent=sent, deliver=deliver)
+        return self.loop_back(way) if here == there else self.link_to(here, there, way)
 
-    def link_to(
-        self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
-    ) -> Connection:
+    def link_to(self, here: int, there: int, way: Way) -> Connection:
         """Over links, even from a node to itself: that is then another one of its crowd."""
         path = Path(
             egress=self._egress[here],
@@ -87,17 +81,10 @@ class Cluster:
             back_egress=self._egress[there],
             back_port=self._ports[here],
         )
-        return Connection(self.clock, path, kernel, peer=peer, sent=sent, deliver=deliver)
+        return Connection(self.clock, path, way)
 
-    def loop_back(self, *, peer: int, sent: Sent, deliver: Deliver) -> Loopback:
-        return Loopback(
-            self.clock,
-            byte_s=self.hosts.copy_byte_s,
-            latency_s=self.link.latency_s,
-            peer=peer,
-            sent=sent,
-            deliver=deliver,
-        )
+    def loop_back(self, way: Way) -> Loopback:
+        return Loopback(self.clock, way, byte_s=self.hosts.copy_byte_s)
 
     def train(
         self,
@@ -184,15 +171,6 @@ class End(NamedTuple):
     receive: Deliver
 
 
-class Way(NamedTuple):
-    """One direction: who is at its end, and what is told to whom."""
-
-    peer: int
-    sent: Sent
-    deliver: Deliver
-    kernel: Kernel
-
-
 Ways = tuple[Connection | Loopback, Connection | Loopback]
 """Forth and back."""
 
@@ -208,14 +186,11 @@ def ways_between(here: End, there: End, kernels: Kernels) -> tuple[Way, Way]:
 
 def connect_nodes(cluster: Cluster, here: End, there: End, kernels: Kernels) -> Ways:
     """Over the links of both nodes, or within one; no node stands for others."""
-    ways = zip(ways_between(here, there, kernels), ((here, there), (there, here)), strict=True)
-    forth, back = (
-        cluster.connect(
-            one.node, other.node, way.kernel, peer=way.peer, sent=way.sent, deliver=way.deliver
-        )
-        for way, (one, other) in ways
+    forth, back = ways_between(here, there, kernels)
+    return (
+        cluster.connect(here.node, there.node, forth),
+        cluster.connect(there.node, here.node, back),
     )
-    return forth, back
 
 
 def join(here: End, there: End, ways: Ways) -> None:

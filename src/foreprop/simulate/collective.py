@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
+from foreprop.simulate.connection import Way
 from foreprop.simulate.device import no_device
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
 from foreprop.simulate.setting import SimulatedSetting
@@ -136,14 +137,8 @@ class _Pipe:
         connect = cluster.connect if following != rank else cluster.link_to  # another one like it
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
-        self._connection = connect(
-            cluster.node_of(rank),
-            cluster.node_of(following),
-            kernel,
-            peer=following,
-            sent=self._taken,
-            deliver=arrived,
-        )
+        way = Way(following, self._taken, arrived, kernel)
+        self._connection = connect(cluster.node_of(rank), cluster.node_of(following), way)
 
     def send(self, message: Any, size_bytes: int) -> None:
         self._waiting.append((message, size_bytes))

@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from foreprop.errors import InternalError
 from foreprop.workload.hosts import Kernel
@@ -64,6 +64,15 @@ _WRITABLE_SHARE = 2 / 3
 """Of its buffer: Linux wakes who waits for room when no more than this is held."""
 
 
+class Way(NamedTuple):
+    """One direction: who is at its end, and what is told to whom."""
+
+    peer: int
+    sent: Sent
+    deliver: Deliver
+    kernel: Kernel
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
     """The queues that the bytes pass, and those that their acknowledgements pass."""
@@ -81,43 +90,20 @@ class Connection:
     """
 
     __slots__ = (
-        "_acknowledgements",
-        "_back_egress",
-        "_back_port",
-        "_burst_bytes",
-        "_clock",
-        "_deliver",
-        "_egress",
-        "_end_bytes",
-        "_in_flight_bytes",
-        "_kernel",
-        "_latency_s",
-        "_messages",
-        "_peer",
-        "_port",
-        "_received_bytes",
-        "_sent",
-        "_settling",
-        "_unsent_bytes",
-        "_untaken_bytes",
-        "_waiting",
-        "_window_bytes",
-        "reverse",
-    )
+        "_acknowledgements _back_egress _back_port _burst_bytes _clock _deliver _egress _end_bytes"
+        " _in_flight_bytes _kernel _latency_s _messages _peer _port _received_bytes _sent _settling"
+        " _unsent_bytes _untaken_bytes _waiting _window_bytes reverse"
+    ).split()
 
-    def __init__(
-        self, clock: Clock, path: Path, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
-    ) -> None:
+    def __init__(self, clock: Clock, path: Path, way: Way) -> None:
         self._clock = clock
         self._egress, self._port = path.egress, path.port
         self._back_egress, self._back_port = path.back_egress, path.back_port
+        self._peer, self._sent, self._deliver, kernel = way
         self._kernel = kernel
         self._window_bytes = kernel.window_bytes
         self._burst_bytes = kernel.burst_bytes
         self._latency_s = kernel.latency_s
-        self._peer = peer
-        self._sent = sent
-        self._deliver = deliver
         self._messages: deque[tuple[int, Any]] = deque()  # with the number of its last byte
         self._end_bytes = 0
         self._received_bytes = 0
@@ -240,22 +226,11 @@ class Loopback:
 
     __slots__ = ("_busy_until_s", "_byte_s", "_clock", "_deliver", "_latency_s", "_peer", "_sent")
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        byte_s: float,
-        latency_s: float,
-        peer: int,
-        sent: Sent,
-        deliver: Deliver,
-    ) -> None:
+    def __init__(self, clock: Clock, way: Way, *, byte_s: float) -> None:
         self._clock = clock
         self._byte_s = byte_s
-        self._latency_s = latency_s
-        self._peer = peer
-        self._sent = sent
-        self._deliver = deliver
+        self._peer, self._sent, self._deliver, kernel = way
+        self._latency_s = kernel.latency_s
         self._busy_until_s = 0.0
 
     def send(self, message: Any, size_bytes: int) -> None:
