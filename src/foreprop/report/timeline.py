@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from foreprop.errors import ConfigError
@@ -233,25 +233,20 @@ def _overlap_s(spans: Iterable[tuple[float, float]], start_s: float, stop_s: flo
 # Shapes: rows within lanes, and merging.
 SHAPES_LIMIT = 3000
 """Above this many shapes in one report, touching slices of a layer are drawn as one."""
+_OF_A_RUN = ("lane", "row", "direction", "layer_index", "step")
+"""What shapes have in common that may be drawn as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(TimelineEvent):
     """One rectangle: an event, or several of the same layer, lane, row and step."""
 
-    lane: Lane
     row: int
     """Row within the lane, from 0: events that overlap lie in different rows."""
-    direction: str
     names: tuple[str, ...]
-    layer_index: int
-    step: int
-    start_s: float
-    stop_s: float
     busy_s: float
     """Sum of the events' durations: at most the shape's, less where it spans a gap."""
-    bytes: int
-    events: int
+    events: int = 1
 
 
 def plan_shapes(
@@ -289,34 +284,13 @@ def _rows(events: Iterable[TimelineEvent]) -> list[Shape]:
         if row == len(rows):
             rows.append(0.0)
         rows[row] = event.stop_s
-        shapes.append(_shape(event, row))
+        busy_s = event.duration_s
+        shapes.append(Shape(**asdict(event), row=row, names=(event.layer,), busy_s=busy_s))
     return shapes
 
 
-def _shape(event: TimelineEvent, row: int) -> Shape:
-    return Shape(
-        lane=event.lane,
-        row=row,
-        direction=event.direction,
-        names=(event.layer,),
-        layer_index=event.layer_index,
-        step=event.step,
-        start_s=event.start_s,
-        stop_s=event.stop_s,
-        busy_s=event.duration_s,
-        bytes=event.bytes,
-        events=1,
-    )
-
-
 def _joinable(left: Shape, right: Shape, gap_s: float) -> bool:
-    same = (left.lane, left.row, left.direction, left.layer_index, left.step) == (
-        right.lane,
-        right.row,
-        right.direction,
-        right.layer_index,
-        right.step,
-    )
+    same = all(getattr(left, name) == getattr(right, name) for name in _OF_A_RUN)
     return same and right.start_s - left.stop_s <= max(gap_s, SAME_TIME_S)
 
 

@@ -86,7 +86,10 @@ def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     scale = Scale(longest_s=max((timeline.stop_s for timeline in timelines), default=0.0))
     gap_s = _MERGE_GAP_PX / scale.px_per_s if scale.px_per_s else 0.0
     shapes = plan_shapes(timelines, gap_s=gap_s)
-    rows = [{lane: _rows(lane, panel_shapes) for lane in _LANES} for panel_shapes in shapes]
+    rows = [
+        {lane: max((s.row + 1 for s in drawn if s.lane == lane), default=1) for lane in _LANES}
+        for drawn in shapes
+    ]
     layers = layer_names(timelines)
     return [
         Panel(
@@ -102,10 +105,6 @@ def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     ]
 
 
-def _rows(lane: Lane, shapes: Iterable[Shape]) -> int:
-    return max((shape.row + 1 for shape in shapes if shape.lane == lane), default=1)
-
-
 def _lane_px(lane: Lane, rows: int) -> int:
     """Height of the lane: rows get their usual height as long as the picture stays in hand."""
     crowded_px = max(_CROWDED_PX, _ROW_LEAST_PX * rows)
@@ -117,13 +116,9 @@ def layer_names(timelines: Iterable[Timeline]) -> dict[int, str]:
     events = [event for timeline in timelines for event in timeline.events]
     names: dict[int, str] = {}
     for event in sorted(events, key=lambda e: (e.layer_index, e.lane != "compute")):
-        is_layer = event.lane == "compute"
-        names.setdefault(event.layer_index, event.layer if is_layer else _owner(event.layer))
+        owner = "" if event.lane == "compute" else event.layer.rpartition(".")[0]
+        names.setdefault(event.layer_index, owner or event.layer)
     return names
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0] or parameter
 
 
 def layer_bytes(timelines: Iterable[Timeline]) -> dict[int, int]:
@@ -247,11 +242,12 @@ def _axis(panel: Panel) -> Iterator[Mark]:
     if longest_s <= 0:
         return
     every_s = tick_s(longest_s)
-    yield _line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, "axis")
+    yield _line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, panel.floor + 5, "axis")
     for number in range(int(longest_s / every_s * (1 + 1e-9)) + 1):
         x = panel.scale.x(number * every_s)
-        yield _vertical(x, _HEAD_PX, panel.floor + 9, "grid")
-        yield _text(x, panel.floor + 21, _tick_text(number * every_s), "tick")
+        yield _line(x, x, _HEAD_PX, panel.floor + 9, "grid")
+        words = f"{number * every_s * 1e3:,.10g}" if number else "0 ms"
+        yield _text(x, panel.floor + 21, words, "tick")
 
 
 def tick_s(longest_s: float) -> float:
@@ -259,10 +255,6 @@ def tick_s(longest_s: float) -> float:
     rough_s = longest_s / 12
     power = 10.0 ** math.floor(math.log10(rough_s))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough_s * 0.999)
-
-
-def _tick_text(time_s: float) -> str:
-    return f"{time_s * 1e3:,.10g}" + (" ms" if time_s == 0 else "")
 
 
 def _shape(panel: Panel, shape: Shape) -> Mark:
@@ -329,7 +321,7 @@ def _steps(panel: Panel) -> Iterator[Mark]:
     """A line where each step begins, and above it the step's number and what it waited."""
     for span in panel.spans:
         x, stop = panel.scale.x(span.start_s), panel.scale.x(span.stop_s)
-        yield _vertical(x, 4, panel.floor + 5, "step")
+        yield _line(x, x, 4, panel.floor + 5, "step")
         number, waited = f"step {span.step}", f"waits {milliseconds(span.wait_s)}"
         if _fits(f"{number} ", stop - x):
             yield _text(x + 7, 15, number, "step-name")
@@ -345,12 +337,12 @@ def _finish(panel: Panel) -> Iterator[Mark]:
         yield _text(_MARGIN_PX + 8, _HEAD_PX + 22, "no events were recorded", "step-name")
         return
     x = panel.scale.x(end_s)
-    yield _vertical(x, 4, panel.floor + 5, "step")
+    yield _line(x, x, 4, panel.floor + 5, "step")
     earlier = f"{milliseconds(longest_s - end_s)} earlier"
     room = panel.scale.x(longest_s) - x
     if _fits(f"{earlier}   ", room):
         y = panel.top("compute") + panel.lane_px["compute"] / 2
-        yield _line(x + 4, x + room, y + 10, "saved")
+        yield _line(x + 4, x + room, y + 10, y + 10, "saved")
         yield _text(x + room / 2, y + 2, earlier, "saved-name")
 
 
@@ -359,12 +351,8 @@ def _rect(x: float, y: float, width: float, height: float, kind: str, tip: str =
     return Mark("rect", kind, places, tip=tip)
 
 
-def _vertical(x: float, top: float, bottom: float, kind: str) -> Mark:
-    return Mark("line", kind, {"x1": x, "x2": x, "y1": top, "y2": bottom})
-
-
-def _line(x1: float, x2: float, y: float, kind: str) -> Mark:
-    return Mark("line", kind, {"x1": x1, "x2": x2, "y1": y, "y2": y})
+def _line(x1: float, x2: float, y1: float, y2: float, kind: str) -> Mark:
+    return Mark("line", kind, {"x1": x1, "x2": x2, "y1": y1, "y2": y2})
 
 
 def _text(x: float, y: float, words: str, kind: str) -> Mark:
