@@ -37,8 +37,7 @@ _FILE_WIDTH = 120
 def doctor(
     *,
     seconds: Annotated[
-        float,
-        typer.Option(min=0.1, max=10.0, help="Seconds for each measurement of a rate."),
+        float, typer.Option(min=0.1, max=10.0, help="Seconds for each measurement of a rate.")
     ] = 1.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print findings and all measurements as JSON.")

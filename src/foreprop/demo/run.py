@@ -115,10 +115,7 @@ def measure(setting: DemoSetting, console: Console) -> Found:
     rate = setting.rate_bits_per_s or balanced_rate(setting.workers, compute_s)
     setting = replace(setting, rate_bits_per_s=rate)
     network = Network(
-        nodes=setting.workers,
-        rate_bits_per_s=rate,
-        buffer_scale=SCALE,
-        burst_bytes=_BURST_BYTES,
+        nodes=setting.workers, rate_bits_per_s=rate, buffer_scale=SCALE, burst_bytes=_BURST_BYTES
     )
     try:
         cluster = _cluster(setting, network)

@@ -13,14 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from foreprop.doctor.probe import PROGRAM
-from foreprop.doctor.records import (
-    PROTOCOL,
-    Answer,
-    Command,
-    Failure,
-    Hello,
-    decode_answer,
-)
+from foreprop.doctor.records import PROTOCOL, Answer, Command, Failure, Hello, decode_answer
 from foreprop.run.plan import Plan
 from foreprop.run.processes import PipedProcess
 from foreprop.run.records import ALIVE, BEAT_S, MARK

@@ -37,14 +37,7 @@ from foreprop.doctor.records import (
 )
 from foreprop.errors import ForepropError
 from foreprop.link.tcp import listen
-from foreprop.link.traffic import (
-    Endpoint,
-    ProbeListener,
-    listen_everywhere,
-    ping,
-    reach,
-    send,
-)
+from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
 from foreprop.run.host import Inbox
 from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__

@@ -350,12 +350,7 @@ def _unreached(examination: Examination, attempt: Attempt) -> Finding:
             " FOREPROP_INTERFACE on both to a network that joins them",
         ),
     }[attempt.outcome]
-    return error(
-        "reach",
-        [source.name, to.name],
-        found,
-        advice,
-    )
+    return error("reach", [source.name, to.name], found, advice)
 
 
 def _port_range(facts: Facts | None, attempt: Attempt) -> str:

@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 from foreprop.core.order import Chunk, Observation, cut_chunks, plan_order
 from foreprop.model.deployment import Deployment, Table
-from foreprop.model.served import (
-    ROW_NUMBER_BYTES,
-    arrays_of,
-    priorities,
-    row_updates_s,
-    rows_of,
-)
+from foreprop.model.served import ROW_NUMBER_BYTES, arrays_of, priorities, row_updates_s, rows_of
 from foreprop.workload.setting import fill_buckets
 
 # Collectives that share the links of a ring.

@@ -86,9 +86,7 @@ def render(template: str, *, package: str = __package__, styles: str, **values: 
         "pixels": lambda px: f"{px:.2f}".rstrip("0").rstrip("."),
     }
     return environment.get_template(template).render(
-        values,
-        styles=Markup(asset("report.css") + styles),
-        script=Markup(asset("report.js")),
+        values, styles=Markup(asset("report.css") + styles), script=Markup(asset("report.js"))
     )
 
 

@@ -81,10 +81,7 @@ class ReportContext:
 
 
 def write_report(
-    path: Path,
-    context: ReportContext,
-    runs: Sequence[RunSummary],
-    timelines: Sequence[Timeline],
+    path: Path, context: ReportContext, runs: Sequence[RunSummary], timelines: Sequence[Timeline]
 ) -> None:
     """Write the report to `path`, which either keeps its old content or has the whole new one."""
     write_document(path, render_report(context, runs, timelines))

@@ -87,11 +87,7 @@ class Cluster:
         return Loopback(self.clock, way, byte_s=self.hosts.copy_byte_s)
 
     def train(
-        self,
-        setting: SimulatedSetting,
-        synchronisations: Sequence[Synchronisation],
-        *,
-        steps: int,
+        self, setting: SimulatedSetting, synchronisations: Sequence[Synchronisation], *, steps: int
     ) -> SimulatedSteps:
         """Run a device for each rank until all of them have made their steps."""
         training = len(synchronisations)

@@ -152,9 +152,7 @@ def _kernels(
 
 
 def _ends(
-    cluster: Cluster,
-    workers: Sequence[ServedWorker],
-    servers: Mapping[int, Server],
+    cluster: Cluster, workers: Sequence[ServedWorker], servers: Mapping[int, Server]
 ) -> Iterator[tuple[End, End]]:
     """Of every worker with every server."""
     for rank, worker in enumerate(workers):

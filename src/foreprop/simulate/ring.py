@@ -53,13 +53,7 @@ def simulate_ring(
     ranks: list[RingWorker] = []
     for rank in cluster.ranks:
         worker = RingWorker(
-            cluster.clock,
-            ring,
-            hosts,
-            rank,
-            sizes_elems,
-            config=config,
-            ranks=ranks,
+            cluster.clock, ring, hosts, rank, sizes_elems, config=config, ranks=ranks
         )
         ranks.append(worker)
     return cluster.train(setting, ranks, steps=steps)

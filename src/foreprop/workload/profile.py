@@ -117,11 +117,7 @@ class Profile:
         return self.after_last_gradient_s + sum(array.backward_s or 0.0 for array in self.arrays)
 
     def layers(
-        self,
-        *,
-        scale: int,
-        compute_s: float,
-        counted: Callable[[ProfiledArray], float] = _whole,
+        self, *, scale: int, compute_s: float, counted: Callable[[ProfiledArray], float] = _whole
     ) -> list[Layer]:
         """Layers in forward order; every array divided by ``scale``, rounded up.
 
