@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from foreprop.report.document import milliseconds, size
 from foreprop.report.timeline import (
@@ -80,6 +80,33 @@ class Panel:
         """Lower edge of the last lane in pixels."""
         return self.top("wait") + self.lane_px["wait"]
 
+    # For the template (`panel` of parts.html).
+    lanes: ClassVar = _LANES
+    width_px: ClassVar = PLOT_PX + 2 * _MARGIN_PX
+
+    @property
+    def height_px(self) -> int:
+        return self.floor + _AXIS_PX
+
+    @property
+    def summary(self) -> str:
+        """One line: how long the steps took and how much of each was spent waiting."""
+        if not self.spans:
+            return f"{self.timeline.preset}: no steps recorded"
+        count = len(self.spans)
+        waits = " and ".join(milliseconds(span.wait_s) for span in self.spans)
+        steps = "1 step" if count == 1 else f"{count} steps"
+        return f"{steps} in {milliseconds(self.timeline.stop_s)}, waiting {waits}"
+
+    @property
+    def marks(self) -> Iterator[Mark]:
+        yield from _bands(self)
+        yield from _axis(self)
+        yield from (_shape(self, shape) for shape in self.shapes)
+        yield from _labels(self)
+        yield from _steps(self)
+        yield from _finish(self)
+
 
 def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     """Lay the timelines out with one time scale and one set of layers."""
@@ -146,82 +173,18 @@ class Mark(NamedTuple):
     tip: str = ""
 
 
-class LaneLabel(NamedTuple):
-    kind: Lane
-    name: str
-    detail: str
-    top_px: int
-    height_px: int
+class DrawnTimelines(NamedTuple):
+    """What `timelines` of parts.html draws, on a page that has `palette_css`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What the legend has a button for."""
-
-    index: int
-    name: str
-    size_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnPanel:
-    """A panel for the template (`timelines` of parts.html)."""
-
-    name: str
-    summary: str
-    width_px: int
-    height_px: int
-    lanes: Sequence[LaneLabel]
-    marks: Sequence[Mark]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnTimelines:
-    """All panels, and the layers of their legend; on a page that has `palette_css`."""
-
-    panels: Sequence[DrawnPanel]
-    layers: Sequence[Layer]
+    panels: Sequence[Panel]
+    layers: Sequence[tuple[int, str, int | None]]
+    """What the legend has a button for: number, name, and bytes if they are known."""
 
 
 def draw_timelines(timelines: Sequence[Timeline]) -> DrawnTimelines:
     sizes = layer_bytes(timelines)
-    return DrawnTimelines(
-        panels=[draw_panel(panel) for panel in plan_panels(timelines)],
-        layers=[Layer(i, name, sizes.get(i)) for i, name in layer_names(timelines).items()],
-    )
-
-
-def draw_panel(panel: Panel) -> DrawnPanel:
-    lanes = [
-        LaneLabel(lane, name, detail, panel.top(lane), panel.lane_px[lane])
-        for lane, (name, detail) in _LANES.items()
-    ]
-    marks = [
-        *_bands(panel),
-        *_axis(panel),
-        *(_shape(panel, shape) for shape in panel.shapes),
-        *_labels(panel),
-        *_steps(panel),
-        *_finish(panel),
-    ]
-    return DrawnPanel(
-        name=panel.timeline.preset,
-        summary=panel_summary(panel),
-        width_px=PLOT_PX + 2 * _MARGIN_PX,
-        height_px=panel.floor + _AXIS_PX,
-        lanes=lanes,
-        marks=marks,
-    )
-
-
-def panel_summary(panel: Panel) -> str:
-    """One line: how long the steps took and how much of each was spent waiting."""
-    if not panel.spans:
-        return f"{panel.timeline.preset}: no steps recorded"
-    count = len(panel.spans)
-    waits = " and ".join(milliseconds(span.wait_s) for span in panel.spans)
-    steps = "1 step" if count == 1 else f"{count} steps"
-    return f"{steps} in {milliseconds(panel.timeline.stop_s)}, waiting {waits}"
+    layers = [(index, name, sizes.get(index)) for index, name in layer_names(timelines).items()]
+    return DrawnTimelines(plan_panels(timelines), layers)
 
 
 def _bands(panel: Panel) -> Iterator[Mark]:
