@@ -6,7 +6,7 @@ import pytest
 
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.crowd import plan_crowds
+from foreprop.simulate.setting import plan_crowds
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import BYTES_PER_ELEM
 from foreprop.workload.network import LinkSetting, wire_bytes

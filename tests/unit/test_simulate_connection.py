@@ -10,7 +10,7 @@ import pytest
 from foreprop.errors import InternalError
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.connection import Clock, Connection, Loopback, Way
-from foreprop.simulate.crowd import plan_crowds
+from foreprop.simulate.setting import plan_crowds
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.network import LinkDirection, LinkSetting, wire_bytes
 

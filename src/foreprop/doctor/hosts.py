@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,17 +22,8 @@ _NOT_FOUND, _SSH_FAILED = 127, 255
 _END_S = 3.0
 
 
-class _Said(NamedTuple):
-    host: int
-    answer: Answer
-
-
-class _Ended(NamedTuple):
-    host: int
-    code: int
-
-
-_Events = queue.SimpleQueue[_Said | _Ended]
+_Event = tuple[int, Answer | int]
+"""What a host has said, or the code that its probe has ended with."""
 
 
 class HostsPanel:
@@ -42,7 +32,7 @@ class HostsPanel:
     def __init__(self, plan: Plan) -> None:
         self.failures: dict[int, Failure] = {}
         self._plan = plan
-        self._events: _Events = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._probes: dict[int, PipedProcess] = {}
         self._last_words: dict[int, str] = {}
         """The last line of each one's standard error: a traceback's has the reason."""
@@ -66,10 +56,10 @@ class HostsPanel:
             _, mark, body = line.partition(MARK)
             if mark:
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self._events.put(_Said(host, decode_answer(body)))
+                    self._events.put((host, decode_answer(body)))
 
     def _note_end(self, host: int, code: int) -> None:
-        self._events.put(_Ended(host, code))
+        self._events.put((host, code))
 
     def _note(self, host: int, lines: list[bytes]) -> None:
         for line in lines:
@@ -107,16 +97,17 @@ class HostsPanel:
                 self._handle(self._events.get(timeout=min(deadline_s, beat_s) - now_s), answers)
         return answers
 
-    def _handle(self, event: _Said | _Ended, answers: dict[int, Answer]) -> None:
-        if event.host in self.failures:
+    def _handle(self, event: _Event, answers: dict[int, Answer]) -> None:
+        host, said = event
+        if host in self.failures:
             return
-        if isinstance(event, _Ended):
-            self._explain_end(event.host, event.code)
-        elif isinstance(event.answer, Hello):
-            self._greeted.add(event.host)
-            self._check_version(event.host, event.answer)
+        if isinstance(said, int):
+            self._explain_end(host, said)
+        elif isinstance(said, Hello):
+            self._greeted.add(host)
+            self._check_version(host, said)
         else:
-            answers[event.host] = event.answer
+            answers[host] = said
 
     def _check_version(self, host: int, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:

@@ -7,7 +7,6 @@ files print is not taken for one. The end of the input, a signal or a long silen
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -39,6 +38,7 @@ from foreprop.errors import ForepropError
 from foreprop.link.tcp import listen
 from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
 from foreprop.run.host import Inbox
+from foreprop.run.processes import write_all
 from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__
 
@@ -142,11 +142,7 @@ def _answer_line(probe: Probe, line: bytes) -> Answer:
 
 
 def _say(descriptor: int, answer: Answer) -> None:
-    data = MARK + msgspec.json.encode(answer) + b"\n"
-    with contextlib.suppress(BrokenPipeError):
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+    write_all(descriptor, MARK + msgspec.json.encode(answer) + b"\n")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from foreprop.doctor.words import (
     error,
     groups,
     hint,
-    is_address,
     known_facts,
     warning,
 )
 from foreprop.link.tcp import is_loopback
 from foreprop.link.traffic import Attempt
+from foreprop.run.plan import maybe_address
 
 _BASE_FILES = 128
 """What torch and Python open by themselves, rounded up."""
@@ -196,7 +196,7 @@ def find_open_files(examination: Examination) -> Iterator[Finding]:
 def find_names(examination: Examination) -> Iterator[Finding]:
     known = known_facts(examination)
     for name in sorted({entry.name for _, facts in known for entry in facts.names}):
-        if not is_address(name) and name != "localhost":
+        if maybe_address(name) is None and name != "localhost":
             yield from _find_one_name(examination, name)
     for host, facts in known:
         yield from _find_own_name(host, facts)

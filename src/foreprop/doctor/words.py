@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
@@ -52,11 +51,3 @@ def differing(
     known = {name: value for name, value in values.items() if value is not None}
     if len(set(known.values())) > 1:
         yield Finding(severity, check, odd_ones(known), f"{told}: {groups(known)}", advice)
-
-
-def is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    return True

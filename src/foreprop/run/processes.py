@@ -95,6 +95,14 @@ class PipedProcess:
             self._ended(code)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """To a pipe whose reader may have gone."""
+    view = memoryview(data)
+    with contextlib.suppress(BrokenPipeError):
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+
 def _close(pipe: IO[bytes] | None) -> None:
     if pipe is not None:
         pipe.close()

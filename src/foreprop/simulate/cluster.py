@@ -8,10 +8,9 @@ from functools import partial
 from typing import NamedTuple
 
 from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Way
-from foreprop.simulate.crowd import Crowd, CrowdDevice
-from foreprop.simulate.device import Device, Synchronisation
+from foreprop.simulate.device import CrowdDevice, Device, Synchronisation
 from foreprop.simulate.served import Exchange
-from foreprop.simulate.setting import SimulatedSetting
+from foreprop.simulate.setting import Crowd, SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
 from foreprop.workload.network import LinkDirection, LinkSetting, Network, OpenPort
 from foreprop.workload.profile import Layer

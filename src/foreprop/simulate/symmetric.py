@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from foreprop.simulate.cluster import Cluster, End, Kernels, Ways, ways_between
 from foreprop.simulate.connection import Connection, Path, Way
-from foreprop.simulate.crowd import Crowd
+from foreprop.simulate.setting import Crowd
 from foreprop.workload.network import LinkSetting, OpenPort, Queue, wire_bytes
 
 
