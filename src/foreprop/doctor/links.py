@@ -6,8 +6,16 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from foreprop.doctor.records import Examination, Finding
-from foreprop.doctor.words import both_stayed, differing, error, hint, known_facts, warning
+from foreprop.doctor.records import (
+    Examination,
+    Finding,
+    both_stayed,
+    differing,
+    error,
+    hint,
+    known_facts,
+    warning,
+)
 from foreprop.link.tcp import is_loopback
 from foreprop.link.traffic import Flow, Trip
 from foreprop.quantities import rate_text, time_text

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 
-from foreprop.doctor.records import Examination, Examined, Facts, Failure, Finding, Severity
-from foreprop.doctor.words import (
+from foreprop.doctor.records import (
+    Examination,
+    Examined,
+    Facts,
+    Failure,
+    Finding,
     Known,
+    Severity,
     both_stayed,
     differing,
     error,

@@ -138,6 +138,11 @@ class Deployment:
         """From the last byte sent to the receiver's having it in hand."""
         return self.latency_s + self.hosts.receive_s
 
+    @property
+    def copied_bytes_per_s(self) -> float:
+        """Inside of one machine."""
+        return 1 / max(self.hosts.copy_byte_s, 1e-12)
+
     def link_bytes_per_s(self, *, server: bool = False) -> float:
         """What a link carries without headers, with acknowledgements of as much the other way."""
         dedicated = self.server_rate_bits_per_s if server else None

@@ -96,7 +96,7 @@ def all_reduce_s(deployment: Deployment, elems: float) -> tuple[float, float]:
     ranks, hosts = deployment.workers, deployment.hosts
     part_bytes = elems * deployment.bytes_per_elem / ranks
     rounds = 2 * (ranks - 1)
-    carries = deployment.link_bytes_per_s() if deployment.nodes > 1 else _copies(deployment)
+    carries = _carried_bytes_per_s(deployment)
     half_s = part_bytes / _HALVES / carries
     hop_s = deployment.message_s + elems / ranks / _HALVES * hosts.sum_elem_s
     return rounds * _HALVES * half_s, rounds * max(_HALVES * half_s, half_s + hop_s)
@@ -112,15 +112,16 @@ def all_gather_s(deployment: Deployment, table: Table) -> tuple[float, float]:
     others, hosts = deployment.workers - 1, deployment.hosts
     rows = table.alpha * table.elems / table.row_elems
     row_bytes = table.row_elems * deployment.bytes_per_elem + ROW_NUMBER_BYTES
-    carries = deployment.link_bytes_per_s() if deployment.nodes > 1 else _copies(deployment)
+    carries = _carried_bytes_per_s(deployment)
     link_s = others * rows * row_bytes / carries
     sum_s = others * rows * table.row_elems * hosts.sum_elem_s
     return link_s, link_s + _GATHERS * others * deployment.message_s + sum_s
 
 
-def _copies(deployment: Deployment) -> float:
-    """Inside of one machine, bytes/s."""
-    return 1 / max(deployment.hosts.copy_byte_s, 1e-12)
+def _carried_bytes_per_s(deployment: Deployment) -> float:
+    """From one rank to the next: nodes' links decide, if there are several."""
+    one_machine = deployment.nodes == 1
+    return deployment.copied_bytes_per_s if one_machine else deployment.link_bytes_per_s()
 
 
 def link_s(deployment: Deployment) -> float:

@@ -88,11 +88,7 @@ def record_of(
     **measured: Any,
 ) -> Record:
     """What follows from the setting and its steps; ``measured`` are the record's other fields."""
-    layers = setting.layers
-    compute_s, limit_s = limit.compute_s(layers), setting.limit_s
-    wire_s = limit.wire_s(
-        limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
-    )
+    compute_s, limit_s, wire_s = limit.compute_s(setting.layers), setting.limit_s, setting.wire_s
     spread = Spread.of(step_s)
     ours = not system.startswith(DDP) and system not in MXNET
     fields = {"slice_elems": setting.slice_elems_of(system)} | measured

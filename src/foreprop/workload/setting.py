@@ -186,6 +186,12 @@ class LabSetting:
         return limit.rate_for_balance(self.layers, nodes=self.nodes, balance=self.balance or 1.0)
 
     @property
+    def wire_s(self) -> float:
+        """`limit.wire_s` of the scaled model."""
+        size_bytes = limit.model_bytes(self.layers)
+        return limit.wire_s(size_bytes, nodes=self.nodes, rate_bits_per_s=self.rate)
+
+    @property
     def limit_s(self) -> float:
         return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate)
 
