@@ -19,7 +19,7 @@ LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_b
 def reduce(nodes: int, elems: int, *, late_s: float = 0.0) -> list[float]:
     """When each rank has the sum; the last one issues its part ``late_s`` after the others."""
     cluster = Cluster(LINK, Hosts(), crowds=plan_crowds(nodes, groups=None), open_ports=False)
-    ring = Ring(cluster, Hosts(), buffer_bytes=200_000)
+    ring = Ring(cluster, buffer_bytes=200_000)
     done_s: dict[int, float] = {}
 
     def issue(rank: int) -> None:

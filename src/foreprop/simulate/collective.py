@@ -26,7 +26,7 @@ from foreprop.simulate.connection import Way
 from foreprop.simulate.device import no_device
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
 from foreprop.simulate.setting import SimulatedSetting
-from foreprop.workload.hosts import Hosts, Kernel
+from foreprop.workload.hosts import Kernel
 from foreprop.workload.limit import BYTES_PER_ELEM, HEADERS_BYTES, PACKET_BYTES
 from foreprop.workload.network import wire_bytes
 from foreprop.workload.setting import fill_buckets
@@ -53,15 +53,9 @@ class Ring:
     """The collectives of a cluster; equal keys on all ranks are one collective."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        hosts: Hosts,
-        *,
-        buffer_bytes: int,
-        bytes_per_elem: int = BYTES_PER_ELEM,
+        self, cluster: Cluster, *, buffer_bytes: int, bytes_per_elem: int = BYTES_PER_ELEM
     ) -> None:
-        self._clock = cluster.clock
-        self._hosts = hosts
+        self._clock, self._hosts = cluster.clock, cluster.hosts
         self._bytes_per_elem = bytes_per_elem
         self._size = cluster.workers
         self._simulated = len(cluster.ranks)
@@ -72,7 +66,7 @@ class Ring:
         self._lumped = passes / self._messages
         self._hop_s = 2 * cluster.link.latency_s
         self._under_way: dict[Hashable, _Collective] = {}
-        kernel = hosts.kernel(
+        kernel = cluster.hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
         )
         self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.ranks]
@@ -159,7 +153,7 @@ _IN_FLIGHT = 2  # torch's default number of threads for gloo
 
 
 def simulate_ddp(
-    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int, bucket_bytes: int
+    setting: SimulatedSetting, cluster: Cluster, *, steps: int, bucket_bytes: int
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass with buckets of ``bucket_bytes``.
 
@@ -169,7 +163,7 @@ def simulate_ddp(
     """
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     buckets = fill_buckets(sizes_elems, bucket_bytes)
-    ring = Ring(cluster, hosts, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
+    ring = Ring(cluster, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
     ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.ranks]
     return cluster.train(setting, ranks, steps=steps)
 

@@ -22,9 +22,7 @@ from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.server_machine import SliceUpdated, UpdateSlice
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
-from foreprop.simulate.connection import Clock
-from foreprop.simulate.served import Agreement, Exchange, Message, Processor
-from foreprop.workload.hosts import Hosts
+from foreprop.simulate.served import Exchange, Message, Processor, Site
 
 
 class Relay:
@@ -34,20 +32,11 @@ class Relay:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
-        *,
-        node: int,
-        server: int,
-        workers: Peers,
-        processor: Processor | None,
+        self, site: Site, *, node: int, server: int, workers: Peers, processor: Processor | None
     ) -> None:
-        self.exchange = Exchange(clock, agreement, hosts, processor, self._handle)
-        self._clock = clock
-        self._agreement = agreement
-        self._hosts = hosts
+        self.exchange = Exchange(site, processor, self._handle)
+        agreement = site.agreement
+        self._clock, self._hosts, self._agreement = site
         self._node = node
         self._server = server
         self._workers = workers

@@ -23,11 +23,9 @@ from foreprop.core.ring_machine import (
 from foreprop.errors import InternalError
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.connection import Clock
 from foreprop.simulate.device import no_device
 from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 from foreprop.simulate.setting import SimulatedSetting
-from foreprop.workload.hosts import Hosts
 from foreprop.workload.setting import RING
 
 _GRADIENTS = "float32"
@@ -36,7 +34,7 @@ _FIRST_OBSERVED = 2  # as engine.ring: in the first step gradients are pushed al
 
 
 def simulate_ring(
-    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int, **changes: Any
+    setting: SimulatedSetting, cluster: Cluster, *, steps: int, **changes: Any
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; orders are planned as in a session.
 
@@ -44,18 +42,11 @@ def simulate_ring(
     """
     config = simulated_config(RING, setting, **changes)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
-    ring = Ring(
-        cluster,
-        hosts,
-        buffer_bytes=setting.scaled(SEND_BUFFER_BYTES),
-        bytes_per_elem=bytes_per_elem(config),
-    )
+    buffer_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    ring = Ring(cluster, buffer_bytes=buffer_bytes, bytes_per_elem=bytes_per_elem(config))
     ranks: list[RingWorker] = []
     for rank in cluster.ranks:
-        worker = RingWorker(
-            cluster.clock, ring, hosts, rank, sizes_elems, config=config, ranks=ranks
-        )
-        ranks.append(worker)
+        ranks.append(RingWorker(cluster, ring, rank, sizes_elems, config=config, ranks=ranks))
     return cluster.train(setting, ranks, steps=steps)
 
 
@@ -64,9 +55,8 @@ class RingWorker:
 
     def __init__(
         self,
-        clock: Clock,
+        cluster: Cluster,
         ring: Ring,
-        hosts: Hosts,
         rank: int,
         sizes_elems: Sequence[int],
         *,
@@ -76,9 +66,8 @@ class RingWorker:
         self.look: Callable[[], None] = no_device
         self.proceed: Callable[[], None] = no_device
         self.ended_step = 0
-        self._clock = clock
+        self._clock, self._hosts = cluster.clock, cluster.hosts
         self._ring = ring
-        self._hosts = hosts
         self._rank = rank
         self._sizes_elems = sizes_elems
         self._ranks = ranks

@@ -90,10 +90,10 @@ def simulate_system(
         open_ports=not setting.shape_ingress,
     )
     if bucket_bytes is not None:
-        return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
+        return simulate_ddp(setting, cluster, steps=steps, bucket_bytes=bucket_bytes)
     if name == RING:
-        return simulate_ring(setting, cluster, hosts, steps=steps, **changes)
-    return simulate_preset(name, setting, cluster, hosts, steps=steps, **changes)
+        return simulate_ring(setting, cluster, steps=steps, **changes)
+    return simulate_preset(name, setting, cluster, steps=steps, **changes)
 
 
 def _record(

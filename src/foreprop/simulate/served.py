@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from foreprop.core.barrier import NormCombiner, StepBarrier
 from foreprop.core.frames import (
@@ -100,6 +100,14 @@ class Agreement:
         return 1 if frame.kind in (Kind.NORM, Kind.NORM_PART) else self.members[crowd]
 
 
+class Site(NamedTuple):
+    """What all processes of a session share."""
+
+    clock: Clock
+    hosts: Hosts
+    agreement: Agreement
+
+
 class Processor:
     """A process's: frames take turns, each ``frame_s``, whoever's thread they are for."""
 
@@ -137,9 +145,7 @@ class Exchange:
 
     def __init__(
         self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
+        site: Site,
         processor: Processor | None,
         handle: Callable[[Any], None],
         *,
@@ -147,9 +153,7 @@ class Exchange:
     ) -> None:
         self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
-        self._clock = clock
-        self._agreement = agreement
-        self._hosts = hosts
+        self._clock, self._hosts, self._agreement = site
         self._processor = processor
         self._handle = handle
         self._crowds = crowds
@@ -184,17 +188,11 @@ class Exchange:
 class ServedWorker:
     """A worker; see `device.Synchronisation`."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
-        rank: int,
-        processor: Processor | None = None,
-    ) -> None:
+    def __init__(self, site: Site, rank: int, processor: Processor | None) -> None:
+        agreement = site.agreement
         self.look: Callable[[], None] = no_device
         self.proceed: Callable[[], None] = no_device
-        self.exchange = Exchange(clock, agreement, hosts, processor, self._handle)
+        self.exchange = Exchange(site, processor, self._handle)
         self._pulls = agreement.reply == "pull"
         self._rank = rank
         self._machine = WorkerMachine(
@@ -265,18 +263,10 @@ class ServedWorker:
 class Server:
     """A server, whose updates take time, one after the other."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
-        index: int,
-        processor: Processor | None = None,
-    ) -> None:
-        self.exchange = Exchange(clock, agreement, hosts, processor, self._handle, crowds=True)
-        self._clock = clock
-        self._agreement = agreement
-        self._hosts = hosts
+    def __init__(self, site: Site, index: int, processor: Processor | None) -> None:
+        self.exchange = Exchange(site, processor, self._handle, crowds=True)
+        agreement = site.agreement
+        self._clock, self._hosts, self._agreement = site
         self._index = index
         self._workers = agreement.workers
         owned = sum(piece.server == index for piece in agreement.slices)
