@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from foreprop.core.wire import HEADER_BYTES
-from foreprop.lab.children import children_start_undisturbed
+from foreprop.lab.cluster import children_start_undisturbed
 from foreprop.link.stream import tune
 
 _JOIN_S = 60.0

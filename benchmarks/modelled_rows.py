@@ -14,8 +14,8 @@ from experiments.language.training import LanguageSetting, Text, lstm_profile
 from foreprop.config import Config
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
 from foreprop.model.refined import predict
-from foreprop.workload.buckets import BUCKET_BYTES
 from foreprop.workload.profile import Layer
+from foreprop.workload.setting import BUCKET_BYTES
 
 _WIDTH = 512
 _BATCHES = 3

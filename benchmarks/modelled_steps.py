@@ -8,12 +8,16 @@ import statistics
 import sys
 from pathlib import Path
 
-from foreprop.model.deployment import deployment_of
+from foreprop.config import PRESETS, Config
+from foreprop.core.slicing import BIG_ARRAY_ELEMS
+from foreprop.errors import ConfigError
+from foreprop.model.deployment import Deployment
 from foreprop.model.refined import step_s
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.profile import load_profile
 from foreprop.workload.records import read_records
+from foreprop.workload.setting import BUCKET_BYTES, DDP, RING, LabSetting
 
 SYSTEMS = ("p3", "slicing", "kvstore", "wfbp", "tensorflow", "ring", "ddp")
 MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
@@ -43,6 +47,26 @@ def main(
     show(points)
     Path(path).write_text(json.dumps(points, indent=1) + "\n")
     return points
+
+
+def deployment_of(setting: LabSetting, system: str) -> Deployment:
+    """What the lab measures and simulates: a preset, ``ring`` or ``ddp``, sizes scaled alike."""
+    known = (*PRESETS, RING, DDP)
+    if system not in known:
+        raise ConfigError(f"system is {system!r}; the model knows {', '.join(known)}")
+    served = system in PRESETS
+    return Deployment(
+        layers=setting.layers,
+        architecture="p2p" if served else "ring" if system == RING else "ddp",
+        preset=system if served else "p3",
+        nodes=setting.nodes,
+        workers_per_node=setting.workers_per_node,
+        rate_bits_per_s=setting.rate,
+        slice_elems=setting.slice_elems_of(system),
+        big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
+        chunk_elems=setting.scaled(Config().chunk_elems),
+        bucket_bytes=setting.scaled(BUCKET_BYTES),
+    )
 
 
 def compare(model: str, nodes: int, balance: float) -> list[Point]:

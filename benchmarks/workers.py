@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from foreprop.lab.children import children_start_undisturbed
+from foreprop.lab.cluster import children_start_undisturbed
 
 
 def run_workers(

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
+from experiments.chart import Chart, write_chart
 from experiments.figures import sweeps
 from experiments.figures.charts import throughput_chart, timeline_chart, utilisation_chart
 from experiments.figures.curves import (
@@ -36,12 +37,11 @@ from experiments.figures.keptruns import (
     timelines_of,
     write_run,
 )
+from experiments.figures.machine import machine_facts
 from experiments.figures.page import Drawn, Story, render_page
 from experiments.figures.pictures import inline_parts
 from experiments.figures.sweeps import FIGURES, Measurement, plan_measurements
 from foreprop.errors import ForepropError
-from foreprop.lab.machine import machine_facts
-from foreprop.report.charts import Chart, write_chart
 from foreprop.report.document import write_document
 from foreprop.report.timeline import Timeline
 from foreprop.workload.records import Record, write_records

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from experiments.chart import PART_IN, Chart, style_of
 from experiments.figures.comparison import in_order
 from experiments.figures.curves import (
     THROUGHPUT_LABEL,
@@ -22,11 +23,10 @@ from experiments.figures.curves import (
     ThroughputPanel,
     UtilisationPanel,
 )
-from foreprop.report.charts import CARD, INK, PART_IN, QUIET, WAIT, Chart, Draw, style_of
-from foreprop.report.palette import LIGHT_RAMP, ramp_colour
-from foreprop.report.timeline import Lane, Timeline
-from foreprop.report.timeline_shapes import Shape
-from foreprop.report.timeline_svg import Panel, panel_summary, plan_panels
+from foreprop.report.charts import CARD, INK, QUIET, WAIT, Draw
+from foreprop.report.document import LIGHT_RAMP, ramp_colour
+from foreprop.report.timeline import Lane, Shape, Timeline
+from foreprop.report.timeline_svg import Panel, plan_panels
 
 LIMIT = "limit"
 
@@ -256,7 +256,7 @@ def timeline_chart(timelines: Sequence[Timeline]) -> Chart:
 
 
 def _draw_timeline(ax: Axes, panel: Panel) -> None:
-    ax.set_title(f"{panel.timeline.preset}: {panel_summary(panel)}")
+    ax.set_title(f"{panel.timeline.preset}: {panel.summary}")
     ax.grid(visible=False)
     tops = _lane_tops()
     ax.set_yticks([tops[lane] + height / 2 for lane, height in _LANES.items()], list(_LANES))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from experiments.figures.campaign import make_figures
 from experiments.mxnet import build_system
-from foreprop.cli.folder import writable
+from foreprop.cli.options import writable
 from foreprop.errors import ConfigError
 from foreprop.lab.run import run_lab
 

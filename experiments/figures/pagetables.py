@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from experiments.figures.comparison import PAPER, SUBJECT, Point, in_order, maybe_best, model_name
 from experiments.figures.curves import Measured
-from foreprop.report.numbers import ABSENT, TIMES, milliseconds, percent, rate
+from foreprop.report.document import ABSENT, TIMES, milliseconds, percent, rate
 from foreprop.workload.records import Record
 
 CPU_BOUND = "CPU-bound"

@@ -8,18 +8,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from foreprop.report.charts import (
-    CARD,
-    GRID,
-    INK,
-    QUIET,
-    STYLES,
-    WAIT,
-    Chart,
-    Draw,
-    drawn,
-    style_of,
-)
+from experiments.chart import Chart, style_of
+from foreprop.report.charts import CARD, GRID, INK, QUIET, STYLES, WAIT, Draw, drawn
 
 
 class Part(NamedTuple):

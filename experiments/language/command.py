@@ -19,9 +19,8 @@ from experiments.language.training import (
     build_system,
     lstm_profile,
 )
-from foreprop.cli.folder import writable
 from foreprop.cli.lab import keep, nodes_text, say_notices
-from foreprop.cli.options import Shown, filling, mbit, systems
+from foreprop.cli.options import Shown, filling, mbit, systems, writable
 from foreprop.lab.run import run_lab, sampled_steps
 
 app = typer.Typer(add_completion=False)

@@ -32,9 +32,8 @@ from foreprop.lab.systems import Steps
 from foreprop.servers.main import die_with_parent
 from foreprop.session.session import connect
 from foreprop.tables.lookahead import lookahead
-from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
-from foreprop.workload.setting import LabSetting, local_aggregation
+from foreprop.workload.setting import LabSetting, local_aggregation, option
 
 HYBRID, SERVERS, FEW_SERVERS, RING = "hybrid", "p2p", "ps", "ring"
 DDP_SPARSE, DDP_DENSE = "ddp-sparse", "ddp-dense"

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from experiments.chart import Chart
 from experiments.mlp.run import MlpRecord
 from experiments.mlp.training import DDP, P2P, RING
-from foreprop.report.charts import INK, QUIET, STYLES, Chart, Style
+from foreprop.report.charts import INK, QUIET, STYLES, Style
 
 _STYLE_OF: Mapping[str, Style] = dict(
     zip((P2P, "2ps", "1ps", RING, DDP, "4ps"), STYLES.values(), strict=False)

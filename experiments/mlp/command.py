@@ -12,8 +12,7 @@ from rich.table import Table
 
 from experiments.mlp.run import Errors, MlpRecord, errors_of, run_mlp
 from experiments.mlp.training import MLP_SYSTEMS, MlpSetting
-from foreprop.cli.folder import writable
-from foreprop.cli.options import filling, mbit, systems
+from foreprop.cli.options import filling, mbit, systems, writable
 from foreprop.errors import ConfigError
 from foreprop.workload.records import write_records
 
@@ -84,8 +83,8 @@ def _numbers(text: str) -> list[int]:
 def _draw(out: Path, records: Sequence[MlpRecord], console: Console) -> None:
     """matplotlib takes a second to load, and is an extra."""
     try:
+        from experiments.chart import write_chart
         from experiments.mlp import charts
-        from foreprop.report.charts import write_chart
     except ModuleNotFoundError as error:
         console.print(f"No figures: {error.name} is missing; pip install 'foreprop[lab]'")
         return

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from experiments.mlp import published
+from experiments.mlp.published import Symbols
 from experiments.mlp.training import IMAGES, P2P, SERVERS, MlpSetting, MlpSteps, serve_mlp_node
 from foreprop.datasets import ensure_files
 from foreprop.errors import ConfigError
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.machine import busy_s
+from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.lab.systems import means
-from foreprop.model import published
-from foreprop.model.published import Symbols
 from foreprop.model.refined import Prediction, predict
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts

@@ -34,8 +34,8 @@ from foreprop.model.deployment import Deployment
 from foreprop.servers.main import die_with_parent
 from foreprop.session.session import connect
 from foreprop.workload.network import Network
-from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
+from foreprop.workload.setting import option
 
 SERVERS = {"1ps": 1, "2ps": 2, "4ps": 4}
 """Systems with servers on machines of their own, and how many."""

@@ -160,7 +160,7 @@ def test_a_clock_that_is_wrong(doctor: Doctor) -> None:
 
 
 def test_a_probe_that_dies_on_the_way(doctor: Doctor) -> None:
-    command = instead("probe.Probe._reach = lambda *_: probe.os._exit(3)")
+    command = instead("probe.reach = lambda *_, **__: probe.os._exit(3)")
     finding = the_error(doctor.examine(ssh_instead={FAR: command}), "start")
     assert "ended early: its probe ended with exit code 3" in finding.found
 

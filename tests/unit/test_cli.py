@@ -22,8 +22,8 @@ from experiments.figures import command as figures
 from experiments.language import command as language
 from experiments.mlp import command as mlp
 from foreprop.cli import main as cli
-from foreprop.cli.config import settings_from, value_text
-from foreprop.cli.presets import presets_from
+from foreprop.cli.main import settings_from, value_text
+from foreprop.cli.options import presets_from
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.version import __version__
@@ -173,7 +173,7 @@ def failing_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     def run(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("foreprop.cli.demo.run_demo", run)
+    monkeypatch.setattr("foreprop.cli.main.run_demo", run)
     return run_main(monkeypatch, "demo")
 
 

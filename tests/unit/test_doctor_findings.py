@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from foreprop.doctor.findings import find
+from foreprop.doctor.links import usual_rate, usual_trip_s
 from foreprop.doctor.records import Examination, Failure, Finding
-from foreprop.doctor.speed import usual_rate, usual_trip_s
 from foreprop.link.traffic import Flow, Trip
 from tests.unit.doctor_example import GBIT, attempt, examination, facts, flows, resolved, trips
 

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from experiments.chart import Chart, write_chart
 from experiments.figures.campaign import Figures, Pace, duration, make_figures
 from experiments.figures.comparison import maybe_best, points_of
 from experiments.figures.curves import bandwidth_panels, utilisation_panels
@@ -24,7 +25,6 @@ from experiments.figures.keptruns import (
 )
 from experiments.figures.sweeps import FULL, QUICK, Effort, Measurement, plan_measurements
 from foreprop.errors import ConfigError, TransportError
-from foreprop.report.charts import Chart, write_chart
 from foreprop.workload.records import Record, Spread, read_records
 from foreprop.workload.setting import LabSetting
 from tests.unit.lab_example import ExampleLab, example_record

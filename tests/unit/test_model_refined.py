@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import closed_forms
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.modelled_steps import deployment_of
 from foreprop.config import PRESETS
 from foreprop.core import parallax
 from foreprop.errors import ConfigError
-from foreprop.model import served, traffic
-from foreprop.model.collective import Collective, ends_s
-from foreprop.model.deployment import Deployment, Table, deployment_of
+from foreprop.model import served
+from foreprop.model.deployment import Deployment, Table
 from foreprop.model.lanes import fair_rates
-from foreprop.model.reduced import all_reduce_s
+from foreprop.model.reduced import Collective, all_reduce_s, ends_s
 from foreprop.model.refined import predict, step_s
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
@@ -73,7 +74,7 @@ def test_dedicated_servers_take_the_longer_of_w_by_b_and_n_w_by_k_b(
     workers: int, servers: int
 ) -> None:
     asked = deployment(architecture="ps", preset="p3", nodes=workers, dedicated_servers=servers)
-    expected_s = traffic.dedicated_s(
+    expected_s = closed_forms.dedicated_s(
         4e6, workers=workers, servers=servers, rate_bits_per_s=100 * MBIT
     )
     assert without_headers(step_s(asked), asked) == pytest.approx(expected_s, rel=0.05)
@@ -87,16 +88,16 @@ def test_pulling_after_the_backward_pass_keeps_both_ways_apart() -> None:
     one = layers(1_000_000)
     fields = {"layers": one, "architecture": "ps", "nodes": 4, "dedicated_servers": 1}
     apart = deployment(**fields, preset="tensorflow")
-    once_s = traffic.dedicated_s(4e6, workers=4, servers=1, rate_bits_per_s=100 * MBIT)
+    once_s = closed_forms.dedicated_s(4e6, workers=4, servers=1, rate_bits_per_s=100 * MBIT)
     assert without_headers(step_s(apart), apart) == pytest.approx(2 * once_s, rel=0.01)
     together = deployment(**fields, preset="p3")
     assert step_s(together) < 0.55 * step_s(apart)
 
 
 def test_dedicated_closed_form_by_hand() -> None:
-    assert traffic.dedicated_s(1e6, workers=4, servers=2, rate_bits_per_s=8e6) == 2.0
-    assert traffic.dedicated_s(1e6, workers=2, servers=4, rate_bits_per_s=8e6) == 1.0
-    fast = traffic.dedicated_s(
+    assert closed_forms.dedicated_s(1e6, workers=4, servers=2, rate_bits_per_s=8e6) == 2.0
+    assert closed_forms.dedicated_s(1e6, workers=2, servers=4, rate_bits_per_s=8e6) == 1.0
+    fast = closed_forms.dedicated_s(
         1e6, workers=4, servers=2, rate_bits_per_s=8e6, server_rate_bits_per_s=16e6
     )
     assert fast == 1.0
@@ -105,12 +106,12 @@ def test_dedicated_closed_form_by_hand() -> None:
 @pytest.mark.parametrize("workers", [2, 3, 5, 8])
 @pytest.mark.parametrize("servers", [0, 1, 2, 8])
 def test_byteps_share_is_the_best_of_all(workers: int, servers: int) -> None:
-    best_s = traffic.mixed_s(1e6, workers=workers, servers=servers, rate_bits_per_s=8e6)
+    best_s = closed_forms.mixed_s(1e6, workers=workers, servers=servers, rate_bits_per_s=8e6)
     n, k = workers, servers
     if k <= n:
         assert best_s == pytest.approx(2 * n * (n - 1) / (n * n + k * n - 2 * k))
     for percent in range(101 if servers else 1):
-        other_s = traffic.mixed_s(
+        other_s = closed_forms.mixed_s(
             1e6, workers=n, servers=k, rate_bits_per_s=8e6, dedicated_share=percent / 100
         )
         assert other_s >= best_s * (1 - 1e-9)
@@ -118,11 +119,11 @@ def test_byteps_share_is_the_best_of_all(workers: int, servers: int) -> None:
 
 def test_byteps_ends_are_all_reduce_and_dedicated_servers() -> None:
     whole = {"workers": 4, "rate_bits_per_s": 8e6}
-    beside_s = traffic.mixed_s(1e6, servers=0, **whole)  # type: ignore[arg-type]
+    beside_s = closed_forms.mixed_s(1e6, servers=0, **whole)  # type: ignore[arg-type]
     assert beside_s == pytest.approx(limit.wire_s(1e6, nodes=4, rate_bits_per_s=8e6))
     for servers in (4, 9):
-        dedicated_s = traffic.dedicated_s(1e6, servers=servers, **whole)  # type: ignore[arg-type]
-        mixed_s = traffic.mixed_s(1e6, servers=servers, **whole)  # type: ignore[arg-type]
+        dedicated_s = closed_forms.dedicated_s(1e6, servers=servers, **whole)  # type: ignore[arg-type]
+        mixed_s = closed_forms.mixed_s(1e6, servers=servers, **whole)  # type: ignore[arg-type]
         assert mixed_s == pytest.approx(dedicated_s)
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from foreprop.errors import ConfigError
-from foreprop.report import palette
-from foreprop.report.numbers import milliseconds, percent, rate, size
+from foreprop.report import document
+from foreprop.report.document import milliseconds, percent, rate, size
 from foreprop.report.report import RunSummary, headline, render_report, same_weights, write_report
-from foreprop.report.timeline import Timeline
-from foreprop.report.timeline_shapes import Shape, plan_shapes
+from foreprop.report.timeline import Shape, Timeline, plan_shapes
 from foreprop.report.timeline_svg import PLOT_PX, plan_panels, tick_s
 from tests.unit.report_example import event, example_context, example_run, example_timeline
 
@@ -371,12 +370,12 @@ def test_time_labels_are_few_and_round(longest_s: float) -> None:
     assert 5 <= longest_s / tick_s(longest_s) <= 14
 
 
-@pytest.mark.parametrize("ramp", [palette.LIGHT_RAMP, palette.DARK_RAMP])
+@pytest.mark.parametrize("ramp", [document.LIGHT_RAMP, document.DARK_RAMP])
 def test_layers_differ_in_brightness_and_carry_readable_text(ramp: Sequence[str]) -> None:
-    colours = [palette.ramp_colour(ramp, place / 8) for place in range(9)]
-    against_black = [palette.contrast(colour, "#000000") for colour in colours]
+    colours = [document.ramp_colour(ramp, place / 8) for place in range(9)]
+    against_black = [document.contrast(colour, "#000000") for colour in colours]
     assert against_black == sorted(against_black)
-    assert all(palette.contrast(c, palette._ink_on(c)) >= 4.0 for c in colours)
+    assert all(document.contrast(c, document._ink_on(c)) >= 4.0 for c in colours)
 
 
 def test_a_summary_cannot_be_changed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.run.lines import LIMIT_BYTES, LineSplitter
+from foreprop.run.records import LIMIT_BYTES, LineSplitter
 
 
 @given(st.lists(st.binary(max_size=20)))

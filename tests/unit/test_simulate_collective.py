@@ -6,11 +6,11 @@ import pytest
 
 from foreprop.simulate.cluster import Cluster
 from foreprop.simulate.collective import Ring
-from foreprop.simulate.crowd import plan_crowds
-from foreprop.workload.buckets import fill_buckets
+from foreprop.simulate.setting import plan_crowds
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import BYTES_PER_ELEM
-from foreprop.workload.link import LinkSetting, wire_bytes
+from foreprop.workload.network import LinkSetting, wire_bytes
+from foreprop.workload.setting import fill_buckets
 
 RATE = 80e6
 LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_bytes=500_000)
@@ -19,7 +19,7 @@ LINK = LinkSetting(rate_bits_per_s=RATE, latency_s=10e-6, burst_bytes=0, queue_b
 def reduce(nodes: int, elems: int, *, late_s: float = 0.0) -> list[float]:
     """When each rank has the sum; the last one issues its part ``late_s`` after the others."""
     cluster = Cluster(LINK, Hosts(), crowds=plan_crowds(nodes, groups=None), open_ports=False)
-    ring = Ring(cluster, Hosts(), buffer_bytes=200_000)
+    ring = Ring(cluster, buffer_bytes=200_000)
     done_s: dict[int, float] = {}
 
     def issue(rank: int) -> None:

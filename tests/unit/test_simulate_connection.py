@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Loopback
-from foreprop.simulate.crowd import plan_crowds
+from foreprop.simulate.connection import Clock, Connection, Loopback, Way
+from foreprop.simulate.setting import plan_crowds
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.link import LinkDirection, LinkSetting, wire_bytes
+from foreprop.workload.network import LinkDirection, LinkSetting, wire_bytes
 
 LINK = LinkSetting(rate_bits_per_s=80e6, latency_s=0.001, burst_bytes=0, queue_bytes=500_000)
 BYTE_S = 1e-7
@@ -34,14 +33,8 @@ class Sender:
         made = Hosts().kernel(
             cluster.link, connections=2, unsent_bytes=NO_BOUND, buffer_bytes=NO_BOUND
         )
-        self.connection = cluster.connect(
-            here,
-            there,
-            replace(made, **kernel),
-            peer=there,
-            sent=self._taken,
-            deliver=self._arrive,
-        )
+        way = Way(there, self._taken, self._arrive, replace(made, **kernel))
+        self.connection = cluster.connect(here, there, way)
         self._send()
 
     def _send(self) -> None:

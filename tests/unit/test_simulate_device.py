@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foreprop.simulate.clock import Clock
+from foreprop.simulate.connection import Clock
 from foreprop.simulate.device import Device
 from foreprop.workload.profile import Layer
 

@@ -15,9 +15,8 @@ from foreprop.cli.main import app
 from foreprop.errors import ConfigError
 from foreprop.simulate import collective
 from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.crowd import Crowd, plan_crowds
 from foreprop.simulate.run import simulate_lab, simulate_system
-from foreprop.simulate.setting import SimulatedSetting
+from foreprop.simulate.setting import Crowd, SimulatedSetting, plan_crowds
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray
 from foreprop.workload.records import read_records

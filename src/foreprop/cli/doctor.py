@@ -6,6 +6,7 @@ import socket
 import sys
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -36,8 +37,7 @@ _FILE_WIDTH = 120
 def doctor(
     *,
     seconds: Annotated[
-        float,
-        typer.Option(min=0.1, max=10.0, help="Seconds for each measurement of a rate."),
+        float, typer.Option(min=0.1, max=10.0, help="Seconds for each measurement of a rate.")
     ] = 1.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print findings and all measurements as JSON.")
@@ -126,14 +126,7 @@ def _examine_ranks(info: LaunchInfo, *, seconds: float, wait_s: float) -> Examin
     absent = [
         Examined(name=f"rank {rank}", failure=Failure(kind="silent", text=text)) for rank in missing
     ]
-    return Examination(
-        rendezvous=found.rendezvous,
-        hosts=[*found.hosts, *absent],
-        attempts=found.attempts,
-        trips=found.trips,
-        alone=found.alone,
-        together=found.together,
-    )
+    return msgspec.structs.replace(found, hosts=[*found.hosts, *absent])
 
 
 def _say(text: str) -> None:

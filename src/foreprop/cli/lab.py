@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreprop.cli.clone import add_from_clone, load
-from foreprop.cli.folder import writable
-from foreprop.cli.options import Shown, filling, mbit, systems
+from foreprop.cli.options import Shown, filling, mbit, systems, writable
 from foreprop.errors import ConfigError
 from foreprop.lab.run import Build, LabResult, run_lab
 from foreprop.quantities import parse_time

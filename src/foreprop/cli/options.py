@@ -1,6 +1,6 @@
-"""A command's options, made from the fields of the dataclass that they fill.
+"""A command's options, made from the fields of the dataclass that they fill, and their reading.
 
-Name, type, default and help are the field's (`foreprop.workload.options.option`); `Shown` says
+Name, type, default and help are the field's (`foreprop.workload.setting.option`); `Shown` says
 where the command line has another form, as Mbit/s for bit/s.
 """
 
@@ -9,9 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from foreprop.config import PRESETS
+from foreprop.errors import ConfigError
 
 Command = Callable[..., None]
 _THE_FIELDS: Any = object()
@@ -113,3 +117,24 @@ def systems(known: Collection[str], *, default: str, more: str = "") -> Shown:
         read=names_in,
         help=f"Separated by commas: {', '.join(known)}{more}.",
     )
+
+
+def presets_from(text: str) -> tuple[str, ...]:
+    """Each name once, in their order; raises `ConfigError` for a name that there is not."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names or ("",):
+        if name not in PRESETS:
+            raise ConfigError(f"preset is {name!r}; it must be one of {list(PRESETS)}")
+    return names
+
+
+def writable(folder: Path) -> Path:
+    """Be sure before the work that its outcome can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"out is {folder}, which cannot be written: {error.strerror}") from error
+    return folder

@@ -146,11 +146,10 @@ def _drawing(out: Path, what_if_range: str | None) -> Callable[[str, WhatIf], No
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"out is {out}, which cannot be written: no such folder, or itself one")
     try:
-        from foreprop.report.charts import draw_picture
-        from foreprop.report.plancharts import what_if_chart
+        from foreprop.report.charts import draw_what_if
     except ModuleNotFoundError as error:
         raise missing_extra("--out", error) from error
-    return lambda heading, curves: draw_picture(out, what_if_chart(heading, curves))
+    return partial(draw_what_if, out)
 
 
 def _json(

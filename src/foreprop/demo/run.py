@@ -30,8 +30,7 @@ from foreprop.demo.training import (
     typical_step,
 )
 from foreprop.errors import ConfigError
-from foreprop.lab.children import children_start_undisturbed
-from foreprop.lab.cluster import Cluster
+from foreprop.lab.cluster import Cluster, children_start_undisturbed
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.report.report import ReportContext, RunSummary, write_report
 from foreprop.report.timeline import Timeline, timeline_from_trace
@@ -116,10 +115,7 @@ def measure(setting: DemoSetting, console: Console) -> Found:
     rate = setting.rate_bits_per_s or balanced_rate(setting.workers, compute_s)
     setting = replace(setting, rate_bits_per_s=rate)
     network = Network(
-        nodes=setting.workers,
-        rate_bits_per_s=rate,
-        buffer_scale=SCALE,
-        burst_bytes=_BURST_BYTES,
+        nodes=setting.workers, rate_bits_per_s=rate, buffer_scale=SCALE, burst_bytes=_BURST_BYTES
     )
     try:
         cluster = _cluster(setting, network)

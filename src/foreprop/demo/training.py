@@ -6,11 +6,11 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +20,43 @@ from torch.utils.data import DataLoader, TensorDataset
 from foreprop.config import Config
 from foreprop.data.shard import shard
 from foreprop.datasets import fashion_mnist
-from foreprop.demo.model import SmallVgg, accuracy
 from foreprop.lab.systems import join_process_group
 from foreprop.session.session import connect
-from foreprop.workload.options import option
+from foreprop.workload.setting import option
+
+
+class SmallVgg(nn.Module):
+    """VGG in small, for 1x28x28 images; 1.6 of its 1.65 million parameters are in ``fc1``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.fc1 = nn.Linear(32 * 7 * 7, 1024)
+        self.fc2 = nn.Linear(1024, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(torch.relu(self.conv1(x)))
+        x = self.pool(torch.relu(self.conv2(x)))
+        x = torch.relu(self.fc1(x.flatten(1)))
+        out: torch.Tensor = self.fc2(x)
+        return out
+
+
+def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Share of images whose most likely class is right."""
+    model.eval()
+    with torch.no_grad():
+        right: int = sum(
+            int((model(part).argmax(1) == truth).sum())
+            for part, truth in zip(
+                torch.split(images, 1000), torch.split(labels, 1000), strict=True
+            )
+        )
+    model.train()
+    return right / len(labels)
+
 
 DDP = "ddp"
 BLOCK_STEPS = 12
@@ -80,65 +113,64 @@ class Trained:
     weights_sha256: str
 
 
-class Training(Protocol):
-    """One system on one node; all nodes are told to do the same at about the same time."""
+class Training:
+    """One system on one node: foreprop with a preset, or DistributedDataParallel on gloo.
 
-    def block(self, steps: int) -> Block: ...
+    All nodes are told to do the same at about the same time. DDP has the buckets that it makes by
+    default.
+    """
 
-    def finish(self, test: TensorDataset | None) -> Trained: ...
-
-
-class _PresetTraining:
-    """foreprop with one of its presets."""
-
-    def __init__(self, preset: str, setting: DemoSetting, data: TensorDataset) -> None:
-        self._model, self._optimizer = _model()
-        config = Config.resolve(
-            preset,
-            workers_per_node=1,
-            servers_per_node=1,
-            slice_elems=_SLICE_ELEMS,
-            unsent_bytes=_DEFAULT.unsent_bytes // SCALE,
-            push_window_bytes=_DEFAULT.push_window_bytes // SCALE,
-            link_rate_bits_per_s=setting.rate_bits_per_s if setting.paced else None,
-            trace=str(Path(setting.folder) / preset),
-        )
-        self._session = connect(self._model, self._optimizer, config)
+    def __init__(self, name: str, setting: DemoSetting, data: TensorDataset) -> None:
+        torch.manual_seed(0)
+        self._model = SmallVgg()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
+        self._forward: nn.Module = self._model
+        self._session = None
+        if name == DDP:
+            self._forward = DistributedDataParallel(self._model)
+        else:
+            config = Config.resolve(
+                name,
+                workers_per_node=1,
+                servers_per_node=1,
+                slice_elems=_SLICE_ELEMS,
+                unsent_bytes=_DEFAULT.unsent_bytes // SCALE,
+                push_window_bytes=_DEFAULT.push_window_bytes // SCALE,
+                link_rate_bits_per_s=setting.rate_bits_per_s if setting.paced else None,
+                trace=str(Path(setting.folder) / name),
+            )
+            self._session = connect(self._model, self._optimizer, config)
         self._batches = _batches(data, setting)
 
     def block(self, steps: int) -> Block:
+        if self._session is None:
+            return Block(step_s=self._steps(steps), waited_s=None)
         waited_before = self._session.stats()["waited_s"]
-        step_s = _train(self._model, self._optimizer, self._batches, steps)
+        step_s = self._steps(steps)
         waited_s = self._session.stats()["waited_s"] - waited_before
         self._session.flush()
         return Block(step_s=step_s, waited_s=waited_s)
 
-    def finish(self, test: TensorDataset | None) -> Trained:
-        trained = _assess(self._model, test)
-        self._session.close()
-        return trained
-
-
-class _DdpTraining:
-    """torch's DistributedDataParallel on gloo, with the buckets that it makes by default."""
-
-    def __init__(self, setting: DemoSetting, data: TensorDataset) -> None:
-        self._model, self._optimizer = _model()
-        self._wrapped = DistributedDataParallel(self._model)
-        self._batches = _batches(data, setting)
-
-    def block(self, steps: int) -> Block:
-        step_s = _train(self._wrapped, self._optimizer, self._batches, steps)
-        return Block(step_s=step_s, waited_s=None)
+    def _steps(self, count: int) -> list[float]:
+        """Seconds of each step."""
+        step_s = []
+        for _ in range(count):
+            started = time.perf_counter()
+            images, labels = next(self._batches)
+            self._optimizer.zero_grad()
+            _backward(nn.functional.cross_entropy(self._forward(images), labels))
+            self._optimizer.step()
+            step_s.append(time.perf_counter() - started)
+        return step_s
 
     def finish(self, test: TensorDataset | None) -> Trained:
-        return _assess(self._model, test)
-
-
-def _model() -> tuple[SmallVgg, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = SmallVgg()
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        measured = None if test is None else accuracy(self._model, *test.tensors)
+        digest = hashlib.sha256()
+        for tensor in self._model.state_dict().values():
+            digest.update(tensor.contiguous().numpy().tobytes())
+        if self._session is not None:
+            self._session.close()
+        return Trained(test_accuracy=measured, weights_sha256=digest.hexdigest())
 
 
 def _batches(data: TensorDataset, setting: DemoSetting) -> Iterator[Any]:
@@ -148,34 +180,8 @@ def _batches(data: TensorDataset, setting: DemoSetting) -> Iterator[Any]:
         yield from loader
 
 
-def _train(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Any],
-    steps: int,
-) -> list[float]:
-    """Seconds of each step."""
-    step_s = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        images, labels = next(batches)
-        optimizer.zero_grad()
-        _backward(nn.functional.cross_entropy(forward(images), labels))
-        optimizer.step()
-        step_s.append(time.perf_counter() - started)
-    return step_s
-
-
 def _backward(loss: Any) -> None:
     loss.backward()
-
-
-def _assess(model: nn.Module, test: TensorDataset | None) -> Trained:
-    measured = None if test is None else accuracy(model, *test.tensors)
-    digest = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return Trained(test_accuracy=measured, weights_sha256=digest.hexdigest())
 
 
 def serve_node(node: int, connection: Connection, setting: DemoSetting) -> None:
@@ -189,7 +195,9 @@ def serve_node(node: int, connection: Connection, setting: DemoSetting) -> None:
         if kind == "calibrate":
             answer = _calibrate(setting, train)
         elif kind == "build":
-            trainings[name] = _build(name, setting, train)
+            if not setting.paced:
+                join_process_group()
+            trainings[name] = Training(name, setting, train)
         elif kind == "block":
             answer = trainings[name].block(*details)
         elif kind == "finish":
@@ -197,20 +205,13 @@ def serve_node(node: int, connection: Connection, setting: DemoSetting) -> None:
         connection.send(answer)
 
 
-def _build(name: str, setting: DemoSetting, data: TensorDataset) -> Training:
-    if not setting.paced:
-        join_process_group()
-    if name == DDP:
-        return _DdpTraining(setting, data)
-    return _PresetTraining(name, setting, data)
-
-
 def _calibrate(setting: DemoSetting, data: TensorDataset) -> float:
     """Seconds per step without communication, with the machine's CPUs to the nodes alone.
 
     From CPU time, so that what else runs there now does not count as computation.
     """
-    model, _ = _model()
+    torch.manual_seed(0)
+    model = SmallVgg()
     batches = iter(DataLoader(data, batch_size=setting.batch_size))
     times = []
     for _ in range(_CALIBRATION_STEPS):

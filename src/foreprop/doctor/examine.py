@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from foreprop.doctor.records import (
     Answer,
@@ -25,6 +25,7 @@ from foreprop.doctor.records import (
 )
 from foreprop.link.traffic import Attempt, Endpoint, Flow, Trip
 
+_Kind = TypeVar("_Kind", Facts, Reached, Pinged, Sent)
 Pair = tuple[int, int]
 Round = list[Pair]
 """(from, to) pairs that are measured at the same time."""
@@ -116,10 +117,11 @@ class _Examination:
             )
             for host in range(len(asked.names))
         }
-        answers = self._ask(commands, within_s=asked.wait_s)
-        self._facts = {h: a for h, a in answers.items() if isinstance(a, Facts)}
+        self._facts = self._ask(commands, Facts, within_s=asked.wait_s)
 
-    def _ask(self, commands: Mapping[int, Command], *, within_s: float) -> dict[int, Answer]:
+    def _ask(
+        self, commands: Mapping[int, Command], kind: type[_Kind], *, within_s: float
+    ) -> dict[int, _Kind]:
         """The answers of those who can still be asked; a defect counts as a failure."""
         failures = self._panel.failures
         able = {host: command for host, command in commands.items() if host not in failures}
@@ -127,7 +129,7 @@ class _Examination:
         for host, answer in answers.items():
             if isinstance(answer, Defect):
                 failures[host] = Failure(kind="defect", text=answer.text)
-        return answers
+        return {host: answer for host, answer in answers.items() if isinstance(answer, kind)}
 
     def _reach(self) -> None:
         peers = [
@@ -143,8 +145,8 @@ class _Examination:
             host: Reach(peers=[p for p in peers if p.host != host], timeout_s=_REACH_S)
             for host in self._facts
         }
-        for answer in self._ask(commands, within_s=2 * _REACH_S + _MARGIN_S).values():
-            self._attempts += answer.attempts if isinstance(answer, Reached) else []
+        answers = self._ask(commands, Reached, within_s=2 * _REACH_S + _MARGIN_S)
+        self._attempts += [one for answer in answers.values() for one in answer.attempts]
 
     def _peer(self, host: int) -> Endpoint:
         facts = self._facts[host]
@@ -170,8 +172,8 @@ class _Examination:
                 source: Ping(peers=[self._peer(to)], seconds=seconds)
                 for source, to in self._able(together)
             }
-            for answer in self._ask(commands, within_s=seconds + _MARGIN_S).values():
-                trips += answer.trips if isinstance(answer, Pinged) else []
+            answers = self._ask(commands, Pinged, within_s=seconds + _MARGIN_S)
+            trips += [trip for answer in answers.values() for trip in answer.trips]
         return trips
 
     def _alone(self) -> list[Flow]:
@@ -181,10 +183,7 @@ class _Examination:
         if rounds:
             expected_s = (len(rounds) + 1) * (seconds + settle_s)
             self._say(f"measuring {sum(map(len, rounds))} directions, about {expected_s:.0f} s")
-        flows: list[Flow] = []
-        for together in rounds:
-            flows += self._send(self._able(together), settle_s)
-        return flows
+        return [flow for pairs in rounds for flow in self._send(self._able(pairs), settle_s)]
 
     def _together(self) -> list[Flow]:
         """As in training: everybody sends to everybody."""
@@ -204,10 +203,8 @@ class _Examination:
             )
             for source in {source for source, _ in pairs}
         }
-        flows: list[Flow] = []
-        for answer in self._ask(commands, within_s=settle_s + seconds + _MARGIN_S).values():
-            flows += answer.flows if isinstance(answer, Sent) else []
-        return flows
+        answers = self._ask(commands, Sent, within_s=settle_s + seconds + _MARGIN_S)
+        return [flow for answer in answers.values() for flow in answer.flows]
 
 
 def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[Round]:

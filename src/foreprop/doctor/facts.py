@@ -53,6 +53,7 @@ def find_address(rendezvous: str, config: Config) -> Address:
 
 def gather_facts(asked: Introduce, config: Config, address: Address, ports: Ports) -> Facts:
     """Loads torch, to see whether that works."""
+    missing = None if os.path.isdir(asked.directory or ".") else asked.directory
     torch, torch_error = _torch_version()
     interface = None if address.text is None else _interface_of(address.text)
     stats = psutil.net_if_stats().get(interface or "")
@@ -71,7 +72,7 @@ def gather_facts(asked: Introduce, config: Config, address: Address, ports: Port
         port=ports.port,
         rendezvous_port=ports.rendezvous_port,
         rendezvous_error=ports.rendezvous_error,
-        directory_error=_directory_error(asked.directory),
+        directory_error=missing and f"there is no directory {missing}",
         interface=interface,
         mtu_bytes=stats.mtu if stats else None,
         speed_bits_per_s=stats.speed * 1e6 if stats and 0 < stats.speed < 65_535 else None,
@@ -118,12 +119,6 @@ def _interface_of(address: str) -> str | None:
                     return str(name)
     # 127.0.0.2 and its like are loopback's without being listed
     return "lo" if wanted.is_loopback else None
-
-
-def _directory_error(directory: str | None) -> str | None:
-    if directory is None or os.path.isdir(directory):
-        return None
-    return f"there is no directory {directory}"
 
 
 def _text(path: Path) -> str | None:

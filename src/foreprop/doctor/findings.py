@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from foreprop.doctor.addresses import find_addresses, find_names, find_unreached
-from foreprop.doctor.links import find_clocks, find_kernels, find_links
+import msgspec
+
+from foreprop.doctor.links import (
+    find_clocks,
+    find_crowding,
+    find_kernels,
+    find_links,
+    find_slow_flows,
+    find_slow_trips,
+)
 from foreprop.doctor.records import Examination, Finding, Severity
 from foreprop.doctor.setup import (
+    find_addresses,
     find_directories,
     find_failures,
+    find_names,
     find_open_files,
     find_processors,
+    find_unreached,
     find_versions,
 )
-from foreprop.doctor.speed import find_crowding, find_slow_flows, find_slow_trips
 
 _ORDER: Mapping[Severity, int] = {"error": 0, "warning": 1, "hint": 2}
 _CHECKS: Sequence[Callable[[Examination], Iterator[Finding]]] = (
@@ -57,10 +67,4 @@ def _merge_same(what: object, findings: Sequence[Finding]) -> Finding:
     if len(findings) == 1:
         return first
     hosts = [finding.hosts[0] for finding in findings]
-    return Finding(
-        severity=first.severity,
-        check=first.check,
-        hosts=hosts,
-        found=f"{', '.join(hosts)}: {what}",
-        advice=first.advice,
-    )
+    return msgspec.structs.replace(first, hosts=hosts, found=f"{', '.join(hosts)}: {what}")

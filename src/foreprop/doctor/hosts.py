@@ -4,124 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import subprocess
-import threading
+import sys
 import time
-from collections import deque
 from collections.abc import Mapping
-from typing import IO, NamedTuple
+from functools import partial
 
 import msgspec
 
 from foreprop.doctor.probe import PROGRAM
-from foreprop.doctor.records import (
-    PROTOCOL,
-    Answer,
-    Command,
-    Failure,
-    Hello,
-    decode_answer,
-)
+from foreprop.doctor.records import PROTOCOL, Answer, Command, Failure, Hello, decode_answer
 from foreprop.run.plan import Plan
+from foreprop.run.processes import PipedProcess
 from foreprop.run.records import ALIVE, BEAT_S, MARK
 from foreprop.version import __version__
 
 _NOT_FOUND, _SSH_FAILED = 127, 255
 _END_S = 3.0
-_LAST_WORDS_S = 1.0
-_KEPT_LINES = 20
 
 
-class _Said(NamedTuple):
-    host: int
-    answer: Answer
-
-
-class _Ended(NamedTuple):
-    host: int
-    code: int
-
-
-_Events = queue.SimpleQueue[_Said | _Ended]
-
-
-class ProbeProcess:
-    """A probe's process here (ssh, or the probe itself), and threads that read what it says."""
-
-    def __init__(self, command: list[str], host: int, events: _Events) -> None:
-        self.command = command
-        self._host = host
-        self._events = events
-        self._errors: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the doctor, which then ends all
-        )
-        self._readers = [
-            threading.Thread(target=self._read_errors, daemon=True),
-            threading.Thread(target=self._read_answers, daemon=True),
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    @property
-    def last_words(self) -> str:
-        """The last line of its standard error: a traceback's has the reason."""
-        return self._errors[-1] if self._errors else ""
-
-    def send(self, line: bytes) -> None:
-        """Nothing happens if it has ended."""
-        with contextlib.suppress(OSError, ValueError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(line + b"\n")
-                self._process.stdin.flush()
-
-    def close_input(self) -> None:
-        """It ends when its input does."""
-        with contextlib.suppress(OSError):
-            _close(self._process.stdin)
-
-    def close(self, deadline_s: float) -> None:
-        """At the deadline it is killed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline_s - time.monotonic()))
-        self._process.kill()
-        self._process.wait()
-        pipes = (self._process.stderr, self._process.stdout)
-        for reader, pipe in zip(self._readers, pipes, strict=True):
-            reader.join(_LAST_WORDS_S)
-            if not reader.is_alive():  # else somebody else holds its pipe: not ours to wait for
-                _close(pipe)
-
-    def _read_errors(self) -> None:
-        for line in _lines(self._process.stderr):
-            text = line.decode(errors="replace").strip()
-            if text:
-                self._errors.append(text)
-
-    def _read_answers(self) -> None:
-        for line in _lines(self._process.stdout):
-            _, mark, body = line.partition(MARK)
-            if mark:
-                with contextlib.suppress(msgspec.MsgspecError):
-                    self._events.put(_Said(self._host, decode_answer(body)))
-        code = self._process.wait()
-        self._readers[0].join(_LAST_WORDS_S)  # why is on standard error
-        self._events.put(_Ended(self._host, code))
-
-
-def _lines(pipe: IO[bytes] | None) -> IO[bytes]:
-    if pipe is None:
-        raise ValueError("the probe's output is a pipe")
-    return pipe
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        pipe.close()
+_Event = tuple[int, Answer | int]
+"""What a host has said, or the code that its probe has ended with."""
 
 
 class HostsPanel:
@@ -130,16 +32,39 @@ class HostsPanel:
     def __init__(self, plan: Plan) -> None:
         self.failures: dict[int, Failure] = {}
         self._plan = plan
-        self._events: _Events = queue.SimpleQueue()
-        self._probes: dict[int, ProbeProcess] = {}
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._probes: dict[int, PipedProcess] = {}
+        self._last_words: dict[int, str] = {}
+        """The last line of each one's standard error: a traceback's has the reason."""
         self._greeted: set[int] = set()
         for host in range(len(plan.hosts)):
             command = plan.command(host, PROGRAM)
             try:
-                self._probes[host] = ProbeProcess(command, host, self._events)
+                self._probes[host] = PipedProcess(
+                    command,
+                    said=partial(self._hear, host),
+                    complained=partial(self._note, host),
+                    ended=partial(self._note_end, host),
+                    limit_bytes=sys.maxsize,
+                )
             except OSError as error:
                 text = f"{command[0]} cannot be started: {error.strerror}"
                 self.failures[host] = Failure(kind="no_python", text=text)
+
+    def _hear(self, host: int, lines: list[bytes]) -> None:
+        for line in lines:
+            _, mark, body = line.partition(MARK)
+            if mark:
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._events.put((host, decode_answer(body)))
+
+    def _note_end(self, host: int, code: int) -> None:
+        self._events.put((host, code))
+
+    def _note(self, host: int, lines: list[bytes]) -> None:
+        for line in lines:
+            if text := line.decode(errors="replace").strip():
+                self._last_words[host] = text
 
     def __enter__(self) -> HostsPanel:
         return self
@@ -149,7 +74,8 @@ class HostsPanel:
         for probe in self._probes.values():
             probe.close_input()
         for probe in self._probes.values():
-            probe.close(deadline_s)
+            probe.kill_after(max(0.0, deadline_s - time.monotonic()))
+            probe.close()
 
     def ask(self, commands: Mapping[int, Command], *, within_s: float) -> dict[int, Answer]:
         for host, command in commands.items():
@@ -171,16 +97,17 @@ class HostsPanel:
                 self._handle(self._events.get(timeout=min(deadline_s, beat_s) - now_s), answers)
         return answers
 
-    def _handle(self, event: _Said | _Ended, answers: dict[int, Answer]) -> None:
-        if event.host in self.failures:
+    def _handle(self, event: _Event, answers: dict[int, Answer]) -> None:
+        host, said = event
+        if host in self.failures:
             return
-        if isinstance(event, _Ended):
-            self._explain_end(event.host, event.code)
-        elif isinstance(event.answer, Hello):
-            self._greeted.add(event.host)
-            self._check_version(event.host, event.answer)
+        if isinstance(said, int):
+            self._explain_end(host, said)
+        elif isinstance(said, Hello):
+            self._greeted.add(host)
+            self._check_version(host, said)
         else:
-            answers[event.host] = event.answer
+            answers[host] = said
 
     def _check_version(self, host: int, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
@@ -191,7 +118,7 @@ class HostsPanel:
             self._fail(host, "other_version", text)
 
     def _explain_end(self, host: int, code: int) -> None:
-        last_words = self._probes[host].last_words
+        last_words = self._last_words.get(host, "")
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         over_ssh = not self._plan.is_here(host)
         if over_ssh and code == _SSH_FAILED and host not in self._greeted:

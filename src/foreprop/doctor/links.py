@@ -2,14 +2,227 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from foreprop.doctor.records import Examination, Finding
-from foreprop.doctor.speed import SLOW_RATE, best_rates
-from foreprop.doctor.words import differing, known_facts
+from foreprop.doctor.records import (
+    Examination,
+    Finding,
+    both_stayed,
+    differing,
+    error,
+    hint,
+    known_facts,
+    warning,
+)
 from foreprop.link.stream import is_loopback
+from foreprop.link.traffic import Flow, Trip
 from foreprop.quantities import rate_text, time_text
+
+SLOW_RATE = 0.5
+"""Of the usual rate; what is below counts as slow."""
+SLOW_TRIP = 3.0
+_LEAST_TRIP_EXCESS_S = 0.0002
+"""Of messages within one rack; so much more may be chance."""
+FAR_TRIP_S = 0.005
+
+
+# How fast.
+def usual_trip_s(trips: Sequence[Trip]) -> float | None:
+    """The median over hosts of the shortest that each has: few slow ones do not move it."""
+    best: dict[int, float] = {}
+    for trip in trips:
+        if trip.error is None:
+            for host in (trip.source, trip.to):
+                best[host] = min(best.get(host, trip.median_s), trip.median_s)
+    return statistics.median(best.values()) if best else None
+
+
+def usual_rate(flows: Sequence[Flow]) -> float | None:
+    """bit/s: the median over hosts of the best that each has, in either direction."""
+    best = best_rates(flows)
+    return statistics.median(best.values()) if best else None
+
+
+def best_rates(flows: Sequence[Flow]) -> dict[int, float]:
+    best: dict[int, float] = {}
+    for flow in flows:
+        if flow.error is None:
+            for host in (flow.source, flow.to):
+                best[host] = max(best.get(host, 0.0), flow.bits_per_s)
+    return best
+
+
+def find_slow_trips(examination: Examination) -> Iterator[Finding]:
+    good = [trip for trip in examination.trips if trip.error is None]
+    for trip in examination.trips:
+        if trip.error is not None and both_stayed(examination, trip.source, trip.to):
+            yield _broken(examination, trip.source, trip.to, "small messages", trip.error)
+    usual_s = usual_trip_s(good)
+    if usual_s is None:
+        return
+    least_slow_s = max(SLOW_TRIP * usual_s, usual_s + _LEAST_TRIP_EXCESS_S)
+    slow = [trip for trip in good if trip.median_s > least_slow_s]
+    for names, trips in _by_place(examination, good, slow):
+        yield _slow_trip(names, trips, usual_s)
+    if usual_s > FAR_TRIP_S:
+        yield warning(
+            "round trip",
+            [host.name for host in examination.hosts],
+            f"a round trip of {time_text(usual_s)} is usual here: these hosts are far apart",
+            "every first use of a parameter may wait for that; train within one site, or on"
+            " fewer and larger machines",
+        )
+    for trip in good:
+        if trip not in slow and _is_uneven(trip):
+            yield _uneven_trip(examination, trip)
+
+
+def _by_place(
+    examination: Examination, good: Sequence[Trip], slow: Sequence[Trip]
+) -> Iterator[tuple[list[str], list[Trip]]]:
+    """Slow trips by the host that is slow with every other one, if there is such a host."""
+    left = list(slow)
+    for number, host in enumerate(examination.hosts):
+        mine = [trip for trip in left if number in (trip.source, trip.to)]
+        if len(mine) > 1 and mine == [t for t in good if number in (t.source, t.to)]:
+            left = [trip for trip in left if trip not in mine]
+            yield [host.name], mine
+    for trip in left:
+        yield [examination.hosts[number].name for number in (trip.source, trip.to)], [trip]
+
+
+def _slow_trip(names: list[str], trips: list[Trip], usual_s: float) -> Finding:
+    least, most = (time_text(choose(t.median_s for t in trips)) for choose in (min, max))
+    where = " and ".join(names) if len(names) > 1 else f"{names[0]} and every other host"
+    return warning(
+        "round trip",
+        names,
+        f"a round trip between {where} takes {least}"
+        + (f" to {most}" if most != least else "")
+        + f", where {time_text(usual_s)} is usual",
+        "see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
+        " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
+    )
+
+
+def _is_uneven(trip: Trip) -> bool:
+    excess_s = trip.p90_s - trip.median_s
+    return trip.p90_s > SLOW_TRIP * trip.median_s and excess_s > 5 * _LEAST_TRIP_EXCESS_S
+
+
+def _uneven_trip(examination: Examination, trip: Trip) -> Finding:
+    one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
+    return hint(
+        "round trip",
+        [one, other],
+        f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more there"
+        f" and back, half of them {time_text(trip.median_s)} or less",
+        "see whether other programs use these machines or the network between them",
+    )
+
+
+def _broken(examination: Examination, source: int, to: int, what: str, why: str) -> Finding:
+    one, other = (examination.hosts[number].name for number in (source, to))
+    return error(
+        "reach",
+        [one, other],
+        f"{what} from {one} to {other} broke off, although they connect: {why}",
+        "see whether the link drops packets, and large ones in particular: ping -M do -s"
+        f" 1472 {other} from {one}; MTUs must be alike all the way",
+    )
+
+
+def find_slow_flows(examination: Examination) -> Iterator[Finding]:
+    for flow in (*examination.alone, *examination.together):
+        if flow.error is not None and both_stayed(examination, flow.source, flow.to):
+            yield _broken(examination, flow.source, flow.to, "sending", flow.error)
+    usual = usual_rate(examination.alone)
+    if usual is None:
+        return
+    good = [flow for flow in examination.alone if flow.error is None]
+    slow = [flow for flow in good if flow.bits_per_s < SLOW_RATE * usual]
+    left = slow
+    for host, name in enumerate(host.name for host in examination.hosts):
+        for sends in (True, False):
+            mine, others = _of_host(slow, host, sends=sends), _of_host(good, host, sends=sends)
+            if len(others) > 1 and len(mine) == len(others):
+                left = [flow for flow in left if flow not in mine]
+                yield _slow_host(name, usual, mine, sends=sends)
+    reverse = {(flow.source, flow.to): flow.bits_per_s for flow in good}
+    for flow in left:
+        yield _slow_pair(examination, flow, usual, reverse.get((flow.to, flow.source)))
+
+
+def _of_host(flows: Sequence[Flow], host: int, *, sends: bool) -> list[Flow]:
+    return [flow for flow in flows if (flow.source if sends else flow.to) == host]
+
+
+_SLOW_LINK = (
+    "see the link's negotiated speed, cable and switch port of {where} (ethtool), other traffic, a"
+    " traffic shaper, and whether the right interface is used (FOREPROP_INTERFACE)"
+)
+
+
+def _slow_host(name: str, usual: float, flows: Sequence[Flow], *, sends: bool) -> Finding:
+    best = max(flow.bits_per_s for flow in flows)
+    verb = "sends to" if sends else "gets from"
+    return warning(
+        "rate",
+        [name],
+        f"{name} {verb} every other host at {rate_text(best)} or less, where"
+        f" {rate_text(usual)} is usual; every step waits for the slowest",
+        _SLOW_LINK.format(where=name),
+    )
+
+
+def _slow_pair(examination: Examination, flow: Flow, usual: float, back: float | None) -> Finding:
+    one, other = (examination.hosts[host].name for host in (flow.source, flow.to))
+    reverse = "" if back is None else f" ({rate_text(back)} the other way)"
+    return warning(
+        "rate",
+        [one, other],
+        f"{one} sends to {other} at {rate_text(flow.bits_per_s)}{reverse}, where"
+        f" {rate_text(usual)} is usual",
+        _SLOW_LINK.format(where=f"{one} and {other}"),
+    )
+
+
+def totals(flows: Sequence[Flow]) -> dict[int, tuple[float, float]]:
+    """By host: bit/s sent and received, over all its peers."""
+    sums: dict[int, tuple[float, float]] = {}
+    for flow in flows:
+        if flow.error is None:
+            out, into = sums.get(flow.source, (0.0, 0.0))
+            sums[flow.source] = (out + flow.bits_per_s, into)
+            out, into = sums.get(flow.to, (0.0, 0.0))
+            sums[flow.to] = (out, into + flow.bits_per_s)
+    return sums
+
+
+def find_crowding(examination: Examination) -> Iterator[Finding]:
+    """Whether all at once, as in training, get less than each alone."""
+    told, crowded = [], []
+    for host, both in sorted(totals(examination.together).items()):
+        name = examination.hosts[host].name
+        for sends, together in ((True, both[0]), (False, both[1])):
+            flows = _of_host(examination.alone, host, sends=sends)
+            alone = max((flow.bits_per_s for flow in flows if flow.error is None), default=0.0)
+            if together < SLOW_RATE * alone:
+                verb = "sends" if sends else "receives"
+                told.append(f"{name} {verb} {rate_text(together)} ({rate_text(alone)} alone)")
+                crowded.append(name)
+    if told:
+        yield warning(
+            "all at once",
+            list(dict.fromkeys(crowded)),
+            "when everybody sends to everybody, as in training, there is much less: "
+            + ", ".join(told),
+            "see whether the switch or an uplink between switches is shared by too many,"
+            " whether CPUs are busy, and whether several hosts of the file are one machine",
+        )
+
 
 CLOCK_S = 0.010
 """Steps take tens of milliseconds: clocks that differ by more put a trace's events in another."""
@@ -22,37 +235,30 @@ def find_links(examination: Examination) -> Iterator[Finding]:
         for name, facts in known_facts(examination)
         if facts.address is not None and not is_loopback(facts.address)
     ]
-    mtus: dict[str, Hashable] = {n: f.mtu_bytes for n, f in known if f.mtu_bytes is not None}
     yield from differing(
+        "warning",
+        "link",
         "the interfaces' MTU differs",
-        mtus,
-        severity="warning",
-        check="link",
-        advice="set one MTU on all hosts and switches (ip link set dev IFACE mtu 1500): where"
+        {name: facts.mtu_bytes for name, facts in known},
+        "set one MTU on all hosts and switches (ip link set dev IFACE mtu 1500): where"
         " it changes on the way, large packets may vanish",
     )
-    speeds: dict[str, Hashable] = {
-        name: rate_text(facts.speed_bits_per_s)
-        for name, facts in known
-        if facts.speed_bits_per_s is not None
-    }
+    speeds = {name: facts.speed_bits_per_s for name, facts in known}
     yield from differing(
+        "warning",
+        "link",
         "the links' speed differs",
-        speeds,
-        severity="warning",
-        check="link",
-        advice="every step waits for the slowest: see its cable, switch port and negotiation"
+        {name: speed and rate_text(speed) for name, speed in speeds.items()},
+        "every step waits for the slowest: see its cable, switch port and negotiation"
         " (ethtool), or choose another interface with FOREPROP_INTERFACE",
     )
     for name, facts in known:
         if facts.full_duplex is False:
-            yield Finding(
-                severity="warning",
-                check="link",
-                hosts=[name],
-                found=f"{name}: {facts.interface} is half duplex: it cannot send while it receives",
-                advice="switch on autonegotiation at both ends of the cable (ethtool -s IFACE"
-                " autoneg on)",
+            yield warning(
+                "link",
+                [name],
+                f"{name}: {facts.interface} is half duplex: it cannot send while it receives",
+                "switch on autonegotiation at both ends of the cable (ethtool -s IFACE autoneg on)",
             )
     yield from _find_unused_speed(examination)
 
@@ -67,13 +273,11 @@ def _find_unused_speed(examination: Examination) -> Iterator[Finding]:
                 f"{host.name} {rate_text(best)} of {rate_text(speed)} ({host.facts.interface})"
             )
     if told:
-        yield Finding(
-            severity="hint",
-            check="link",
-            hosts=list(told),
-            found="less than half of what the interface claims goes through: "
-            + "; ".join(told.values()),
-            advice="a virtual interface may claim anything; else see CPU load, shapers, the"
+        yield hint(
+            "link",
+            list(told),
+            "less than half of what the interface claims goes through: " + "; ".join(told.values()),
+            "a virtual interface may claim anything; else see CPU load, shapers, the"
             " switch's ports, and whether one connection is limited (see window)",
         )
 
@@ -94,13 +298,12 @@ def find_clocks(examination: Examination) -> Iterator[Finding]:
         if abs(offset_s) - error_s > CLOCK_S:
             name, first = examination.hosts[host].name, examination.hosts[0].name
             way = "ahead of" if offset_s > 0 else "behind"
-            yield Finding(
-                severity="warning",
-                check="clock",
-                hosts=[name],
-                found=f"the clock of {name} is {time_text(abs(offset_s))} {way} that of {first}"
+            yield warning(
+                "clock",
+                [name],
+                f"the clock of {name} is {time_text(abs(offset_s))} {way} that of {first}"
                 f" (± {time_text(error_s)})",
-                advice="training does not mind, but traces and logs of different hosts do not fit"
+                "training does not mind, but traces and logs of different hosts do not fit"
                 " together: run chrony or systemd-timesyncd on all hosts",
             )
 
@@ -108,18 +311,12 @@ def find_clocks(examination: Examination) -> Iterator[Finding]:
 # Kernels.
 def find_kernels(examination: Examination) -> Iterator[Finding]:
     """TCP's settings, against rate times round trip."""
-    controls: dict[str, Hashable] = {
-        name: facts.congestion_control
-        for name, facts in known_facts(examination)
-        if facts.congestion_control is not None
-    }
     yield from differing(
+        "hint",
+        "window",
         "TCP's congestion control differs",
-        controls,
-        severity="hint",
-        check="window",
-        advice="one may take the other's share of a link: set net.ipv4.tcp_congestion_control"
-        " alike",
+        {name: facts.congestion_control for name, facts in known_facts(examination)},
+        "one may take the other's share of a link: set net.ipv4.tcp_congestion_control alike",
     )
     worst: dict[tuple[int, str], _Window] = {}
     for window in _windows(examination):
@@ -175,13 +372,12 @@ def _windows_of_pair(
 
 
 def _too_small(name: str, window: _Window) -> Finding:
-    return Finding(
-        severity="hint",
-        check="window",
-        hosts=[name],
-        found=f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
+    return hint(
+        "window",
+        [name],
+        f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
         f" {window.why} needs {window.needed_bytes / 1e6:.2g} MB",
-        advice=f"if more than is measured is to go through, raise {window.setting}"
+        f"if more than is measured is to go through, raise {window.setting}"
         + (" there with sysctl (of three numbers the third)" * window.setting.startswith("net."))
         + " so that twice that is allowed",
     )

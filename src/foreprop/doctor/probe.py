@@ -7,12 +7,12 @@ files print is not taken for one. The end of the input, a signal or a long silen
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -36,18 +36,9 @@ from foreprop.doctor.records import (
 )
 from foreprop.errors import ForepropError
 from foreprop.link.stream import listen
-from foreprop.link.traffic import (
-    Attempt,
-    Endpoint,
-    Flow,
-    ProbeListener,
-    Trip,
-    listen_everywhere,
-    ping,
-    reach,
-    send,
-)
+from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
 from foreprop.run.host import Inbox
+from foreprop.run.processes import write_all
 from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__
 
@@ -66,16 +57,19 @@ class Probe:
 
     def answer(self, command: Command) -> Answer:
         """Within a time that the command bounds; what goes wrong is in the answer."""
+        host, token = self._host, self._token
         try:
             match command:
                 case Introduce():
                     return self._introduce(command)
-                case Reach():
-                    return Reached(attempts=self._reach(command))
-                case Ping():
-                    return Pinged(trips=self._ping(command))
-                case Send():
-                    return Sent(flows=self._send(command))
+                case Reach(peers=peers, timeout_s=timeout_s):
+                    reach_to = partial(reach, host, token=token, timeout_s=timeout_s)
+                    return Reached(attempts=_for_all(peers, reach_to))
+                case Ping(peers=peers, seconds=seconds):
+                    return Pinged(trips=[ping(host, peer, token, seconds) for peer in peers])
+                case Send(peers=peers, settle_s=settle_s, seconds=seconds):
+                    send_to = partial(send, host, token=token, settle_s=settle_s, seconds=seconds)
+                    return Sent(flows=_for_all(peers, send_to))
                 case _:
                     return Defect(text=f"asked for {type(command).__name__}")
         except Exception as error:
@@ -111,20 +105,6 @@ class Probe:
             except ForepropError as error:
                 rendezvous_error = str(error)
         return address, Ports(port, rendezvous_port, rendezvous_error)
-
-    def _reach(self, command: Reach) -> list[Attempt]:
-        timeout_s = command.timeout_s
-        return _for_all(command.peers, lambda p: reach(self._host, p, self._token, timeout_s))
-
-    def _ping(self, command: Ping) -> list[Trip]:
-        return [ping(self._host, peer, self._token, command.seconds) for peer in command.peers]
-
-    def _send(self, command: Send) -> list[Flow]:
-        def send_to(peer: Endpoint) -> Flow:
-            settle_s, seconds = command.settle_s, command.seconds
-            return send(self._host, peer, self._token, settle_s=settle_s, seconds=seconds)
-
-        return _for_all(command.peers, send_to)
 
 
 def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> list[_Result]:
@@ -162,11 +142,7 @@ def _answer_line(probe: Probe, line: bytes) -> Answer:
 
 
 def _say(descriptor: int, answer: Answer) -> None:
-    data = MARK + msgspec.json.encode(answer) + b"\n"
-    with contextlib.suppress(BrokenPipeError):
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+    write_all(descriptor, MARK + msgspec.json.encode(answer) + b"\n")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,7 @@ from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import World
 from foreprop.config import LaunchInfo
 from foreprop.doctor.probe import Probe
-from foreprop.doctor.records import (
-    Answer,
-    Command,
-    End,
-    Failure,
-    decode_answer,
-    decode_command,
-)
+from foreprop.doctor.records import Answer, Command, End, Failure, decode_answer, decode_command
 from foreprop.errors import ForepropError, PeerLost, StepTimeout
 
 _SILENCE_S = 600.0

@@ -5,6 +5,9 @@ Hosts are numbers here: places in the list of hosts.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -176,7 +179,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     together: list[Flow] = []
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True):
     """Something found, about these hosts, and what to do about it."""
 
     severity: Severity
@@ -186,13 +189,52 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
 
 
-def decode_command(data: bytes) -> Command:
-    """Raises ``msgspec.MsgspecError``."""
-    command: Command = msgspec.json.decode(data, type=Command)
-    return command
+# They raise ``msgspec.MsgspecError``.
+decode_command: Callable[[bytes], Command] = msgspec.json.Decoder(Command).decode
+decode_answer: Callable[[bytes], Answer] = msgspec.json.Decoder(Answer).decode
 
 
-def decode_answer(data: bytes) -> Answer:
-    """Raises ``msgspec.MsgspecError``."""
-    answer: Answer = msgspec.json.decode(data, type=Answer)
-    return answer
+# Words of findings: who has which value.
+Known = list[tuple[str, Facts]]
+error, warning, hint = (
+    partial(Finding, "error"),
+    partial(Finding, "warning"),
+    partial(Finding, "hint"),
+)
+"""Findings, of a check, about hosts: what is found, and what to do about it."""
+
+
+def known_facts(examination: Examination) -> Known:
+    return [(host.name, host.facts) for host in examination.hosts if host.facts is not None]
+
+
+def both_stayed(examination: Examination, source: int, to: int) -> bool:
+    """Whether neither host's probe has failed, which would explain what others saw of it."""
+    return all(examination.hosts[host].failure is None for host in (source, to))
+
+
+def groups(values: Mapping[str, Hashable]) -> str:
+    """``node0, node1: 2.6; node2: 2.7``, the most common first."""
+    names: dict[Hashable, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
+    most_first = sorted(names.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{', '.join(who)}: {value}" for value, who in most_first)
+
+
+def odd_ones(values: Mapping[str, Hashable]) -> list[str]:
+    """Those that do not have the most common value."""
+    (common, _), *_ = Counter(values.values()).most_common(1)
+    return [name for name, value in values.items() if value != common]
+
+
+def differing(
+    severity: Severity, check: str, told: str, values: Mapping[str, Hashable], advice: str
+) -> Iterator[Finding]:
+    """One finding if hosts do not all have the same value: ``told``, and who has which.
+
+    A host whose value is None is left out.
+    """
+    known = {name: value for name, value in values.items() if value is not None}
+    if len(set(known.values())) > 1:
+        yield Finding(severity, check, odd_ones(known), f"{told}: {groups(known)}", advice)

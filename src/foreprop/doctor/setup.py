@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 
-from foreprop.doctor.records import Examination, Examined, Facts, Failure, Finding, Severity
-from foreprop.doctor.words import Known, differing, groups, known_facts
+from foreprop.doctor.records import (
+    Examination,
+    Examined,
+    Facts,
+    Failure,
+    Finding,
+    Known,
+    Severity,
+    both_stayed,
+    differing,
+    error,
+    groups,
+    hint,
+    known_facts,
+    warning,
+)
+from foreprop.link.stream import is_loopback
+from foreprop.link.traffic import Attempt
+from foreprop.run.plan import maybe_address
 
 _BASE_FILES = 128
 """What torch and Python open by themselves, rounded up."""
@@ -54,24 +71,22 @@ def find_failures(examination: Examination) -> Iterator[Finding]:
 def _failure(host: Examined, failure: Failure) -> Finding:
     found, advice = _FAILURES[failure.kind]
     command = failure.command or f"ssh {host.name} true"
-    return Finding(
-        severity="error",
-        check="start",
-        hosts=[host.name],
-        found=f"{host.name}: {found.format(text=failure.text)}",
-        advice=advice.format(command=command),
+    return error(
+        "start",
+        [host.name],
+        f"{host.name}: {found.format(text=failure.text)}",
+        advice.format(command=command),
     )
 
 
 def find_directories(examination: Examination) -> Iterator[Finding]:
     for name, facts in known_facts(examination):
         if facts.directory_error is not None:
-            yield Finding(
-                severity="error",
-                check="directory",
-                hosts=[name],
-                found=f"{name}: {facts.directory_error}",
-                advice="make it there with the script in it, or give --directory, here and to run",
+            yield error(
+                "directory",
+                [name],
+                f"{name}: {facts.directory_error}",
+                "make it there with the script in it, or give --directory, here and to run",
             )
 
 
@@ -80,12 +95,11 @@ def find_versions(examination: Examination) -> Iterator[Finding]:
     known = known_facts(examination)
     for name, facts in known:
         if facts.torch is None:
-            yield Finding(
-                severity="error",
-                check="versions",
-                hosts=[name],
-                found=f"{name}: torch cannot be imported: {facts.torch_error}",
-                advice=f"install the same torch on all hosts ({groups(_torches(known)) or 'none'})",
+            yield error(
+                "versions",
+                [name],
+                f"{name}: torch cannot be imported: {facts.torch_error}",
+                f"install the same torch on all hosts ({groups(_torches(known)) or 'none'})",
             )
     if not known:
         return
@@ -100,8 +114,7 @@ def find_versions(examination: Examination) -> Iterator[Finding]:
         ("Python", pythons, "warning", "use the same Python everywhere"),
     ]
     for what, values, severity, advice in versions:
-        told = f"{what} differs"
-        yield from differing(told, values, severity=severity, check="versions", advice=advice)
+        yield from differing(severity, "versions", f"{what} differs", values, advice)
 
 
 def _torches(known: Known) -> dict[str, Hashable]:
@@ -114,13 +127,12 @@ def find_processors(examination: Examination) -> Iterator[Finding]:
         if host.facts is not None:
             yield from _find_threads(host, host.facts)
             yield from _find_load(host.name, host.facts)
-    cpus: dict[str, Hashable] = {name: facts.cpus for name, facts in known_facts(examination)}
     yield from differing(
+        "hint",
+        "processors",
         "the number of CPUs differs",
-        cpus,
-        severity="hint",
-        check="processors",
-        advice="where the CPU computes, every step waits for the slowest host",
+        {name: facts.cpus for name, facts in known_facts(examination)},
+        "where the CPU computes, every step waits for the slowest host",
     )
 
 
@@ -130,46 +142,42 @@ def _find_threads(host: Examined, facts: Facts) -> Iterator[Finding]:
     elif facts.threads.isascii() and facts.threads.isdigit() and int(facts.threads) > 0:
         threads = int(facts.threads)
     else:
-        yield Finding(
-            severity="warning",
-            check="processors",
-            hosts=[host.name],
-            found=f"{host.name}: OMP_NUM_THREADS is {facts.threads!r}, which is no number",
-            advice=f"set it to {max(1, facts.cpus // host.workers)} there, or to nothing",
+        yield warning(
+            "processors",
+            [host.name],
+            f"{host.name}: OMP_NUM_THREADS is {facts.threads!r}, which is no number",
+            f"set it to {max(1, facts.cpus // host.workers)} there, or to nothing",
         )
         return
     fair = max(1, facts.cpus // host.workers)
     if threads * host.workers > facts.cpus:
-        yield Finding(
-            severity="warning",
-            check="processors",
-            hosts=[host.name],
-            found=f"{host.name}: {host.workers} worker(s) with {threads} thread(s) each share"
+        yield warning(
+            "processors",
+            [host.name],
+            f"{host.name}: {host.workers} worker(s) with {threads} thread(s) each share"
             f" {facts.cpus} CPU(s)",
-            advice=f"set OMP_NUM_THREADS={fair} and no more workers than CPUs, or threads wait for"
+            f"set OMP_NUM_THREADS={fair} and no more workers than CPUs, or threads wait for"
             " each other",
         )
     elif 2 * threads * host.workers <= facts.cpus:
-        yield Finding(
-            severity="hint",
-            check="processors",
-            hosts=[host.name],
-            found=f"{host.name}: {host.workers} worker(s) with {threads} thread(s) each use"
+        yield hint(
+            "processors",
+            [host.name],
+            f"{host.name}: {host.workers} worker(s) with {threads} thread(s) each use"
             f" {threads * host.workers} of {facts.cpus} CPUs",
-            advice=f"if the CPU computes, set OMP_NUM_THREADS={fair} (torchrun sets 1 where there"
+            f"if the CPU computes, set OMP_NUM_THREADS={fair} (torchrun sets 1 where there"
             " are several workers)",
         )
 
 
 def _find_load(name: str, facts: Facts) -> Iterator[Finding]:
     if facts.load > facts.cpus:
-        yield Finding(
-            severity="hint",
-            check="processors",
-            hosts=[name],
-            found=f"{name}: busy: in the last minute {facts.load:.1f} threads wanted to run on"
+        yield hint(
+            "processors",
+            [name],
+            f"{name}: busy: in the last minute {facts.load:.1f} threads wanted to run on"
             f" {facts.cpus} CPU(s)",
-            advice="rates and round trips may be better than measured now; look again when nothing"
+            "rates and round trips may be better than measured now; look again when nothing"
             " else runs, because training would share the CPUs too",
         )
 
@@ -180,11 +188,178 @@ def find_open_files(examination: Examination) -> Iterator[Finding]:
     need = _BASE_FILES + 4 * workers
     for name, facts in known_facts(examination):
         if facts.open_files < need:
-            yield Finding(
-                severity="error",
-                check="open files",
-                hosts=[name],
-                found=f"{name}: a process may open {facts.open_files} files; {workers} worker(s)"
+            yield error(
+                "open files",
+                [name],
+                f"{name}: a process may open {facts.open_files} files; {workers} worker(s)"
                 f" need about {need}",
-                advice="raise it there: ulimit -n 65536, or nofile in /etc/security/limits.conf",
+                "raise it there: ulimit -n 65536, or nofile in /etc/security/limits.conf",
             )
+
+
+# Names and addresses.
+def find_names(examination: Examination) -> Iterator[Finding]:
+    known = known_facts(examination)
+    for name in sorted({entry.name for _, facts in known for entry in facts.names}):
+        if maybe_address(name) is None and name != "localhost":
+            yield from _find_one_name(examination, name)
+    for host, facts in known:
+        yield from _find_own_name(host, facts)
+
+
+def _find_one_name(examination: Examination, name: str) -> Iterator[Finding]:
+    meeting = name == examination.rendezvous
+    first: dict[str, Hashable] = {}
+    for number, host in enumerate(examination.hosts):
+        for entry in host.facts.names if host.facts is not None else ():
+            if entry.name != name:
+                continue
+            own = number == 0 if meeting else host.name == name
+            if entry.error is not None or not entry.addresses:
+                yield _unresolved(host.name, name, entry.error or "no address", meeting=meeting)
+            elif is_loopback(entry.addresses[0]):
+                if not own:
+                    yield _leads_to_itself(host.name, name, entry.addresses[0], meeting=meeting)
+            else:
+                first[host.name] = entry.addresses[0]
+    yield from differing(
+        "warning",
+        "names",
+        f"the name {name!r} means different addresses",
+        first,
+        "make /etc/hosts or DNS say the same on all hosts, or use addresses",
+    )
+
+
+def _unresolved(host: str, name: str, why: str, *, meeting: bool) -> Finding:
+    if meeting:
+        advice = f"add {name} to /etc/hosts or DNS there, or give its address with --master-addr"
+    else:
+        advice = "training does without; ssh from there and other programs do not"
+    return Finding(
+        "error" if meeting else "hint",
+        "names",
+        [host],
+        f"{host} cannot resolve the name {name!r}"
+        + (", where the rendezvous is" if meeting else "")
+        + f": {why}",
+        advice,
+    )
+
+
+def _leads_to_itself(host: str, name: str, address: str, *, meeting: bool) -> Finding:
+    return Finding(
+        "error" if meeting else "warning",
+        "names",
+        [host],
+        f"on {host} the name {name!r} means {address}, which is {host} itself",
+        f"correct the line of {name} in /etc/hosts on {host}",
+    )
+
+
+def _find_own_name(host: str, facts: Facts) -> Iterator[Finding]:
+    own = facts.own_name
+    usable = own.addresses and not is_loopback(own.addresses[0])
+    if usable or facts.gloo_interface or facts.address is None or is_loopback(facts.address):
+        return
+    means = own.addresses[0] if own.addresses else "no address"
+    yield hint(
+        "names",
+        [host],
+        f"{host}: the own host name {own.name!r} means {means} there",
+        "foreprop does not mind; gloo under DistributedDataParallel does: set"
+        f" GLOO_SOCKET_IFNAME={facts.interface or 'INTERFACE'} there, or correct /etc/hosts",
+    )
+
+
+def find_addresses(examination: Examination) -> Iterator[Finding]:
+    for name, facts in known_facts(examination):
+        if facts.address_error is not None:
+            yield _bad_address(examination.rendezvous, name, facts)
+        if facts.rendezvous_error is not None:
+            yield error(
+                "ports",
+                [name],
+                f"{name}: {facts.rendezvous_error}, where the rendezvous is to be",
+                "end what listens there, give another --port, or none: then a free one is taken",
+            )
+    addresses: dict[str, list[str]] = {}
+    for name, facts in known_facts(examination):
+        if facts.address is not None and not is_loopback(facts.address):
+            addresses.setdefault(facts.address, []).append(name)
+    for address, names in addresses.items():
+        if len(names) > 1:
+            yield warning(
+                "address",
+                names,
+                f"{', '.join(names)} have the same address, {address}",
+                "name each machine once, with workers=N for several workers; or give each"
+                " machine an address of its own",
+            )
+
+
+def _bad_address(rendezvous: str, name: str, facts: Facts) -> Finding:
+    if facts.address is not None and is_loopback(facts.address):
+        resolved = (entry.addresses for entry in facts.names if entry.name == rendezvous)
+        means = next((addresses[0] for addresses in resolved if addresses), facts.address)
+        return error(
+            "names",
+            [name],
+            f"on {name} the rendezvous {rendezvous!r} means {means}, so {name} would"
+            " tell others an address that they cannot reach",
+            f"take that line out of /etc/hosts on {name} (127.0.1.1 is the usual one), name"
+            " the host by its address, or set FOREPROP_INTERFACE there",
+        )
+    return error(
+        "address",
+        [name],
+        f"{name} has no address to be reached at: {facts.address_error}",
+        "set FOREPROP_INTERFACE there to the interface or address to use, and see that"
+        f" there is a route to {rendezvous}",
+    )
+
+
+# Who reaches whom.
+def find_unreached(examination: Examination) -> Iterator[Finding]:
+    for attempt in examination.attempts:
+        stayed = both_stayed(examination, attempt.source, attempt.to)
+        if attempt.outcome != "connected" and stayed:
+            yield _unreached(examination, attempt)
+
+
+def _unreached(examination: Examination, attempt: Attempt) -> Finding:
+    source, to = examination.hosts[attempt.source], examination.hosts[attempt.to]
+    where = f"{to.name} at {attempt.address} port {attempt.port}"
+    if attempt.purpose == "rendezvous":
+        where += " (the rendezvous)"
+    ports = _port_range(to.facts, attempt)
+    found, advice = {
+        "timeout": (
+            f"{source.name} gets no answer from {where}: a firewall that drops, or no way there",
+            f"let {source.name} connect to {to.name} on {ports} (firewall, security group), or set"
+            " FOREPROP_INTERFACE on both to a network that joins them",
+        ),
+        "refused": (
+            f"{source.name} is refused by {where}, though a probe listens there",
+            f"a firewall rejects it, or the address leads elsewhere: let {source.name} connect to"
+            f" {to.name} on {ports}, and see what {attempt.address} means on {source.name}",
+        ),
+        "stranger": (
+            f"{source.name} reaches something else at {where}: {attempt.error}",
+            f"see what {attempt.address} means on {source.name} (address translation, a proxy, an"
+            " address given twice)",
+        ),
+        "failed": (
+            f"{source.name} cannot connect to {where}: {attempt.error}",
+            f"see the routes on {source.name} (ip route get {attempt.address}), or set"
+            " FOREPROP_INTERFACE on both to a network that joins them",
+        ),
+    }[attempt.outcome]
+    return error("reach", [source.name, to.name], found, advice)
+
+
+def _port_range(facts: Facts | None, attempt: Attempt) -> str:
+    """Sessions listen on ports that the kernel chooses."""
+    if facts is None or facts.first_port is None or facts.last_port is None:
+        return f"port {attempt.port} and all others that the kernel may choose"
+    return f"all ports from {facts.first_port} to {facts.last_port}, which the kernel chooses from"

@@ -10,10 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from foreprop.doctor.links import clock_offsets_s
-from foreprop.doctor.records import Examination, Examined, Finding, Severity
-from foreprop.doctor.speed import totals
-from foreprop.doctor.words import groups, known_facts
+from foreprop.doctor.links import clock_offsets_s, totals
+from foreprop.doctor.records import Examination, Examined, Finding, Severity, groups, known_facts
 from foreprop.link.traffic import Flow
 from foreprop.quantities import rate_text, time_text
 

@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
 
@@ -160,6 +162,34 @@ class Cluster:
             self._process.wait(_END_S)
         self._process.kill()  # and with it, by the kernel, whatever still runs below it
         self._process.wait()
+
+
+@contextlib.contextmanager
+def children_start_undisturbed() -> Iterator[None]:
+    """Ctrl-C waits in a child that is still importing: children inherit what this thread blocks.
+
+    In this process another thread takes the signal, and Python handles it in the main one.
+    """
+    resource_tracker.ensure_running()  # starting it would unblock the signal again
+    ended = threading.Event()
+    taker = threading.Thread(target=ended.wait, name="foreprop-signals", daemon=True)
+    taker.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ended.set()
+        taker.join()
+
+
+def busy_s() -> float:
+    """CPU time that the whole machine has spent on work that would not have made way for the lab's.
+
+    What runs at a lower priority (``nice``) has not kept it waiting.
+    """
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.nice - getattr(times, "iowait", 0.0))
 
 
 def _free_port() -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -17,23 +18,22 @@ import torch
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.lab.cluster import Cluster
-from foreprop.lab.machine import busy_s
+from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__
-from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES, best_bucket
 from foreprop.workload.network import Network
 from foreprop.workload.records import CPU_BOUND_SHARE, Record, record_of
 from foreprop.workload.setting import (
     AUTO,
+    BUCKET_BYTES,
     DDP,
     DDP_TUNED,
     DISCARDED_STEPS,
     MXNET,
     SIZE_MARK,
     LabSetting,
+    best_bucket,
 )
 
 Progress = Callable[[str], None]
@@ -221,10 +221,7 @@ class _Run:
 
     def _record(self, name: str, tally: _Tally) -> Record:
         setting = self._setting
-        wire_s = limit.wire_s(
-            limit.model_bytes(setting.layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
-        )
-        sent_gb = wire_s * setting.rate / 8 * setting.nodes * tally.steps / 1e9
+        sent_gb = setting.wire_s * setting.rate / 8 * setting.nodes * tally.steps / 1e9
         cpu_share = max(tally.busy_s, tally.cpu_s) / (tally.wall_s * (os.cpu_count() or 1))
         return record_of(
             name,
@@ -287,32 +284,30 @@ def build_system(
 def _steps(system: System, count: int, *, sample: bool) -> tuple[Steps, list[Sample]]:
     if not sample:
         return system.steps(count), []
-    sampler = _Sampler()
-    try:
-        return system.steps(count), sampler.samples
-    finally:
-        sampler.stop()
+    with _sampled() as samples:
+        return system.steps(count), samples
 
 
-class _Sampler:
+@contextlib.contextmanager
+def _sampled() -> Iterator[list[Sample]]:
     """Reads the node's interface counters at fixed times, in a thread."""
+    samples: list[Sample] = []
+    stopped = threading.Event()
 
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lab-sampler", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         started = time.monotonic()
         sent_before, received_before = interface_bytes()
         due = 0.0
-        while not self._stopped.wait(max(0.0, started + due - time.monotonic())):
+        while not stopped.wait(max(0.0, started + due - time.monotonic())):
             sent, received = interface_bytes()
             elapsed = time.monotonic() - started
-            self.samples.append((elapsed, sent - sent_before, received - received_before))
+            samples.append((elapsed, sent - sent_before, received - received_before))
             due = elapsed + _SAMPLE_S
 
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
+    thread = threading.Thread(target=run, name="lab-sampler", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stopped.set()
+        thread.join()

@@ -11,10 +11,9 @@ from foreprop.config import PRESETS, Config
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Partition, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
-from foreprop.workload.buckets import BUCKET_BYTES
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Layer
-from foreprop.workload.setting import DDP, RING, LabSetting
+from foreprop.workload.setting import BUCKET_BYTES
 
 ModelledArchitecture = Literal["p2p", "ps", "ring", "hybrid", "ddp"]
 """Those of `foreprop.Config`, and DistributedDataParallel, which reduces buckets in a ring."""
@@ -139,6 +138,11 @@ class Deployment:
         """From the last byte sent to the receiver's having it in hand."""
         return self.latency_s + self.hosts.receive_s
 
+    @property
+    def copied_bytes_per_s(self) -> float:
+        """Inside of one machine."""
+        return 1 / max(self.hosts.copy_byte_s, 1e-12)
+
     def link_bytes_per_s(self, *, server: bool = False) -> float:
         """What a link carries without headers, with acknowledgements of as much the other way."""
         dedicated = self.server_rate_bits_per_s if server else None
@@ -154,26 +158,6 @@ class Deployment:
             slice_elems=self.slice_elems or usual_slice_elems(self.servers),
             big_array_elems=self.big_array_elems,
         )
-
-
-def deployment_of(setting: LabSetting, system: str) -> Deployment:
-    """What the lab measures and simulates: a preset, ``ring`` or ``ddp``, sizes scaled alike."""
-    known = (*PRESETS, RING, DDP)
-    if system not in known:
-        raise ConfigError(f"system is {system!r}; the model knows {', '.join(known)}")
-    served = system in PRESETS
-    return Deployment(
-        layers=setting.layers,
-        architecture="p2p" if served else "ring" if system == RING else "ddp",
-        preset=system if served else "p3",
-        nodes=setting.nodes,
-        workers_per_node=setting.workers_per_node,
-        rate_bits_per_s=setting.rate,
-        slice_elems=setting.slice_elems_of(system),
-        big_array_elems=setting.scaled(BIG_ARRAY_ELEMS),
-        chunk_elems=setting.scaled(_DEFAULT.chunk_elems),
-        bucket_bytes=setting.scaled(BUCKET_BYTES),
-    )
 
 
 def without(deployment: Deployment, resource: Resource) -> Deployment:

@@ -17,8 +17,8 @@ from foreprop.errors import ConfigError
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Resource, Table
 from foreprop.model.refined import predict, step_s
 from foreprop.workload import limit
-from foreprop.workload.options import option
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
+from foreprop.workload.setting import option
 
 P3 = "p3"
 
@@ -253,22 +253,18 @@ def forecasts(
     Dedicated servers are tried in all the numbers asked for with p3, and with the other presets in
     the one number that suits p3.
     """
-    made = []
-    for candidate in _without_servers(setting):
+
+    def made(candidate: Candidate) -> Forecast:
         progress(candidate.name)
-        made.append(forecast(setting, candidate))
-    served = []
-    for count in filter(None, setting.servers):
-        candidate = Candidate("ps", P3, count)
-        progress(candidate.name)
-        served.append(forecast(setting, candidate))
+        return forecast(setting, candidate)
+
+    found = [made(candidate) for candidate in _without_servers(setting)]
+    served = [made(Candidate("ps", P3, count)) for count in setting.servers if count]
     if served:
         count = choose({f.candidate: f.step_s for f in served}).servers
-        for preset in PRESETS:
-            if preset != P3:
-                progress(Candidate("ps", preset, count).name)
-                served.append(forecast(setting, Candidate("ps", preset, count)))
-    return sorted(made + served, key=lambda f: f.step_s)
+        others = [preset for preset in PRESETS if preset != P3]
+        served += [made(Candidate("ps", preset, count)) for preset in others]
+    return sorted(found + served, key=lambda f: f.step_s)
 
 
 def _without_servers(setting: PlanSetting) -> Iterator[Candidate]:

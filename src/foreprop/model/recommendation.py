@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -133,7 +133,8 @@ def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
     """What is at least `_WORTHWHILE`."""
     yield from _more_servers(setting, chosen)
     if not _gathers(setting, chosen.candidate):
-        yield from _half_the_bytes(setting, chosen)
+        half = replace(setting, bytes_per_elem=setting.bytes_per_elem // 2)
+        yield from _on(half, chosen, kind="half_precision")
     rate = 2 * setting.rate_bits_per_s
     server_rate = setting.server_rate_bits_per_s
     twice = replace(
@@ -141,16 +142,14 @@ def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
         rate_bits_per_s=rate,
         server_rate_bits_per_s=None if server_rate is None else 2 * server_rate,
     )
-    seconds = candidate_step_s(twice, chosen.candidate)
-    if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
-        yield Remedy(kind="rate", rate_bits_per_s=rate, step_s=seconds, speed_up=gain)
+    yield from _on(twice, chosen, kind="rate", rate_bits_per_s=rate)
 
 
-def _half_the_bytes(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
-    half = replace(setting, bytes_per_elem=setting.bytes_per_elem // 2)
-    seconds = candidate_step_s(half, chosen.candidate)
+def _on(changed: PlanSetting, chosen: Forecast, **what: Any) -> Iterator[Remedy]:
+    """The changed cluster, if the chosen one is worth that much more on it."""
+    seconds = candidate_step_s(changed, chosen.candidate)
     if (gain := chosen.step_s / seconds) >= _WORTHWHILE:
-        yield Remedy(kind="half_precision", step_s=seconds, speed_up=gain)
+        yield Remedy(step_s=seconds, speed_up=gain, **what)
 
 
 def _gathers(setting: PlanSetting, candidate: Candidate) -> bool:
@@ -163,17 +162,15 @@ def _more_servers(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
 
     More than those considered; beyond one for each node the workers' own links are what is left.
     """
-    before_s = chosen.step_s
+    before_s, found = chosen.step_s, False
     for count in _server_counts(max(setting.servers), setting.nodes):
+        if found and count < setting.nodes:
+            continue
         seconds = candidate_step_s(setting, Candidate("ps", P3, count))
         if before_s / seconds >= _WORTHWHILE:
-            yield Remedy(
-                kind="servers", servers=count, step_s=seconds, speed_up=chosen.step_s / seconds
-            )
-            before_s = seconds
-            if count < setting.nodes:
-                yield from _as_many_as_nodes(setting, chosen, before_s)
-            return
+            gain = chosen.step_s / seconds
+            yield Remedy(kind="servers", servers=count, step_s=seconds, speed_up=gain)
+            before_s, found = seconds, True
 
 
 def _server_counts(considered: int, nodes: int) -> Iterator[int]:
@@ -184,13 +181,6 @@ def _server_counts(considered: int, nodes: int) -> Iterator[int]:
         more *= 2
     if considered < nodes:
         yield nodes
-
-
-def _as_many_as_nodes(setting: PlanSetting, chosen: Forecast, before_s: float) -> Iterator[Remedy]:
-    seconds = candidate_step_s(setting, Candidate("ps", P3, setting.nodes))
-    if before_s / seconds >= _WORTHWHILE:
-        gain = chosen.step_s / seconds
-        yield Remedy(kind="servers", servers=setting.nodes, step_s=seconds, speed_up=gain)
 
 
 def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:

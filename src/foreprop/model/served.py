@@ -149,8 +149,7 @@ class _Exchange:
 
     def __init__(self, deployment: Deployment, ready_s: Sequence[float], backward_s: float) -> None:
         capacities, passing = connections(deployment)
-        copies = 1 / max(deployment.hosts.copy_byte_s, 1e-12)
-        self.lanes = Lanes(capacities, passing, most_bytes_per_s=copies)
+        self.lanes = Lanes(capacities, passing, most_bytes_per_s=deployment.copied_bytes_per_s)
         self.complete_s = [0.0] * len(ready_s)
         preset = PRESETS[deployment.preset]
         self._deployment = deployment

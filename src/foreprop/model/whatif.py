@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -36,6 +36,13 @@ _PARSE: Mapping[Variable, Parse] = {
     "nodes": parse_count,
     "servers": parse_count,
 }
+_FIELDS: Mapping[Variable, str] = {
+    "rate": "rate_bits_per_s",
+    "latency": "latency_s",
+    "compute": "compute_s",
+    "nodes": "nodes",
+}
+"""Of `PlanSetting`."""
 _WHOLE = ("nodes", "servers")
 _ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 _FEW, _MOST = 5, 24
@@ -150,7 +157,7 @@ def what_if(
             )
             for value, (changed, steps_s) in zip(values, made, strict=True)
         ],
-        asked=_asked(setting, variable),
+        asked=getattr(setting, _FIELDS[variable]) if variable in _FIELDS else None,
     )
 
 
@@ -162,23 +169,8 @@ def _changed(setting: PlanSetting, variable: Variable, value: float) -> PlanSett
                 " has a curve anyway"
             )
         return replace(setting, servers=(0, int(value)))
-    if variable == "nodes":
-        return replace(setting, nodes=int(value))
-    if variable == "rate":
-        return replace(setting, rate_bits_per_s=value)
-    if variable == "latency":
-        return replace(setting, latency_s=value)
-    return replace(setting, compute_s=value)
-
-
-def _asked(setting: PlanSetting, variable: Variable) -> float | None:
-    asked: dict[Variable, float] = {
-        "rate": setting.rate_bits_per_s,
-        "latency": setting.latency_s,
-        "compute": setting.compute_s,
-        "nodes": setting.nodes,
-    }
-    return asked.get(variable)
+    changes: dict[str, Any] = {_FIELDS[variable]: int(value) if variable in _WHOLE else value}
+    return replace(setting, **changes)
 
 
 def _curves(setting: PlanSetting, tables: bool) -> Iterator[Candidate]:

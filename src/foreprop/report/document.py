@@ -1,4 +1,6 @@
-"""Pages that need nothing else, neither network nor files beside them: templates and writing.
+"""What all pages are made of: templates, numbers with units, layers' colours, and writing.
+
+A page needs nothing else, neither network nor files beside it.
 
 Values are escaped by the templates; styles and scripts are ours, and are put in as they are.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,49 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from foreprop.report.numbers import ABSENT, milliseconds, percent, rate, size
+# Numbers with units.
+TIMES = "\N{MULTIPLICATION SIGN}"
+ABSENT = "\N{EN DASH}"
+"""Shown for a value that is not known."""
+
+_NBSP = "\N{NO-BREAK SPACE}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration in ms with three significant digits: 1.24 ms, 93.1 ms, 1,204 ms."""
+    if not math.isfinite(seconds):
+        return ABSENT
+    value = seconds * 1e3
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f}{_NBSP}ms"
+
+
+def size(size_bytes: float) -> str:
+    """A size in decimal units, as network rates are: 812 B, 3.2 KB, 1.64 MB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size_bytes >= factor:
+            return f"{_three_digits(size_bytes / factor)}{_NBSP}{unit}"
+    return f"{size_bytes:.0f}{_NBSP}B"
+
+
+def rate(bits_per_s: float) -> str:
+    """A network rate: 500 Mbit/s, 1.5 Gbit/s."""
+    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits_per_s >= factor:
+            return f"{_three_digits(bits_per_s / factor)}{_NBSP}{unit}"
+    return f"{bits_per_s:.0f}{_NBSP}bit/s"
+
+
+def percent(share: float, digits: int | None = None) -> str:
+    """A share of 1 as a percentage; by default whole, below 10% with one decimal."""
+    if not math.isfinite(share):
+        return ABSENT
+    decimals = (1 if 0 < share < 0.0995 else 0) if digits is None else digits
+    return f"{share * 100:.{decimals}f}%"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def render(template: str, *, package: str = __package__, styles: str, **values: Any) -> str:
@@ -41,9 +86,7 @@ def render(template: str, *, package: str = __package__, styles: str, **values: 
         "pixels": lambda px: f"{px:.2f}".rstrip("0").rstrip("."),
     }
     return environment.get_template(template).render(
-        values,
-        styles=Markup(asset("report.css") + styles),
-        script=Markup(asset("report.js")),
+        values, styles=Markup(asset("report.css") + styles), script=Markup(asset("report.js"))
     )
 
 
@@ -63,3 +106,66 @@ def write_document(path: Path, page: str) -> None:
     except BaseException:
         os.unlink(partial)
         raise
+
+
+# Layer colours: one sequential ramp by forward position, for a light and for a dark page.
+# They run from dark to bright, so that they also read without colour vision and in grey; red is
+# left to waiting.
+LIGHT_RAMP = ("#33267d", "#2a5cab", "#1a84a2", "#2a9a77", "#76a83c", "#cda425")
+DARK_RAMP = ("#7f76e8", "#5a97ee", "#43b4d6", "#4dcda6", "#a5da62", "#f3d469")
+_INK = {"dark": "#14161a", "bright": "#ffffff"}
+
+_Rgb = tuple[float, float, float]
+
+
+def palette_css(layer_indices: Iterable[int]) -> str:
+    """Rules that fill the classes `c<index>` and, readable on them, the texts `t<index>`."""
+    indices = sorted(layer_indices)
+    rules = "".join(
+        f".c{i}{{fill:var(--l{i});color:var(--l{i})}}.t{i}{{fill:var(--t{i});stroke:var(--l{i})}}\n"
+        for i in indices
+    )
+    light, dark = _variables(indices, LIGHT_RAMP), _variables(indices, DARK_RAMP)
+    return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{rules}"
+
+
+def _variables(indices: Sequence[int], ramp: Sequence[str]) -> str:
+    parts = []
+    for position, index in enumerate(indices):
+        colour = ramp_colour(ramp, position / max(len(indices) - 1, 1))
+        parts.append(f"--l{index}:{colour};--t{index}:{_ink_on(colour)};")
+    return "".join(parts)
+
+
+def ramp_colour(ramp: Sequence[str], place: float) -> str:
+    """The colour at `place` (0 to 1) of a ramp of equally spaced hex colours."""
+    scaled = min(max(place, 0.0), 1.0) * (len(ramp) - 1)
+    left = min(int(scaled), len(ramp) - 2)
+    share = scaled - left
+    mixed = (
+        round((1 - share) * a + share * b)
+        for a, b in zip(_rgb(ramp[left]), _rgb(ramp[left + 1]), strict=True)
+    )
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast ratio of two hex colours, 1 to 21."""
+    dark, bright = sorted((_luminance(one), _luminance(other)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def _ink_on(colour: str) -> str:
+    return max(_INK.values(), key=lambda ink: contrast(ink, colour))
+
+
+def _rgb(colour: str) -> _Rgb:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _luminance(colour: str) -> float:
+    channels = (channel / 255 for channel in _rgb(colour))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

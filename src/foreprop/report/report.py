@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foreprop.errors import ConfigError
-from foreprop.report.document import render, write_document
-from foreprop.report.numbers import ABSENT, TIMES, milliseconds, percent, rate
-from foreprop.report.palette import palette_css
+from foreprop.report.document import (
+    ABSENT,
+    TIMES,
+    milliseconds,
+    palette_css,
+    percent,
+    rate,
+    render,
+    write_document,
+)
 from foreprop.report.timeline import Timeline
 from foreprop.report.timeline_svg import draw_timelines, layer_names
 
@@ -74,10 +81,7 @@ class ReportContext:
 
 
 def write_report(
-    path: Path,
-    context: ReportContext,
-    runs: Sequence[RunSummary],
-    timelines: Sequence[Timeline],
+    path: Path, context: ReportContext, runs: Sequence[RunSummary], timelines: Sequence[Timeline]
 ) -> None:
     """Write the report to `path`, which either keeps its old content or has the whole new one."""
     write_document(path, render_report(context, runs, timelines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from foreprop.errors import ConfigError
@@ -228,3 +228,78 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _overlap_s(spans: Iterable[tuple[float, float]], start_s: float, stop_s: float) -> float:
     return math.fsum(max(0.0, min(b, stop_s) - max(a, start_s)) for a, b in spans)
+
+
+# Shapes: rows within lanes, and merging.
+SHAPES_LIMIT = 3000
+"""Above this many shapes in one report, touching slices of a layer are drawn as one."""
+_OF_A_RUN = ("lane", "row", "direction", "layer_index", "step")
+"""What shapes have in common that may be drawn as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(TimelineEvent):
+    """One rectangle: an event, or several of the same layer, lane, row and step."""
+
+    row: int
+    """Row within the lane, from 0: events that overlap lie in different rows."""
+    names: tuple[str, ...]
+    busy_s: float
+    """Sum of the events' durations: at most the shape's, less where it spans a gap."""
+    events: int = 1
+
+
+def plan_shapes(
+    timelines: Sequence[Timeline], *, gap_s: float, limit: int = SHAPES_LIMIT
+) -> list[list[Shape]]:
+    """The shapes of every timeline; merged if there would be more than `limit` of them.
+
+    Merged are slices that overlap, touch, or lie less than `gap_s` apart: choose what the eye
+    cannot see at the picture's scale.
+    """
+    panels = [_rows(timeline.events) for timeline in timelines]
+    if sum(map(len, panels)) > limit:
+        panels = [merge_shapes(shapes, gap_s=gap_s) for shapes in panels]
+    return panels
+
+
+def merge_shapes(shapes: Iterable[Shape], *, gap_s: float) -> list[Shape]:
+    """Join neighbours in a row that belong to the same layer, direction and step."""
+    merged: list[Shape] = []
+    for shape in sorted(shapes, key=lambda s: (s.lane, s.row, s.start_s)):
+        if merged and _joinable(merged[-1], shape, gap_s):
+            merged[-1] = _join(merged[-1], shape)
+        else:
+            merged.append(shape)
+    return merged
+
+
+def _rows(events: Iterable[TimelineEvent]) -> list[Shape]:
+    """One shape per event, each in the first row of its lane that is free."""
+    free_at: dict[Lane, list[float]] = {}
+    shapes = []
+    for event in sorted(events, key=lambda e: (e.start_s, e.layer_index)):
+        rows = free_at.setdefault(event.lane, [])
+        row = next((i for i, t in enumerate(rows) if t <= event.start_s + SAME_TIME_S), len(rows))
+        if row == len(rows):
+            rows.append(0.0)
+        rows[row] = event.stop_s
+        busy_s = event.duration_s
+        shapes.append(Shape(**asdict(event), row=row, names=(event.layer,), busy_s=busy_s))
+    return shapes
+
+
+def _joinable(left: Shape, right: Shape, gap_s: float) -> bool:
+    same = all(getattr(left, name) == getattr(right, name) for name in _OF_A_RUN)
+    return same and right.start_s - left.stop_s <= max(gap_s, SAME_TIME_S)
+
+
+def _join(left: Shape, right: Shape) -> Shape:
+    return replace(
+        left,
+        names=left.names + tuple(name for name in right.names if name not in left.names),
+        stop_s=max(left.stop_s, right.stop_s),
+        busy_s=left.busy_s + right.busy_s,
+        bytes=left.bytes + right.bytes,
+        events=left.events + right.events,
+    )

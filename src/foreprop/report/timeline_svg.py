@@ -8,11 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from foreprop.report.numbers import milliseconds, size
-from foreprop.report.timeline import Lane, StepSpan, Timeline, step_spans, union
-from foreprop.report.timeline_shapes import Shape, merge_shapes, plan_shapes
+from foreprop.report.document import milliseconds, size
+from foreprop.report.timeline import (
+    Lane,
+    Shape,
+    StepSpan,
+    Timeline,
+    merge_shapes,
+    plan_shapes,
+    step_spans,
+    union,
+)
 
 PLOT_PX = 936
 """Width of the longest timeline; a shorter one ends as much earlier as it took less time."""
@@ -72,13 +80,43 @@ class Panel:
         """Lower edge of the last lane in pixels."""
         return self.top("wait") + self.lane_px["wait"]
 
+    # For the template (`panel` of parts.html).
+    lanes: ClassVar = _LANES
+    width_px: ClassVar = PLOT_PX + 2 * _MARGIN_PX
+
+    @property
+    def height_px(self) -> int:
+        return self.floor + _AXIS_PX
+
+    @property
+    def summary(self) -> str:
+        """One line: how long the steps took and how much of each was spent waiting."""
+        if not self.spans:
+            return f"{self.timeline.preset}: no steps recorded"
+        count = len(self.spans)
+        waits = " and ".join(milliseconds(span.wait_s) for span in self.spans)
+        steps = "1 step" if count == 1 else f"{count} steps"
+        return f"{steps} in {milliseconds(self.timeline.stop_s)}, waiting {waits}"
+
+    @property
+    def marks(self) -> Iterator[Mark]:
+        yield from _bands(self)
+        yield from _axis(self)
+        yield from (_shape(self, shape) for shape in self.shapes)
+        yield from _labels(self)
+        yield from _steps(self)
+        yield from _finish(self)
+
 
 def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     """Lay the timelines out with one time scale and one set of layers."""
     scale = Scale(longest_s=max((timeline.stop_s for timeline in timelines), default=0.0))
     gap_s = _MERGE_GAP_PX / scale.px_per_s if scale.px_per_s else 0.0
     shapes = plan_shapes(timelines, gap_s=gap_s)
-    rows = [{lane: _rows(lane, panel_shapes) for lane in _LANES} for panel_shapes in shapes]
+    rows = [
+        {lane: max((s.row + 1 for s in drawn if s.lane == lane), default=1) for lane in _LANES}
+        for drawn in shapes
+    ]
     layers = layer_names(timelines)
     return [
         Panel(
@@ -94,10 +132,6 @@ def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     ]
 
 
-def _rows(lane: Lane, shapes: Iterable[Shape]) -> int:
-    return max((shape.row + 1 for shape in shapes if shape.lane == lane), default=1)
-
-
 def _lane_px(lane: Lane, rows: int) -> int:
     """Height of the lane: rows get their usual height as long as the picture stays in hand."""
     crowded_px = max(_CROWDED_PX, _ROW_LEAST_PX * rows)
@@ -109,13 +143,9 @@ def layer_names(timelines: Iterable[Timeline]) -> dict[int, str]:
     events = [event for timeline in timelines for event in timeline.events]
     names: dict[int, str] = {}
     for event in sorted(events, key=lambda e: (e.layer_index, e.lane != "compute")):
-        is_layer = event.lane == "compute"
-        names.setdefault(event.layer_index, event.layer if is_layer else _owner(event.layer))
+        owner = "" if event.lane == "compute" else event.layer.rpartition(".")[0]
+        names.setdefault(event.layer_index, owner or event.layer)
     return names
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0] or parameter
 
 
 def layer_bytes(timelines: Iterable[Timeline]) -> dict[int, int]:
@@ -143,82 +173,18 @@ class Mark(NamedTuple):
     tip: str = ""
 
 
-class LaneLabel(NamedTuple):
-    kind: Lane
-    name: str
-    detail: str
-    top_px: int
-    height_px: int
+class DrawnTimelines(NamedTuple):
+    """What `timelines` of parts.html draws, on a page that has `palette_css`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What the legend has a button for."""
-
-    index: int
-    name: str
-    size_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnPanel:
-    """A panel for the template (`timelines` of parts.html)."""
-
-    name: str
-    summary: str
-    width_px: int
-    height_px: int
-    lanes: Sequence[LaneLabel]
-    marks: Sequence[Mark]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnTimelines:
-    """All panels, and the layers of their legend; on a page that has `palette_css`."""
-
-    panels: Sequence[DrawnPanel]
-    layers: Sequence[Layer]
+    panels: Sequence[Panel]
+    layers: Sequence[tuple[int, str, int | None]]
+    """What the legend has a button for: number, name, and bytes if they are known."""
 
 
 def draw_timelines(timelines: Sequence[Timeline]) -> DrawnTimelines:
     sizes = layer_bytes(timelines)
-    return DrawnTimelines(
-        panels=[draw_panel(panel) for panel in plan_panels(timelines)],
-        layers=[Layer(i, name, sizes.get(i)) for i, name in layer_names(timelines).items()],
-    )
-
-
-def draw_panel(panel: Panel) -> DrawnPanel:
-    lanes = [
-        LaneLabel(lane, name, detail, panel.top(lane), panel.lane_px[lane])
-        for lane, (name, detail) in _LANES.items()
-    ]
-    marks = [
-        *_bands(panel),
-        *_axis(panel),
-        *(_shape(panel, shape) for shape in panel.shapes),
-        *_labels(panel),
-        *_steps(panel),
-        *_finish(panel),
-    ]
-    return DrawnPanel(
-        name=panel.timeline.preset,
-        summary=panel_summary(panel),
-        width_px=PLOT_PX + 2 * _MARGIN_PX,
-        height_px=panel.floor + _AXIS_PX,
-        lanes=lanes,
-        marks=marks,
-    )
-
-
-def panel_summary(panel: Panel) -> str:
-    """One line: how long the steps took and how much of each was spent waiting."""
-    if not panel.spans:
-        return f"{panel.timeline.preset}: no steps recorded"
-    count = len(panel.spans)
-    waits = " and ".join(milliseconds(span.wait_s) for span in panel.spans)
-    steps = "1 step" if count == 1 else f"{count} steps"
-    return f"{steps} in {milliseconds(panel.timeline.stop_s)}, waiting {waits}"
+    layers = [(index, name, sizes.get(index)) for index, name in layer_names(timelines).items()]
+    return DrawnTimelines(plan_panels(timelines), layers)
 
 
 def _bands(panel: Panel) -> Iterator[Mark]:
@@ -239,11 +205,12 @@ def _axis(panel: Panel) -> Iterator[Mark]:
     if longest_s <= 0:
         return
     every_s = tick_s(longest_s)
-    yield _line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, "axis")
+    yield _line(_MARGIN_PX, _MARGIN_PX + PLOT_PX, panel.floor + 5, panel.floor + 5, "axis")
     for number in range(int(longest_s / every_s * (1 + 1e-9)) + 1):
         x = panel.scale.x(number * every_s)
-        yield _vertical(x, _HEAD_PX, panel.floor + 9, "grid")
-        yield _text(x, panel.floor + 21, _tick_text(number * every_s), "tick")
+        yield _line(x, x, _HEAD_PX, panel.floor + 9, "grid")
+        words = f"{number * every_s * 1e3:,.10g}" if number else "0 ms"
+        yield _text(x, panel.floor + 21, words, "tick")
 
 
 def tick_s(longest_s: float) -> float:
@@ -251,10 +218,6 @@ def tick_s(longest_s: float) -> float:
     rough_s = longest_s / 12
     power = 10.0 ** math.floor(math.log10(rough_s))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough_s * 0.999)
-
-
-def _tick_text(time_s: float) -> str:
-    return f"{time_s * 1e3:,.10g}" + (" ms" if time_s == 0 else "")
 
 
 def _shape(panel: Panel, shape: Shape) -> Mark:
@@ -321,7 +284,7 @@ def _steps(panel: Panel) -> Iterator[Mark]:
     """A line where each step begins, and above it the step's number and what it waited."""
     for span in panel.spans:
         x, stop = panel.scale.x(span.start_s), panel.scale.x(span.stop_s)
-        yield _vertical(x, 4, panel.floor + 5, "step")
+        yield _line(x, x, 4, panel.floor + 5, "step")
         number, waited = f"step {span.step}", f"waits {milliseconds(span.wait_s)}"
         if _fits(f"{number} ", stop - x):
             yield _text(x + 7, 15, number, "step-name")
@@ -337,12 +300,12 @@ def _finish(panel: Panel) -> Iterator[Mark]:
         yield _text(_MARGIN_PX + 8, _HEAD_PX + 22, "no events were recorded", "step-name")
         return
     x = panel.scale.x(end_s)
-    yield _vertical(x, 4, panel.floor + 5, "step")
+    yield _line(x, x, 4, panel.floor + 5, "step")
     earlier = f"{milliseconds(longest_s - end_s)} earlier"
     room = panel.scale.x(longest_s) - x
     if _fits(f"{earlier}   ", room):
         y = panel.top("compute") + panel.lane_px["compute"] / 2
-        yield _line(x + 4, x + room, y + 10, "saved")
+        yield _line(x + 4, x + room, y + 10, y + 10, "saved")
         yield _text(x + room / 2, y + 2, earlier, "saved-name")
 
 
@@ -351,12 +314,8 @@ def _rect(x: float, y: float, width: float, height: float, kind: str, tip: str =
     return Mark("rect", kind, places, tip=tip)
 
 
-def _vertical(x: float, top: float, bottom: float, kind: str) -> Mark:
-    return Mark("line", kind, {"x1": x, "x2": x, "y1": top, "y2": bottom})
-
-
-def _line(x1: float, x2: float, y: float, kind: str) -> Mark:
-    return Mark("line", kind, {"x1": x1, "x2": x2, "y1": y, "y2": y})
+def _line(x1: float, x2: float, y1: float, y2: float, kind: str) -> Mark:
+    return Mark("line", kind, {"x1": x1, "x2": x2, "y1": y1, "y2": y2})
 
 
 def _text(x: float, y: float, words: str, kind: str) -> Mark:

@@ -7,7 +7,6 @@ worker that fails is reported when it ends, not when torchrun has ended the othe
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import selectors
@@ -23,9 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_launcher
 
-from foreprop.run.lines import LineSplitter
-from foreprop.run.processes import end_with_parent
-from foreprop.run.records import Stream, WorkerFailed, encode_news, encode_output
+from foreprop.run.processes import end_with_parent, write_all
+from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
 
 _CHUNK_BYTES = 65_536
 _STREAMS: tuple[Stream, Stream] = ("out", "err")
@@ -39,10 +37,8 @@ class Channel:
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> None:
-        with self._lock, contextlib.suppress(BrokenPipeError):
-            view = memoryview(data)
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+        with self._lock:
+            write_all(self._descriptor, data)
 
 
 class WorkerWatch:

@@ -18,7 +18,6 @@ import time
 
 import msgspec
 
-from foreprop.run.lines import LineSplitter
 from foreprop.run.processes import (
     adopt_orphans,
     collect_ended,
@@ -32,6 +31,7 @@ from foreprop.run.records import (
     PROTOCOL,
     SILENCE_S,
     START,
+    LineSplitter,
     News,
     Ready,
     Refused,
@@ -117,7 +117,7 @@ class Watch:
     def run(self) -> int:
         """Until nothing is left; the agent's exit code (negative: the signal that killed it)."""
         while self._code is None or descendants():
-            command = self._inbox.next(_POLL_S if self._is_ending() else SILENCE_S)
+            command = self._inbox.next(_POLL_S if self._kill_at is not None else SILENCE_S)
             if command == KILL:
                 self._kill_at = time.monotonic()
             elif command == END and self._code is None:
@@ -125,9 +125,6 @@ class Watch:
             self._collect()
             self._kill_if_late()
         return self._code
-
-    def _is_ending(self) -> bool:
-        return self._kill_at is not None
 
     def _end(self) -> None:
         if self._ending_at is None:

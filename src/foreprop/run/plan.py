@@ -129,11 +129,11 @@ def _bracketed(address: str) -> str:
 
 
 def _is_loopback(name: str) -> bool:
-    address = _maybe_address(name)
+    address = maybe_address(name)
     return name == "localhost" if address is None else address.is_loopback
 
 
-def _maybe_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def maybe_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -158,7 +158,7 @@ def hosts_here(hosts: tuple[Host, ...]) -> frozenset[str]:
 
 
 def _resolve(host: Host) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    address = _maybe_address(host.name)
+    address = maybe_address(host.name)
     if address is not None:
         return [address]
     try:

@@ -1,4 +1,4 @@
-"""Linux's ways of leaving no process behind."""
+"""Processes with pipes at all ends, and Linux's ways of leaving none behind."""
 
 from __future__ import annotations
 
@@ -6,12 +6,106 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Any
 
 import psutil
 
+from foreprop.run.records import LIMIT_BYTES, LineSplitter
+
+_CHUNK_BYTES = 65_536
+_LAST_WORDS_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class PipedProcess:
+    """A program that is started here (ssh, perhaps), and two threads that read what it says.
+
+    ``said`` is called with whole lines of its standard output, ``complained`` with those of its
+    standard error, and ``ended`` with its exit code when it has said all.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        said: Callable[[list[bytes]], None],
+        complained: Callable[[list[bytes]], None],
+        ended: Callable[[int], None],
+        limit_bytes: int = LIMIT_BYTES,
+    ) -> None:
+        self.command = command
+        self._ended = ended
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for who started it, who then ends all in order
+        )
+        pipes = ((self._process.stderr, complained), (self._process.stdout, said))
+        self._readers = [
+            (pipe, threading.Thread(target=self._read, args=(pipe, hear, limit_bytes), daemon=True))
+            for pipe, hear in pipes
+        ]
+        for _, reader in self._readers:
+            reader.start()
+
+    def send(self, line: bytes) -> None:
+        """To its standard input; nothing happens if it has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._process.stdin is not None:
+                self._process.stdin.write(line + b"\n")
+                self._process.stdin.flush()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def kill_after(self, seconds: float) -> None:
+        """Unless it ends by itself before."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self._process.kill()
+        self._process.wait()
+
+    def close_input(self) -> None:
+        with contextlib.suppress(OSError):
+            _close(self._process.stdin)
+
+    def close(self) -> None:
+        """When it has ended, or has been killed."""
+        self.close_input()
+        for pipe, reader in self._readers:
+            reader.join(_LAST_WORDS_S)
+            if not reader.is_alive():  # else another process holds the pipe: not ours to wait for
+                _close(pipe)
+
+    def _read(self, pipe: Any, hear: Callable[[list[bytes]], None], limit_bytes: int) -> None:
+        splitter = LineSplitter(limit_bytes)
+        while data := pipe.read1(_CHUNK_BYTES):
+            hear(splitter.feed(data))
+        hear(splitter.finish())
+        if pipe is self._process.stdout:
+            code = self._process.wait()
+            self._readers[0][1].join(_LAST_WORDS_S)  # ssh's shared connections keep it open
+            self._ended(code)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """To a pipe whose reader may have gone."""
+    view = memoryview(data)
+    with contextlib.suppress(BrokenPipeError):
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        pipe.close()
 
 
 def adopt_orphans() -> None:

@@ -6,22 +6,22 @@ import contextlib
 import queue
 import shlex
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from foreprop.run.lines import LIMIT_BYTES, LineSplitter
 from foreprop.run.plan import Plan
+from foreprop.run.processes import PipedProcess
 from foreprop.run.records import (
     ALIVE,
     BEAT_S,
     END,
     KILL,
+    LIMIT_BYTES,
     START,
     News,
     Output,
@@ -36,8 +36,6 @@ _ANSWER_S = 60.0
 _MARGIN_S = 10.0
 """After the grace, for a host to end by itself and for the news of it to arrive."""
 _KILL_S = 3.0
-_LAST_WORDS_S = 1.0
-_CHUNK_BYTES = 65_536
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOT_FOUND, _SSH_FAILED = 127, 255
 
@@ -94,86 +92,40 @@ class Printer:
 
 
 class HostProcess:
-    """The program on one host: what it says becomes events or is printed, by threads of its own."""
+    """The program on one host: what it says becomes events, or is printed."""
 
     def __init__(self, plan: Plan, index: int, events: _Events, printer: Printer) -> None:
         self.name = plan.hosts[index].name
-        self.command = plan.command(index)
         self.port: int | None = None
         self.code: int | None = None
         self.index = index
         self._events = events
         self._printer = printer
         self._prefix = b"[%s] " % self.name.encode()
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher, which then ends all in order
+        self.process = PipedProcess(
+            plan.command(index),
+            said=self._read,
+            complained=lambda lines: printer.write("err", self._prefixed(lines)),
+            ended=lambda code: events.put(_Ended(index, code)),
+            limit_bytes=2 * LIMIT_BYTES,  # a record is a line and what is put before it
         )
-        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
-        self._stdout_reader = threading.Thread(target=self._read_stdout, daemon=True)
-        self._stderr_reader.start()
-        self._stdout_reader.start()
-        self.send(msgspec.json.encode(plan.task(index)))
+        self.process.send(msgspec.json.encode(plan.task(index)))
 
-    def send(self, line: bytes) -> None:
-        """To its standard input; nothing happens if it has ended."""
-        with contextlib.suppress(OSError, ValueError):
-            if self._process.stdin is not None:
-                self._process.stdin.write(line + b"\n")
-                self._process.stdin.flush()
+    def _read(self, lines: list[bytes]) -> None:
+        printed: dict[str, list[bytes]] = {"out": [], "err": []}
+        for line in lines:
+            record = decode(line)
+            if isinstance(record, Output):
+                printed[record.stream].append(b"[%d] %s\n" % (record.rank, record.text))
+            elif record is None:
+                printed["err"].append(self._prefixed([line]))
+            else:
+                self._events.put(_Told(self.index, record))
+        for stream, texts in printed.items():
+            self._printer.write(stream, b"".join(texts))
 
-    def kill(self) -> None:
-        """The program here, which is ssh or, of a host that is this machine, the host program."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """When it has ended, or has been killed."""
-        with contextlib.suppress(OSError):
-            _close(self._process.stdin)
-        readers = (
-            (self._process.stdout, self._stdout_reader),
-            (self._process.stderr, self._stderr_reader),
-        )
-        for pipe, reader in readers:
-            reader.join(_LAST_WORDS_S)
-            if not reader.is_alive():  # else another process holds the pipe; it goes with ours
-                _close(pipe)
-
-    def _read_stdout(self) -> None:
-        for lines in _lines_of(self._process.stdout):
-            printed: dict[str, list[bytes]] = {"out": [], "err": []}
-            for line in lines:
-                record = decode(line)
-                if isinstance(record, Output):
-                    printed[record.stream].append(b"[%d] %s\n" % (record.rank, record.text))
-                elif record is None:
-                    printed["err"].append(self._prefix + line + b"\n")
-                else:
-                    self._events.put(_Told(self.index, record))
-            for stream, texts in printed.items():
-                self._printer.write(stream, b"".join(texts))
-        code = self._process.wait()
-        self._stderr_reader.join(_LAST_WORDS_S)  # ssh's shared connections keep it open
-        self._events.put(_Ended(self.index, code))
-
-    def _read_stderr(self) -> None:
-        for lines in _lines_of(self._process.stderr):
-            self._printer.write("err", b"".join(self._prefix + line + b"\n" for line in lines))
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        pipe.close()
-
-
-def _lines_of(pipe: object) -> Iterator[list[bytes]]:
-    splitter = LineSplitter(2 * LIMIT_BYTES)  # a record is a line and what is put before it
-    while data := pipe.read1(_CHUNK_BYTES):  # type: ignore[attr-defined]
-        yield splitter.feed(data)
-    yield splitter.finish()
+    def _prefixed(self, lines: list[bytes]) -> bytes:
+        return b"".join(self._prefix + line + b"\n" for line in lines)
 
 
 class Launcher:
@@ -200,8 +152,8 @@ class Launcher:
             finally:
                 for host in self._hosts:
                     if host.code is None:
-                        host.kill()
-                    host.close()
+                        host.process.kill()
+                    host.process.close()
         return self._outcome or Outcome(0)
 
     def _start(self) -> None:
@@ -223,12 +175,12 @@ class Launcher:
 
     def _look_at_the_clock(self) -> None:
         for host in self._running():
-            host.send(ALIVE)
+            host.process.send(ALIVE)
         if time.monotonic() < self._deadline:
             return
         if self._outcome is not None and time.monotonic() < self._deadline + _KILL_S:
             for host in self._running():
-                host.kill()
+                host.process.kill()
         elif self._outcome is not None:
             for host in self._running():
                 host.code = -signal.SIGKILL  # who else holds its pipes is not ours to wait for
@@ -262,7 +214,7 @@ class Launcher:
     def _begin(self) -> None:
         self._started = True
         for host in self._hosts:
-            host.send(START + b" %d" % (self._hosts[0].port or 0))
+            host.process.send(START + b" %d" % (self._hosts[0].port or 0))
 
     def _interrupt(self, number: int) -> None:
         if self._outcome is None:
@@ -270,7 +222,7 @@ class Launcher:
             return
         self._deadline = min(self._deadline, time.monotonic() + _KILL_S)
         for host in self._running():
-            host.send(KILL)
+            host.process.send(KILL)
 
     def _fail(self, code: int, failure: str | None) -> None:
         """The first call decides the outcome and ends all."""
@@ -279,20 +231,20 @@ class Launcher:
         self._outcome = Outcome(code, failure)
         self._deadline = time.monotonic() + self._plan.grace_s + _MARGIN_S
         for host in self._running():
-            host.send(END)
+            host.process.send(END)
 
     def _why_ended(self, host: HostProcess) -> str:
         how, over_ssh = _ending(host.code or 0), not self._plan.is_here(host.index)
         if over_ssh and host.code == _SSH_FAILED and host.port is not None:
             return f"the connection to {host.name} was lost"
         if over_ssh and host.code == _SSH_FAILED:
-            test = shlex.join([*host.command[:-1], "true"])
+            test = shlex.join([*host.process.command[:-1], "true"])
             return f"{host.name} cannot be reached; try `{test}`"
         if host.port is not None:
             return f"torchrun on {host.name} {how} before its workers; see what it said"
         if host.code == _NOT_FOUND:
             return f"{host.name} has no {self._plan.python}; give --python"
-        command = shlex.join(host.command)
+        command = shlex.join(host.process.command)
         return f"`{command}` {how}; is this version of foreprop installed for Python there?"
 
 

@@ -1,19 +1,18 @@
-"""A simulated cluster: nodes, their links, and the connections between them."""
+"""A simulated cluster: nodes, their links, the connections between them and who is at the ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
-from foreprop.simulate.clock import Clock
-from foreprop.simulate.connection import Connection, Deliver, Loopback, Path, Sent
-from foreprop.simulate.crowd import Crowd, CrowdDevice
-from foreprop.simulate.device import Device, Synchronisation
-from foreprop.simulate.setting import SimulatedSetting
+from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Way
+from foreprop.simulate.device import CrowdDevice, Device, Synchronisation
+from foreprop.simulate.served import Exchange
+from foreprop.simulate.setting import Crowd, SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
-from foreprop.workload.link import LinkDirection, LinkSetting, OpenPort
-from foreprop.workload.network import Network
+from foreprop.workload.network import LinkDirection, LinkSetting, Network, OpenPort
 from foreprop.workload.profile import Layer
 
 
@@ -69,17 +68,11 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
 
-    def connect(
-        self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
-    ) -> Connection | Loopback:
+    def connect(self, here: int, there: int, way: Way) -> Connection | Loopback:
         """One direction, from a process on node ``here`` to one on ``there``."""
-        if here != there:
-            return self.link_to(here, there, kernel, peer=peer, sent=sent, deliver=deliver)
-        return self.loop_back(peer=peer, sent=sent, deliver=deliver)
+        return self.loop_back(way) if here == there else self.link_to(here, there, way)
 
-    def link_to(
-        self, here: int, there: int, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
-    ) -> Connection:
+    def link_to(self, here: int, there: int, way: Way) -> Connection:
         """Over links, even from a node to itself: that is then another one of its crowd."""
         path = Path(
             egress=self._egress[here],
@@ -87,24 +80,13 @@ class Cluster:
             back_egress=self._egress[there],
             back_port=self._ports[here],
         )
-        return Connection(self.clock, path, kernel, peer=peer, sent=sent, deliver=deliver)
+        return Connection(self.clock, path, way)
 
-    def loop_back(self, *, peer: int, sent: Sent, deliver: Deliver) -> Loopback:
-        return Loopback(
-            self.clock,
-            byte_s=self.hosts.copy_byte_s,
-            latency_s=self.link.latency_s,
-            peer=peer,
-            sent=sent,
-            deliver=deliver,
-        )
+    def loop_back(self, way: Way) -> Loopback:
+        return Loopback(self.clock, way, byte_s=self.hosts.copy_byte_s)
 
     def train(
-        self,
-        setting: SimulatedSetting,
-        synchronisations: Sequence[Synchronisation],
-        *,
-        steps: int,
+        self, setting: SimulatedSetting, synchronisations: Sequence[Synchronisation], *, steps: int
     ) -> SimulatedSteps:
         """Run a device for each rank until all of them have made their steps."""
         training = len(synchronisations)
@@ -166,3 +148,50 @@ def lab_link(network: Network, *, latency_s: float) -> LinkSetting:
         burst_bytes=burst_bytes,
         queue_bytes=queue_bytes,
     )
+
+
+# Who is at the ends of the connections between two processes, and how these are joined.
+Kernels = tuple[Kernel, Kernel]
+"""Of pushes and of replies."""
+
+
+class End(NamedTuple):
+    """Of two connections, one in each direction."""
+
+    node: int
+    """A worker's or relay's as it is simulated, the number of its crowd; a server's own."""
+    peer: int
+    """What who is at the other end is called here."""
+    exchange: Exchange
+    receive: Deliver
+
+
+Ways = tuple[Connection | Loopback, Connection | Loopback]
+"""Forth and back."""
+
+
+def ways_between(here: End, there: End, kernels: Kernels) -> tuple[Way, Way]:
+    """Who pushes is ``here``, who replies ``there``."""
+    pushes, replies = kernels
+    return (
+        Way(here.peer, here.exchange.taken, there.receive, pushes),
+        Way(there.peer, there.exchange.taken, here.receive, replies),
+    )
+
+
+def connect_nodes(cluster: Cluster, here: End, there: End, kernels: Kernels) -> Ways:
+    """Over the links of both nodes, or within one; no node stands for others."""
+    forth, back = ways_between(here, there, kernels)
+    return (
+        cluster.connect(here.node, there.node, forth),
+        cluster.connect(there.node, here.node, back),
+    )
+
+
+def join(here: End, there: End, ways: Ways) -> None:
+    """Let both ends send over these, and each way carry the other one's acknowledgements."""
+    forth, back = ways
+    if isinstance(forth, Connection) and isinstance(back, Connection):
+        forth.reverse, back.reverse = back, forth
+    here.exchange.connections[here.peer] = forth
+    there.exchange.connections[there.peer] = back

@@ -1,4 +1,6 @@
-"""All-reduce in a ring, as gloo does it: 2 (N - 1) passes, each from every rank to the next one.
+"""All-reduce in a ring, as gloo does it, and DistributedDataParallel, which uses it.
+
+An all-reduce takes 2 (N - 1) passes, each from every rank to the next one.
 
 A collective's elements are cut into N parts, and each part into two halves, whose passes follow
 each other independently: one is on its way while the other one is added up (Patarasuk and Yuan:
@@ -15,14 +17,19 @@ takes as long as they all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreprop.simulate.cluster import Cluster
-from foreprop.workload.hosts import Hosts, Kernel
+from foreprop.simulate.cluster import Cluster, SimulatedSteps
+from foreprop.simulate.connection import Way
+from foreprop.simulate.device import no_device
+from foreprop.simulate.presets import SEND_BUFFER_BYTES
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Kernel
 from foreprop.workload.limit import BYTES_PER_ELEM, HEADERS_BYTES, PACKET_BYTES
-from foreprop.workload.link import wire_bytes
+from foreprop.workload.network import wire_bytes
+from foreprop.workload.setting import fill_buckets
 
 _HALVES = (0, 1)
 _MESSAGE_BYTES = 32  # gloo's own header
@@ -46,15 +53,9 @@ class Ring:
     """The collectives of a cluster; equal keys on all ranks are one collective."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        hosts: Hosts,
-        *,
-        buffer_bytes: int,
-        bytes_per_elem: int = BYTES_PER_ELEM,
+        self, cluster: Cluster, *, buffer_bytes: int, bytes_per_elem: int = BYTES_PER_ELEM
     ) -> None:
-        self._clock = cluster.clock
-        self._hosts = hosts
+        self._clock, self._hosts = cluster.clock, cluster.hosts
         self._bytes_per_elem = bytes_per_elem
         self._size = cluster.workers
         self._simulated = len(cluster.ranks)
@@ -65,7 +66,7 @@ class Ring:
         self._lumped = passes / self._messages
         self._hop_s = 2 * cluster.link.latency_s
         self._under_way: dict[Hashable, _Collective] = {}
-        kernel = hosts.kernel(
+        kernel = cluster.hosts.kernel(
             cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
         )
         self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.ranks]
@@ -130,14 +131,8 @@ class _Pipe:
         connect = cluster.connect if following != rank else cluster.link_to  # another one like it
         self._waiting: deque[tuple[Any, int]] = deque()
         self._busy = False
-        self._connection = connect(
-            cluster.node_of(rank),
-            cluster.node_of(following),
-            kernel,
-            peer=following,
-            sent=self._taken,
-            deliver=arrived,
-        )
+        way = Way(following, self._taken, arrived, kernel)
+        self._connection = connect(cluster.node_of(rank), cluster.node_of(following), way)
 
     def send(self, message: Any, size_bytes: int) -> None:
         self._waiting.append((message, size_bytes))
@@ -151,3 +146,81 @@ class _Pipe:
         if self._waiting and not self._busy:
             self._busy = True
             self._connection.send(*self._waiting.popleft())
+
+
+# DistributedDataParallel.
+_IN_FLIGHT = 2  # torch's default number of threads for gloo
+
+
+def simulate_ddp(
+    setting: SimulatedSetting, cluster: Cluster, *, steps: int, bucket_bytes: int
+) -> SimulatedSteps:
+    """Train ``steps`` steps after a first forward pass with buckets of ``bucket_bytes``.
+
+    A model, not its code, as the presets and ``ring`` are ours. Buckets are filled with the arrays
+    in reverse order until they hold the bound, and reduced in that order, two at a time. The
+    backward pass ends when the last one is there. Copies and the optimizer are left out.
+    """
+    sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
+    buckets = fill_buckets(sizes_elems, bucket_bytes)
+    ring = Ring(cluster, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
+    ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.ranks]
+    return cluster.train(setting, ranks, steps=steps)
+
+
+class DdpWorker:
+    """A rank; see `device.Synchronisation`. Parameters are complete whenever they are used."""
+
+    def __init__(
+        self, ring: Ring, rank: int, sizes_elems: Sequence[int], buckets: Sequence[Sequence[int]]
+    ) -> None:
+        self.look: Callable[[], None] = no_device
+        self.proceed: Callable[[], None] = no_device
+        self._ring = ring
+        self._rank = rank
+        self._bucket_of = {array: i for i, arrays in enumerate(buckets) for array in arrays}
+        self._elems = [sum(sizes_elems[array] for array in arrays) for arrays in buckets]
+        self._arrays = [len(arrays) for arrays in buckets]
+        self._missing = list(self._arrays)
+        self._issued = self._reduced = 0
+
+    def is_complete(self, parameter: int) -> bool:
+        del parameter
+        return True
+
+    def needed(self, parameter: int) -> None:
+        """Is there."""
+
+    def waited(self, seconds: float) -> None:
+        """Of no consequence."""
+
+    def start_step(self) -> None:
+        """Nothing has to be asked for."""
+
+    def gradient_ready(self, parameter: int, step: int) -> None:
+        self._missing[self._bucket_of[parameter]] -= 1
+        self._issue(step)
+
+    def end_step(self, step: int) -> bool:
+        """The backward pass ends when all buckets are reduced."""
+        del step
+        return False
+
+    def _issue(self, step: int) -> None:
+        while self._issued < len(self._arrays) and self._issued - self._reduced < _IN_FLIGHT:
+            bucket = self._issued
+            if self._missing[bucket]:
+                return
+            self._issued += 1
+            self._ring.issue(
+                self._rank, (bucket, step), self._elems[bucket], lambda: self._after(step)
+            )
+
+    def _after(self, step: int) -> None:
+        self._reduced += 1
+        if self._reduced < len(self._arrays):
+            self._issue(step)
+            return
+        self._missing = list(self._arrays)
+        self._issued = self._reduced = 0
+        self.proceed()

@@ -1,4 +1,4 @@
-"""One direction of a TCP connection between two processes: what the kernel takes, sends, delivers.
+"""The simulated clock, and one direction of a TCP connection between two processes.
 
 Theory of operation. Bytes are handed over message by message, as the shell does it: a message has
 been sent when the kernel has taken its last byte. What the kernel has taken nothing can overtake.
@@ -10,21 +10,67 @@ connections do in the long run, without its losses and its slow start.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from foreprop.simulate.clock import Clock
+from foreprop.errors import InternalError
 from foreprop.workload.hosts import Kernel
 from foreprop.workload.limit import HEADERS_BYTES
-from foreprop.workload.link import Queue, wire_bytes
+from foreprop.workload.network import Queue, wire_bytes
+
+Action = Callable[[Any], None]
+
+
+class Clock:
+    """Runs actions at their times; of those due at once, in the order in which they were set."""
+
+    __slots__ = ("_due", "_events", "now_s")
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Action, Any]] = []
+        self._due = 0
+
+    def at(self, time_s: float, action: Action, argument: Any = None) -> None:
+        """Call ``action(argument)`` at ``time_s``, which must not be past."""
+        self._due += 1
+        heapq.heappush(self._events, (time_s, self._due, action, argument))
+
+    def run(self, finished: Callable[[], bool]) -> None:
+        """Until ``finished``, which is asked after each event; raises if nothing is left to come.
+
+        What should have happened and cannot is a bug of a state machine or of this simulation.
+        """
+        events, pop = self._events, heapq.heappop
+        while not finished():
+            if not events:
+                raise InternalError(f"nothing happens any more at {self.now_s:.6f} s: a deadlock")
+            self.now_s, _, action, argument = pop(events)
+            action(argument)
+
+    @property
+    def events(self) -> int:
+        """How many have been set so far."""
+        return self._due
+
 
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]
 
 _WRITABLE_SHARE = 2 / 3
 """Of its buffer: Linux wakes who waits for room when no more than this is held."""
+
+
+class Way(NamedTuple):
+    """One direction: who is at its end, and what is told to whom."""
+
+    peer: int
+    sent: Sent
+    deliver: Deliver
+    kernel: Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,43 +90,20 @@ class Connection:
     """
 
     __slots__ = (
-        "_acknowledgements",
-        "_back_egress",
-        "_back_port",
-        "_burst_bytes",
-        "_clock",
-        "_deliver",
-        "_egress",
-        "_end_bytes",
-        "_in_flight_bytes",
-        "_kernel",
-        "_latency_s",
-        "_messages",
-        "_peer",
-        "_port",
-        "_received_bytes",
-        "_sent",
-        "_settling",
-        "_unsent_bytes",
-        "_untaken_bytes",
-        "_waiting",
-        "_window_bytes",
-        "reverse",
-    )
+        "_acknowledgements _back_egress _back_port _burst_bytes _clock _deliver _egress _end_bytes"
+        " _in_flight_bytes _kernel _latency_s _messages _peer _port _received_bytes _sent _settling"
+        " _unsent_bytes _untaken_bytes _waiting _window_bytes reverse"
+    ).split()
 
-    def __init__(
-        self, clock: Clock, path: Path, kernel: Kernel, *, peer: int, sent: Sent, deliver: Deliver
-    ) -> None:
+    def __init__(self, clock: Clock, path: Path, way: Way) -> None:
         self._clock = clock
         self._egress, self._port = path.egress, path.port
         self._back_egress, self._back_port = path.back_egress, path.back_port
+        self._peer, self._sent, self._deliver, kernel = way
         self._kernel = kernel
         self._window_bytes = kernel.window_bytes
         self._burst_bytes = kernel.burst_bytes
         self._latency_s = kernel.latency_s
-        self._peer = peer
-        self._sent = sent
-        self._deliver = deliver
         self._messages: deque[tuple[int, Any]] = deque()  # with the number of its last byte
         self._end_bytes = 0
         self._received_bytes = 0
@@ -203,22 +226,11 @@ class Loopback:
 
     __slots__ = ("_busy_until_s", "_byte_s", "_clock", "_deliver", "_latency_s", "_peer", "_sent")
 
-    def __init__(
-        self,
-        clock: Clock,
-        *,
-        byte_s: float,
-        latency_s: float,
-        peer: int,
-        sent: Sent,
-        deliver: Deliver,
-    ) -> None:
+    def __init__(self, clock: Clock, way: Way, *, byte_s: float) -> None:
         self._clock = clock
         self._byte_s = byte_s
-        self._latency_s = latency_s
-        self._peer = peer
-        self._sent = sent
-        self._deliver = deliver
+        self._peer, self._sent, self._deliver, kernel = way
+        self._latency_s = kernel.latency_s
         self._busy_until_s = 0.0
 
     def send(self, message: Any, size_bytes: int) -> None:

@@ -16,13 +16,12 @@ from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.sendqueue import AT_ONCE, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
-from foreprop.simulate.cluster import Cluster, SimulatedSteps
-from foreprop.simulate.ends import End, Kernels, connect_nodes, join
+from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
 from foreprop.simulate.relayed import Relay
-from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server
+from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server, Site
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.symmetric import Links, connect_crowd
-from foreprop.workload.hosts import Hosts, Kernel
+from foreprop.workload.hosts import Kernel
 from foreprop.workload.setting import foreprop_config
 
 SEND_BUFFER_BYTES = 4_194_304
@@ -30,30 +29,24 @@ SEND_BUFFER_BYTES = 4_194_304
 
 
 def simulate_preset(
-    name: str,
-    setting: SimulatedSetting,
-    cluster: Cluster,
-    hosts: Hosts,
-    *,
-    steps: int,
-    **changes: Any,
+    name: str, setting: SimulatedSetting, cluster: Cluster, *, steps: int, **changes: Any
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
     config = simulated_config(name, setting, **changes)
     agreement = agree(config, setting)
-    clock = cluster.clock
+    site, hosts = Site(cluster.clock, cluster.hosts, agreement), cluster.hosts
     workers = [
-        ServedWorker(clock, agreement, hosts, rank, _processor(cluster, hosts.worker_frame_s))
+        ServedWorker(site, rank, _processor(cluster, hosts.worker_frame_s))
         for rank in cluster.ranks
     ]
     servers = {
-        index: Server(clock, agreement, hosts, index, _processor(cluster, hosts.server_frame_s))
+        index: Server(site, index, _processor(cluster, hosts.server_frame_s))
         for index in agreement.busy_servers
     }
     ends = _ends(cluster, workers, servers)
     if _is_relayed(config, setting):
-        ends = _ends_at_relays(cluster, agreement, hosts, workers, servers)
-    kernels = _kernels(config, setting, cluster, hosts, pushers=agreement.workers)
+        ends = _ends_at_relays(cluster, site, workers, servers)
+    kernels = _kernels(config, setting, cluster, pushers=agreement.workers)
     if not cluster.is_symmetric:
         for here, there in ends:
             join(here, there, connect_nodes(cluster, here, there, kernels))
@@ -123,7 +116,7 @@ def _at_once(setting: SimulatedSetting) -> int:
 
 
 def _kernels(
-    config: Config, setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, pushers: int
+    config: Config, setting: SimulatedSetting, cluster: Cluster, *, pushers: int
 ) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
@@ -135,7 +128,7 @@ def _kernels(
         return min(others, most) if wait else others
 
     def kernel(buffer_bytes: int, settles: bool) -> Kernel:
-        return hosts.kernel(
+        return cluster.hosts.kernel(
             cluster.link,
             # pushes to the others' servers, replies to their workers
             connections=at_once(pushes_wait) + at_once(replies_wait),
@@ -152,41 +145,27 @@ def _kernels(
 
 
 def _ends(
-    cluster: Cluster,
-    workers: Sequence[ServedWorker],
-    servers: Mapping[int, Server],
+    cluster: Cluster, workers: Sequence[ServedWorker], servers: Mapping[int, Server]
 ) -> Iterator[tuple[End, End]]:
     """Of every worker with every server."""
     for rank, worker in enumerate(workers):
         for index, server in servers.items():
-            here = End(cluster.node_of(rank), index, worker.outlet, worker.receive)
-            yield here, End(index, rank, server.outlet, server.receive)
+            here = End(cluster.node_of(rank), index, worker.exchange, worker.receive)
+            yield here, End(index, rank, server.exchange, server.receive)
 
 
 def _ends_at_relays(
-    cluster: Cluster,
-    agreement: Agreement,
-    hosts: Hosts,
-    workers: Sequence[ServedWorker],
-    servers: Mapping[int, Server],
+    cluster: Cluster, site: Site, workers: Sequence[ServedWorker], servers: Mapping[int, Server]
 ) -> Iterator[tuple[End, End]]:
     """Of every worker with its node's relays, and of these with their servers."""
     for node in range(cluster.nodes):
         own = workers_of_node(node, len(workers), cluster.workers_per_node)
-        processor = _processor(cluster, hosts.server_frame_s)
+        processor = _processor(cluster, site.hosts.server_frame_s)
         for index, server in servers.items():
-            relay = Relay(
-                cluster.clock,
-                agreement,
-                hosts,
-                node=node,
-                server=index,
-                workers=own,
-                processor=processor,
-            )
-            here = End(node, SERVER, relay.outlet, relay.receive_answer)
-            yield here, End(index, node, server.outlet, server.receive)
+            relay = Relay(site, node=node, server=index, workers=own, processor=processor)
+            here = End(node, SERVER, relay.exchange, relay.receive_answer)
+            yield here, End(index, node, server.exchange, server.receive)
             for number in range(own.count):
                 worker = workers[own.first_rank(number)]
-                here = End(node, index, worker.outlet, worker.receive)
-                yield here, End(node, number, relay.outlet, relay.receive)
+                here = End(node, index, worker.exchange, worker.receive)
+                yield here, End(node, number, relay.exchange, relay.receive)

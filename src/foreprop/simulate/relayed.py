@@ -5,13 +5,11 @@ What a relay (`relays.relay`) does with threads and tensors is here a time, as i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
-    FrameSent,
     MessageReady,
     NotifyArrived,
     PullArrived,
@@ -25,9 +23,7 @@ from foreprop.core.peers import SERVER, Peers
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
-from foreprop.simulate.served import Agreement, Inlet, Message, Outlet, Processor
-from foreprop.workload.hosts import Hosts
+from foreprop.simulate.served import Exchange, Message, Processor, Site
 
 
 class Relay:
@@ -37,21 +33,11 @@ class Relay:
     """
 
     def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
-        *,
-        node: int,
-        server: int,
-        workers: Peers,
-        processor: Processor | None,
+        self, site: Site, *, node: int, server: int, workers: Peers, processor: Processor | None
     ) -> None:
-        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
-        self._inlet = Inlet(clock, agreement, hosts.receive_s, processor)
-        self._clock = clock
-        self._agreement = agreement
-        self._hosts = hosts
+        self.exchange = Exchange(site, processor, self._handle)
+        agreement = site.agreement
+        self._clock, self._hosts, self._agreement = site
         self._node = node
         self._server = server
         self._workers = workers
@@ -67,11 +53,11 @@ class Relay:
     # For the connections.
     def receive(self, message: Message) -> None:
         """From a worker."""
-        self._inlet.take(message, self._on_frame)
+        self.exchange.take(message, self._on_frame)
 
     def receive_answer(self, message: Message) -> None:
         """From the server."""
-        self._inlet.take(message, self._on_answer)
+        self.exchange.take(message, self._on_answer)
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message
@@ -81,7 +67,7 @@ class Relay:
             event = PushArrived(worker, slice_, step, priority, flags)
         elif kind == Kind.NORM:
             event = MessageReady(SERVER, Kind.NORM, step, CONTROL_PRIORITY, 0, NO_TOKEN)
-        self._do(self._machine.handle(event))
+        self._handle(event)
 
     def _on_answer(self, message: Message) -> None:
         _, (_, kind, step, slice_, priority, flags, _) = message
@@ -90,22 +76,16 @@ class Relay:
             event = NotifyArrived(slice_, step, SERVER, flags)
         elif kind == Kind.NORM_PART:
             event = MessageReady(0, Kind.NORM_PART, step, CONTROL_PRIORITY, 0, NO_TOKEN)
-        self._do(self._machine.handle(event))
+        self._handle(event)
 
-    def _after_sent(self, peer: int) -> None:
-        self._do(self._machine.handle(FrameSent(peer)))
-
-    def _summed(self, _: None) -> None:
-        self._do(self._machine.handle(SliceUpdated()))
-
-    def _do(self, instructions: Sequence[Any]) -> None:
-        for instruction in instructions:
+    def _handle(self, event: Any) -> None:
+        for instruction in self._machine.handle(event):
             if type(instruction) is SendFrame:
                 sender = self._node if instruction.peer == SERVER else self._server
-                self.outlet.send(sender, instruction)
+                self.exchange.send(sender, instruction)
             elif type(instruction) is UpdateSlice:
                 elems = self._agreement.slices[instruction.slice].elems
                 takes_s = self._hosts.summing_s(elems, self._workers.count)
-                self._clock.at(self._clock.now_s + takes_s, self._summed)
+                self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
             else:
                 raise InternalError(f"a simulated relay cannot do {instruction!r}")

@@ -21,12 +21,11 @@ from foreprop.core.ring_machine import (
     UseNorm,
 )
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.collective import Ring
+from foreprop.simulate.device import no_device
 from foreprop.simulate.presets import SEND_BUFFER_BYTES, bytes_per_elem, simulated_config
 from foreprop.simulate.setting import SimulatedSetting
-from foreprop.workload.hosts import Hosts
 from foreprop.workload.setting import RING
 
 _GRADIENTS = "float32"
@@ -35,7 +34,7 @@ _FIRST_OBSERVED = 2  # as engine.ring: in the first step gradients are pushed al
 
 
 def simulate_ring(
-    setting: SimulatedSetting, cluster: Cluster, hosts: Hosts, *, steps: int, **changes: Any
+    setting: SimulatedSetting, cluster: Cluster, *, steps: int, **changes: Any
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; orders are planned as in a session.
 
@@ -43,24 +42,11 @@ def simulate_ring(
     """
     config = simulated_config(RING, setting, **changes)
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
-    ring = Ring(
-        cluster,
-        hosts,
-        buffer_bytes=setting.scaled(SEND_BUFFER_BYTES),
-        bytes_per_elem=bytes_per_elem(config),
-    )
+    buffer_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    ring = Ring(cluster, buffer_bytes=buffer_bytes, bytes_per_elem=bytes_per_elem(config))
     ranks: list[RingWorker] = []
     for rank in cluster.ranks:
-        worker = RingWorker(
-            cluster.clock,
-            ring,
-            hosts,
-            rank,
-            sizes_elems,
-            config=config,
-            ranks=ranks,
-        )
-        ranks.append(worker)
+        ranks.append(RingWorker(cluster, ring, rank, sizes_elems, config=config, ranks=ranks))
     return cluster.train(setting, ranks, steps=steps)
 
 
@@ -69,21 +55,19 @@ class RingWorker:
 
     def __init__(
         self,
-        clock: Clock,
+        cluster: Cluster,
         ring: Ring,
-        hosts: Hosts,
         rank: int,
         sizes_elems: Sequence[int],
         *,
         config: Config,
         ranks: Sequence[RingWorker],
     ) -> None:
-        self.look: Callable[[], None] = _no_device
-        self.proceed: Callable[[], None] = _no_device
+        self.look: Callable[[], None] = no_device
+        self.proceed: Callable[[], None] = no_device
         self.ended_step = 0
-        self._clock = clock
+        self._clock, self._hosts = cluster.clock, cluster.hosts
         self._ring = ring
-        self._hosts = hosts
         self._rank = rank
         self._sizes_elems = sizes_elems
         self._ranks = ranks
@@ -120,7 +104,7 @@ class RingWorker:
     def gradient_ready(self, parameter: int, step: int) -> None:
         if step >= _FIRST_OBSERVED:
             self.observer.gradient_ready(parameter, step, self._clock.now_s)
-        self._do(self._machine.handle(GradientReady(parameter, step)))
+        self._handle(GradientReady(parameter, step))
 
     def end_step(self, step: int) -> bool:
         """After some steps all ranks wait for the order of those to come."""
@@ -149,22 +133,21 @@ class RingWorker:
         """From ``step`` on chunks go in this order; None: as before."""
         if order is not None:
             self._order = order
-            self._do(self._machine.handle(OrderLearned(order, step)))
+            self._handle(OrderLearned(order, step))
 
-    def _do(self, instructions: Sequence[Any]) -> None:
+    def _handle(self, event: Any) -> None:
         completed = False
-        for instruction in instructions:
+        for instruction in self._machine.handle(event):
             if type(instruction) is ReduceChunk:
                 self._reduce(*instruction)
             elif type(instruction) is UpdateParameter:
                 elems = self._sizes_elems[instruction.parameter]
-                takes_s = self._hosts.updating_s(elems, 1)
-                at_s = self._clock.now_s + takes_s
-                self._clock.at(at_s, self._updated, instruction.parameter)
+                at_s = self._clock.now_s + self._hosts.updating_s(elems, 1)
+                self._clock.at(at_s, self._handle, ParameterUpdated(instruction.parameter))
             elif type(instruction) is MeasureParameter:
                 elems = self._sizes_elems[instruction.parameter]
                 at_s = self._clock.now_s + self._hosts.measuring_s(elems, 0)
-                self._clock.at(at_s, self._measured, instruction.parameter)
+                self._clock.at(at_s, self._handle, ParameterMeasured(instruction.parameter, ZERO))
             elif type(instruction) is CompleteParameter:
                 completed = True
             elif type(instruction) is UseNorm:
@@ -182,14 +165,4 @@ class RingWorker:
     def _reduced(self, number: int) -> None:
         self._under_way -= 1
         self.observer.reduced(number, self._clock.now_s, more=self._under_way > 0)
-        self._do(self._machine.handle(ChunkReduced(number)))
-
-    def _measured(self, parameter: int) -> None:
-        self._do(self._machine.handle(ParameterMeasured(parameter, ZERO)))
-
-    def _updated(self, parameter: int) -> None:
-        self._do(self._machine.handle(ParameterUpdated(parameter)))
-
-
-def _no_device() -> None:
-    """Until there is one."""
+        self._handle(ChunkReduced(number))

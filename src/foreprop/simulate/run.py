@@ -9,21 +9,22 @@ from functools import partial
 from typing import Any
 
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
-from foreprop.simulate.ddp import simulate_ddp
+from foreprop.simulate.collective import simulate_ddp
 from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
-from foreprop.workload.buckets import BUCKET_BYTES, best_bucket
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.network import Network
 from foreprop.workload.records import Record, record_of
 from foreprop.workload.setting import (
+    BUCKET_BYTES,
     DDP,
     DDP_TUNED,
     DISCARDED_STEPS,
     RING,
     RING_STEPS,
+    best_bucket,
 )
 
 SIMULATED = "simulated"
@@ -89,10 +90,10 @@ def simulate_system(
         open_ports=not setting.shape_ingress,
     )
     if bucket_bytes is not None:
-        return simulate_ddp(setting, cluster, hosts, steps=steps, bucket_bytes=bucket_bytes)
+        return simulate_ddp(setting, cluster, steps=steps, bucket_bytes=bucket_bytes)
     if name == RING:
-        return simulate_ring(setting, cluster, hosts, steps=steps, **changes)
-    return simulate_preset(name, setting, cluster, hosts, steps=steps, **changes)
+        return simulate_ring(setting, cluster, steps=steps, **changes)
+    return simulate_preset(name, setting, cluster, steps=steps, **changes)
 
 
 def _record(

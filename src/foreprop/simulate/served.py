@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from foreprop.core.barrier import NormCombiner, StepBarrier
 from foreprop.core.frames import (
@@ -38,10 +38,10 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError
-from foreprop.simulate.clock import Clock
-from foreprop.simulate.connection import Connection, Loopback
+from foreprop.simulate.connection import Clock, Connection, Loopback
+from foreprop.simulate.device import no_device
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.link import wire_bytes
+from foreprop.workload.network import wire_bytes
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
@@ -97,6 +97,14 @@ class Agreement:
         return 1 if frame.kind in (Kind.NORM, Kind.NORM_PART) else self.members[crowd]
 
 
+class Site(NamedTuple):
+    """What all processes of a session share."""
+
+    clock: Clock
+    hosts: Hosts
+    agreement: Agreement
+
+
 class Processor:
     """A process's: frames take turns, each ``frame_s``, whoever's thread they are for."""
 
@@ -125,36 +133,33 @@ class Processor:
         return (copies - 1) * wire_bytes(size_bytes) * self._link_byte_s
 
 
-class Outlet:
-    """Sends a process's frames; ``sent`` is called with the peer when the next one may follow.
+class Exchange:
+    """A process's frames: those that it sends, and those that it notices one after the other.
 
-    ``to_crowds``: a peer is one of a crowd, to each of which a frame is sent.
+    ``handle`` is called with `FrameSent` when the next frame to a peer may follow. ``crowds``: a
+    peer is one of a crowd, each of which is sent what it is, and has sent what it has.
     """
 
     def __init__(
         self,
-        clock: Clock,
-        agreement: Agreement,
-        send_s: float,
-        sent: Callable[[int], None],
+        site: Site,
         processor: Processor | None,
+        handle: Callable[[Any], None],
         *,
-        to_crowds: bool = False,
+        crowds: bool = False,
     ) -> None:
         self.connections: dict[int, Connection | Loopback] = {}
         """By the peer's number."""
-        self._clock = clock
-        self._agreement = agreement
-        self._send_s = send_s
-        self._sent = sent
+        self._clock, self._hosts, self._agreement = site
         self._processor = processor
-        self._to_crowds = to_crowds
+        self._handle = handle
+        self._crowds = crowds
 
     def send(self, sender: int, frame: SendFrame) -> None:
         if self._processor is None:
             self._hand_over((sender, frame))
             return
-        copies = self._agreement.copies(frame.peer, frame) if self._to_crowds else 1
+        copies = self._agreement.copies(frame.peer, frame) if self._crowds else 1
         leaves_s = self._processor.leaves_s(copies, self._agreement.frame_bytes(frame))
         self._clock.at(leaves_s, self._hand_over, (sender, frame))
 
@@ -164,36 +169,14 @@ class Outlet:
 
     def taken(self, peer: int) -> None:
         """By the kernel."""
-        self._clock.at(self._clock.now_s + self._send_s, self._sent, peer)
-
-
-class Inlet:
-    """Takes in a process's frames, which it notices one after the other.
-
-    ``from_crowds``: who sends is one of a crowd, each of which has sent the frame.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        receive_s: float,
-        processor: Processor | None,
-        *,
-        from_crowds: bool = False,
-    ) -> None:
-        self._clock = clock
-        self._agreement = agreement
-        self._receive_s = receive_s
-        self._processor = processor
-        self._from_crowds = from_crowds
+        self._clock.at(self._clock.now_s + self._hosts.send_s, self._handle, FrameSent(peer))
 
     def take(self, message: Message, noticed: Callable[[Message], None]) -> None:
         """``noticed`` is called with it when the process has got there."""
-        at_s = self._clock.now_s + self._receive_s
+        at_s = self._clock.now_s + self._hosts.receive_s
         if self._processor is not None:
             sender, frame = message
-            copies = self._agreement.copies(sender, frame) if self._from_crowds else 1
+            copies = self._agreement.copies(sender, frame) if self._crowds else 1
             size_bytes = self._agreement.frame_bytes(frame)
             at_s = max(at_s, self._processor.received_s(copies, size_bytes))
         self._clock.at(at_s, noticed, message)
@@ -202,18 +185,11 @@ class Inlet:
 class ServedWorker:
     """A worker; see `device.Synchronisation`."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
-        rank: int,
-        processor: Processor | None = None,
-    ) -> None:
-        self.look: Callable[[], None] = _no_device
-        self.proceed: Callable[[], None] = _no_device
-        self.outlet = Outlet(clock, agreement, hosts.send_s, self._after_sent, processor)
-        self._inlet = Inlet(clock, agreement, hosts.receive_s, processor)
+    def __init__(self, site: Site, rank: int, processor: Processor | None) -> None:
+        agreement = site.agreement
+        self.look: Callable[[], None] = no_device
+        self.proceed: Callable[[], None] = no_device
+        self.exchange = Exchange(site, processor, self._handle)
         self._pulls = agreement.reply == "pull"
         self._rank = rank
         self._machine = WorkerMachine(
@@ -239,10 +215,10 @@ class ServedWorker:
 
     def start_step(self) -> None:
         if self._pulls:
-            self._do(self._machine.handle(PullsDue()))
+            self._handle(PullsDue())
 
     def gradient_ready(self, parameter: int, step: int) -> None:
-        self._do(self._machine.handle(GradientReady(parameter, step)))
+        self._handle(GradientReady(parameter, step))
 
     def end_step(self, step: int) -> bool:
         """Nobody has to be asked."""
@@ -251,7 +227,7 @@ class ServedWorker:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        self._inlet.take(message, self._on_frame)
+        self.exchange.take(message, self._on_frame)
 
     def _on_frame(self, message: Message) -> None:
         server, frame = message
@@ -261,23 +237,20 @@ class ServedWorker:
         event: Any = ReplyArrived(frame.slice, frame.step, server)
         if frame.kind == Kind.NOTIFY:
             event = NotifyArrived(frame.slice, frame.step, server, frame.flags)
-        self._do(self._machine.handle(event))
+        self._handle(event)
 
     def _on_norm_part(self, server: int, step: int) -> None:
         """Rank 0: the last part makes the norm, which all servers are told."""
         if self._norms.add(server, step, ZERO) is not None:
             for owner in sorted(self._owners):
                 told = MessageReady(owner, Kind.NORM, step, CONTROL_PRIORITY, 0, NO_TOKEN)
-                self._do(self._machine.handle(told))
+                self._handle(told)
 
-    def _after_sent(self, server: int) -> None:
-        self._do(self._machine.handle(FrameSent(server)))
-
-    def _do(self, instructions: Sequence[Any]) -> None:
+    def _handle(self, event: Any) -> None:
         completed = False
-        for instruction in instructions:
+        for instruction in self._machine.handle(event):
             if type(instruction) is SendFrame:
-                self.outlet.send(self._rank, instruction)
+                self.exchange.send(self._rank, instruction)
             elif type(instruction) is CompleteParameter:
                 completed = True
         if completed:
@@ -287,20 +260,10 @@ class ServedWorker:
 class Server:
     """A server, whose updates take time, one after the other."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        agreement: Agreement,
-        hosts: Hosts,
-        index: int,
-        processor: Processor | None = None,
-    ) -> None:
-        send_s = hosts.send_s
-        self.outlet = Outlet(clock, agreement, send_s, self._after_sent, processor, to_crowds=True)
-        self._inlet = Inlet(clock, agreement, hosts.receive_s, processor, from_crowds=True)
-        self._clock = clock
-        self._agreement = agreement
-        self._hosts = hosts
+    def __init__(self, site: Site, index: int, processor: Processor | None) -> None:
+        self.exchange = Exchange(site, processor, self._handle, crowds=True)
+        agreement = site.agreement
+        self._clock, self._hosts, self._agreement = site
         self._index = index
         self._workers = agreement.workers
         owned = sum(piece.server == index for piece in agreement.slices)
@@ -317,7 +280,7 @@ class Server:
 
     # For the connections.
     def receive(self, message: Message) -> None:
-        self._inlet.take(message, self._on_frame)
+        self.exchange.take(message, self._on_frame)
 
     def _on_frame(self, message: Message) -> None:
         rank, (_, kind, step, slice_, priority, flags, _) = message
@@ -326,38 +289,25 @@ class Server:
             event = PushArrived(rank, slice_, step, priority, flags)
         elif kind == Kind.NORM:
             event = NormArrived(rank, step)
-        self._do(self._machine.handle(event))
+        self._handle(event)
 
-    def _after_sent(self, rank: int) -> None:
-        self._do(self._machine.handle(FrameSent(rank)))
-
-    def _summed(self, _: None) -> None:
-        self._do(self._machine.handle(SliceSummed(ZERO)))
-
-    def _updated(self, _: None) -> None:
-        self._do(self._machine.handle(SliceUpdated()))
-
-    def _do(self, instructions: Sequence[Any]) -> None:
-        for instruction in instructions:
+    def _handle(self, event: Any) -> None:
+        for instruction in self._machine.handle(event):
             if type(instruction) is SendFrame:
-                self.outlet.send(self._index, instruction)
+                self.exchange.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
                 pushes = 0 if self._agreement.needs_norm else self._workers
                 takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
-                self._clock.at(self._clock.now_s + takes_s, self._updated)
+                self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
             elif type(instruction) is SumSlice:
                 elems = self._elems(instruction.slice)
                 takes_s = self._hosts.measuring_s(elems, self._workers)
-                self._clock.at(self._clock.now_s + takes_s, self._summed)
+                self._clock.at(self._clock.now_s + takes_s, self._handle, SliceSummed(ZERO))
             elif type(instruction) is SendNormPart:
                 told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)
-                self._do(self._machine.handle(MessageReady(0, *told)))
+                self._handle(MessageReady(0, *told))
             else:
                 raise InternalError(f"a simulated server cannot do {instruction!r}")
 
     def _elems(self, slice_: int) -> int:
         return self._agreement.slices[slice_].elems
-
-
-def _no_device() -> None:
-    """Until there is one."""

@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.simulate.crowd import Crowd, plan_crowds
-from foreprop.workload.options import option
-from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting
+from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """The nodes ``first`` to ``first + members - 1``."""
+
+    first: int
+    members: int
+    slowdown: float = 0.0
+    """By what share their compute takes longer than a profile says."""
+
+    @property
+    def nodes(self) -> range:
+        return range(self.first, self.first + self.members)
+
+
+def plan_crowds(
+    nodes: int, *, groups: int | None, slow_nodes: int = 0, slowdown: float = 0.0
+) -> list[Crowd]:
+    """The usual nodes in ``groups`` of about one size, then the slow ones in one.
+
+    None: every node by itself.
+    """
+    usual = nodes - slow_nodes
+    count = usual if groups is None else groups
+    together = 1 if groups is None else max(1, slow_nodes)
+    bounds = [usual * group // count for group in range(count + 1)]
+    crowds = [Crowd(first=first, members=end - first) for first, end in pairwise(bounds)]
+    slow = range(usual, nodes, together)
+    return crowds + [Crowd(first=node, members=together, slowdown=slowdown) for node in slow]
+
 
 SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
 _MOST_WORKERS_EACH = 1024
@@ -34,7 +64,7 @@ class SimulatedSetting(LabSetting):
     symmetric: bool | None = option(
         "Let one stand for all that do the same; by default above 64 nodes of one worker.", None
     )
-    """See `simulate.crowd`. Nodes of several workers, which share relays and a link, are each
+    """See `simulate.device`. Nodes of several workers, which share relays and a link, are each
     simulated."""
     representatives: int = option(
         "How many stand for all, if it is symmetric; 4 are more exact.", 1

@@ -57,7 +57,7 @@ def choose_slice_elems(
     """The best of `CANDIDATES` for a session with this ``config``; deterministic.
 
     Sizes are tried from 50,000 on, smaller ones first, for as long as steps get shorter. More than
-    4 nodes are simulated by symmetry (`simulate.crowd`).
+    4 nodes are simulated by symmetry (`simulate.device`).
     """
     setting = SimulatedSetting(
         profile=profile,

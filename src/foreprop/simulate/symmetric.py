@@ -21,11 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from foreprop.simulate.cluster import Cluster
-from foreprop.simulate.connection import Connection, Path
-from foreprop.simulate.crowd import Crowd
-from foreprop.simulate.ends import End, Kernels, Way, Ways, ways_between
-from foreprop.workload.link import LinkSetting, OpenPort, Queue, wire_bytes
+from foreprop.simulate.cluster import Cluster, End, Kernels, Ways, ways_between
+from foreprop.simulate.connection import Connection, Path, Way
+from foreprop.simulate.setting import Crowd
+from foreprop.workload.network import LinkSetting, OpenPort, Queue, wire_bytes
 
 
 class Links:
@@ -113,8 +112,7 @@ class Bundle(Connection):
     def __init__(
         self, cluster: Cluster, path: Path, way: Way, *, copies: int, fans_out: bool
     ) -> None:
-        clock, kernel = cluster.clock, way.kernel
-        super().__init__(clock, path, kernel, peer=way.peer, sent=way.sent, deliver=way.deliver)
+        super().__init__(cluster.clock, path, way)
         self._byte_s = 8 / cluster.link.rate_bits_per_s
         self._behind_s = (copies - 1) * self._byte_s  # the last copy of each byte
         self._fans_out = fans_out
@@ -152,10 +150,7 @@ def connect_crowd(
     forth, back = ways_between(here, there, kernels)
     copies = crowd.members - (index in crowd.nodes)
     if not copies:
-        return (
-            cluster.loop_back(peer=forth.peer, sent=forth.sent, deliver=forth.deliver),
-            cluster.loop_back(peer=back.peer, sent=back.sent, deliver=back.deliver),
-        )
+        return cluster.loop_back(forth), cluster.loop_back(back)
     egress, ports = links
     workers, server = EachLink(egress, crowd, index), OneLink(egress, index, copies)
     workers_port: Queue = OpenPort(cluster.link)
@@ -173,6 +168,4 @@ def connect_crowd(
 def _bundle(cluster: Cluster, path: Path, way: Way, *, copies: int, fans_out: bool) -> Connection:
     if copies > 1:
         return Bundle(cluster, path, way, copies=copies, fans_out=fans_out)
-    return Connection(
-        cluster.clock, path, way.kernel, peer=way.peer, sent=way.sent, deliver=way.deliver
-    )
+    return Connection(cluster.clock, path, way)

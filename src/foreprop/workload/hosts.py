@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreprop.workload.limit import PACKET_BYTES
-from foreprop.workload.link import LinkSetting
+from foreprop.workload.network import LinkSetting
 
 _LEAST_BURST_BYTES = 2 * PACKET_BYTES
 _LEAST_WINDOW_BYTES = 2 * PACKET_BYTES

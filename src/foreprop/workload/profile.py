@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -20,6 +20,10 @@ _FORWARD_SHARE = 1 / 3  # forward : backward = 1 : 2
 _CONSTANT_SHARE = 0.1  # of the compute, spread evenly: what a layer costs however small it is
 _ELEM_BYTES = 4  # what the lab trains is in float32
 _TEXT_WIDTH = 110
+
+
+_Times = tuple[str, float, float]
+"""A layer's name, its forward and its backward pass, seconds."""
 
 
 def _whole(array: ProfiledArray) -> float:
@@ -113,11 +117,7 @@ class Profile:
         return self.after_last_gradient_s + sum(array.backward_s or 0.0 for array in self.arrays)
 
     def layers(
-        self,
-        *,
-        scale: int,
-        compute_s: float,
-        counted: Callable[[ProfiledArray], float] = _whole,
+        self, *, scale: int, compute_s: float, counted: Callable[[ProfiledArray], float] = _whole
     ) -> list[Layer]:
         """Layers in forward order; every array divided by ``scale``, rounded up.
 
@@ -129,14 +129,20 @@ class Profile:
         1 : 2 between forward and backward pass.
         """
         if self.measured_s is None:
-            layers = self._layers_by_flops(compute_s)
+            times = self._times_by_flops(compute_s)
         else:
-            layers = self._measured_layers(compute_s / self.measured_s)
-        sizes = (
-            tuple(_scaled_elems(a, scale, counted(a)) for a in arrays if counted(a))
-            for arrays in self.arrays_by_layer()
-        )
-        return [replace(layer, sizes_elems=own) for layer, own in zip(layers, sizes, strict=True)]
+            times = self._measured_times(compute_s / self.measured_s)
+        return [
+            Layer(
+                name=name.replace(".", "_"),
+                sizes_elems=tuple(_scaled_elems(a, scale, counted(a)) for a in own if counted(a)),
+                forward_s=forward_s,
+                backward_s=backward_s,
+            )
+            for (name, forward_s, backward_s), own in zip(
+                times, self.arrays_by_layer(), strict=True
+            )
+        ]
 
     def arrays_by_layer(self) -> list[tuple[ProfiledArray, ...]]:
         """Of each of `layers`."""
@@ -145,22 +151,13 @@ class Profile:
         outside = self.before_first_use_s or self.after_last_gradient_s
         return [()] * bool(outside) + [(array,) for array in self.arrays]
 
-    def _measured_layers(self, factor: float) -> Iterator[Layer]:
+    def _measured_times(self, factor: float) -> Iterator[_Times]:
         before_s, after_s = self.before_first_use_s, self.after_last_gradient_s
         if before_s or after_s:
-            yield Layer(
-                name="input",
-                sizes_elems=(),
-                forward_s=before_s * factor,
-                backward_s=after_s * factor,
-            )
+            yield "input", before_s * factor, after_s * factor
         for array in self.arrays:
-            yield Layer(
-                name=array.name.replace(".", "_"),
-                sizes_elems=(),
-                forward_s=(array.forward_s or 0.0) * factor,
-                backward_s=(array.backward_s or 0.0) * factor,
-            )
+            forward_s, backward_s = array.forward_s or 0.0, array.backward_s or 0.0
+            yield array.name, forward_s * factor, backward_s * factor
 
     def _modules(self) -> dict[str, tuple[ProfiledArray, ...]]:
         members: dict[str, tuple[ProfiledArray, ...]] = {}
@@ -168,7 +165,7 @@ class Profile:
             members[_module(array.name)] = (*members.get(_module(array.name), ()), array)
         return members
 
-    def _layers_by_flops(self, compute_s: float) -> Iterator[Layer]:
+    def _times_by_flops(self, compute_s: float) -> Iterator[_Times]:
         members = self._modules()
         flops = {
             name: sum(a.forward_flops or 0.0 for a in arrays) for name, arrays in members.items()
@@ -180,12 +177,8 @@ class Profile:
         }
         seconds = compute_s / sum(weights.values())
         for name in members:
-            yield Layer(
-                name=name.replace(".", "_"),
-                sizes_elems=(),
-                forward_s=weights[name] * seconds * _FORWARD_SHARE,
-                backward_s=weights[name] * seconds * (1 - _FORWARD_SHARE),
-            )
+            layer_s = weights[name] * seconds
+            yield name, layer_s * _FORWARD_SHARE, layer_s * (1 - _FORWARD_SHARE)
 
     def save(self, path: str | Path) -> None:
         """Write a file that `read_profile` and ``--profile`` take; `ConfigError` if that fails."""

@@ -88,12 +88,9 @@ def record_of(
     **measured: Any,
 ) -> Record:
     """What follows from the setting and its steps; ``measured`` are the record's other fields."""
-    layers = setting.layers
-    compute_s, limit_s = limit.compute_s(layers), setting.limit_s
-    wire_s = limit.wire_s(
-        limit.model_bytes(layers), nodes=setting.nodes, rate_bits_per_s=setting.rate
-    )
+    compute_s, limit_s, wire_s = limit.compute_s(setting.layers), setting.limit_s, setting.wire_s
     spread = Spread.of(step_s)
+    ours = not system.startswith(DDP) and system not in MXNET
     fields = {"slice_elems": setting.slice_elems_of(system)} | measured
     return Record(
         system=system,
@@ -101,7 +98,7 @@ def record_of(
         scale=setting.scale,
         nodes=setting.nodes,
         workers_per_node=setting.workers_per_node,
-        local_aggregation=_local_aggregation_of(system),
+        local_aggregation=local_aggregation() if ours else None,
         rate_bits_per_s=setting.rate,
         balance=wire_s / compute_s,
         compute_s=compute_s,
@@ -113,11 +110,6 @@ def record_of(
         iterations=len(step_s),
         **fields,
     )
-
-
-def _local_aggregation_of(system: str) -> str | None:
-    """None of what is not foreprop."""
-    return None if system.startswith(DDP) or system in MXNET else local_aggregation()
 
 
 def write_records(path: Path, records: Sequence[msgspec.Struct]) -> None:

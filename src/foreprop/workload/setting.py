@@ -1,9 +1,10 @@
-"""What one run of the lab is to measure."""
+"""What one run of the lab is to measure: the settings, and what they make of each system."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,8 +13,19 @@ from foreprop.core.slicing import BIG_ARRAY_ELEMS, usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
-from foreprop.workload.options import option
+from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
 from foreprop.workload.profile import Layer, Profile
+
+
+def option(
+    text: str, default: Any = MISSING, *, least: float | None = None, most: float | None = None
+) -> Any:
+    """A dataclass's field; ``text`` is what the option's help says."""
+    metadata = {"help": text, "min": least, "max": most}
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)
+
 
 DDP = "ddp"
 DDP_TUNED = "ddp-tuned"
@@ -174,6 +186,12 @@ class LabSetting:
         return limit.rate_for_balance(self.layers, nodes=self.nodes, balance=self.balance or 1.0)
 
     @property
+    def wire_s(self) -> float:
+        """`limit.wire_s` of the scaled model."""
+        size_bytes = limit.model_bytes(self.layers)
+        return limit.wire_s(size_bytes, nodes=self.nodes, rate_bits_per_s=self.rate)
+
+    @property
     def limit_s(self) -> float:
         return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate)
 
@@ -216,3 +234,37 @@ def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
     system = name.partition(SIZE_MARK)[0]
     preset = system if system in PRESETS else None
     return Config.resolve(preset, **(fields | changes))
+
+
+# The buckets of DistributedDataParallel.
+BUCKET_BYTES = 25 * 2**20
+"""DDP's buckets, unscaled."""
+CANDIDATE_BUCKETS_BYTES = tuple(n * 2**20 for n in (1, 2, 5, 10, 25, 50))
+"""What ddp-tuned tries, unscaled."""
+
+
+def fill_buckets(sizes_elems: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """DDP's: the arrays' numbers, last first; a bucket is closed when it holds ``bucket_bytes``."""
+    buckets: list[list[int]] = []
+    held_bytes = bucket_bytes
+    for number in reversed(range(len(sizes_elems))):
+        if held_bytes >= bucket_bytes:
+            buckets.append([])
+            held_bytes = 0
+        buckets[-1].append(number)
+        held_bytes += sizes_elems[number] * BYTES_PER_ELEM
+    return buckets
+
+
+def best_bucket(setting: LabSetting, step_s: Callable[[int, int], float]) -> int:
+    """The scaled size with the shortest steps, tried one after the other.
+
+    ``step_s``: the time of a step, of a candidate as it is and scaled.
+    """
+    seconds: dict[int, float] = {}
+    for candidate in CANDIDATE_BUCKETS_BYTES:
+        size = setting.scaled(candidate)
+        if seconds and size > 2 * model_bytes(setting.layers):
+            break  # one bucket holds everything
+        seconds[size] = step_s(candidate, size)
+    return min(seconds, key=lambda size: seconds[size])

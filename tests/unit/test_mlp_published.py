@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.mlp import published
+from experiments.mlp.published import Symbols
 from foreprop.errors import ConfigError
-from foreprop.model import published
-from foreprop.model.published import Symbols
 
 # 60,000 examples, batches of 100, 4 workers, 2 servers, 8 Mbit at 100 Mbit/s
 MNIST = Symbols(

@@ -23,15 +23,6 @@ def machine_facts() -> dict[str, str]:
     return facts | ({"commit": commit} if commit else {})
 
 
-def busy_s() -> float:
-    """CPU time that the whole machine has spent on work that would not have made way for the lab's.
-
-    What runs at a lower priority (``nice``) has not kept it waiting.
-    """
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.nice - getattr(times, "iowait", 0.0))
-
-
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
