@@ -8,6 +8,7 @@ import time
 import pytest
 
 from foreprop.config import Config
+from foreprop.core.frames import CompleteParameter
 from foreprop.errors import PeerLost, StepTimeout
 from foreprop.path.progress import Progress
 
@@ -62,7 +63,7 @@ def test_counts_what_was_waited_by_parameter() -> None:
 
     def complete() -> None:
         done.append(1)
-        waiting.parameter_complete(1, 7)
+        waiting.parameter_complete(CompleteParameter(1, 7))
 
     threading.Timer(0.05, complete).start()
     waiting.wait_for_parameter(1, 7, lambda: bool(done), lambda: "bias", lambda: None)

@@ -240,7 +240,7 @@ class RingEngine:
             if isinstance(instruction, SendNormPart) and self._send_sum is not None:
                 self._send_sum(*instruction)
             elif isinstance(instruction, CompleteParameter):
-                self.progress.parameter_complete(instruction.parameter, instruction.step)
+                self.progress.parameter_complete(instruction)
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)

@@ -120,23 +120,26 @@ class PushCollector:
         pushes, at = self._all[number], (step, again)
         self.check_present(rank, pushes)
         pushed = pushes.rounds.get(at)
-        if pushed is None or rank in pushed:  # otherwise nothing can be wrong with it
-            self._check(pushes, rank, at)
-            pushed = pushes.rounds.setdefault(at, {})
+        if pushed is None:
+            is_past = at <= pushes.done or step in (0, pushes.updating)
+            if is_past or (pushes.rounds and not self._ahead):
+                raise self._misplaced(pushes, rank, at)
+            pushed = pushes.rounds[at] = {}
+        elif rank in pushed:
+            raise self._misplaced(pushes, rank, at)
         pushed[rank] = flags
         return pushed
 
-    def _check(self, pushes: Pushes, rank: int, at: Round) -> None:
+    def _misplaced(self, pushes: Pushes, rank: int, at: Round) -> RemoteProtocolError:
+        """What is wrong with a push that does not fit those that are in."""
         here = at if self._ahead or not pushes.rounds else pushes.oldest
-        pushed = pushes.rounds.get(here, {})
-        if rank in pushed:
-            raise self._refused(rank, f"pushed {pushes.what} twice in step {here[0]}")
+        if rank in pushes.rounds.get(here, {}):
+            return self._refused(rank, f"pushed {pushes.what} twice in step {here[0]}")
         step = at[0]
         if step in (0, pushes.updating) or at <= pushes.done:
             past = f"which is past: step {pushes.done_step} is done"
-            raise self._refused(rank, f"pushed {pushes.what} for step {step}, {past}")
-        if here != at:
-            raise self._unlike(pushes, rank, at, here)
+            return self._refused(rank, f"pushed {pushes.what} for step {step}, {past}")
+        return self._unlike(pushes, rank, at, here)
 
     def _unlike(self, pushes: Pushes, rank: int, at: Round, here: Round) -> RemoteProtocolError:
         """Of a push that is not for the round that the others are in."""
@@ -283,8 +286,10 @@ class Replies:
                 self._queue(rank, Kind.REPLY, step, slice_, priority, to_pull)
             return
         kind = Kind.REPLY if self._reply == "broadcast" else Kind.NOTIFY
+        push = self.lanes.push
         for rank in self._everybody:
-            self._queue(rank, kind, step, slice_, priority, unchanged)
+            frame = SendFrame(rank, kind, step, slice_, priority, unchanged, NO_TOKEN)
+            push(rank, step, priority, frame)
 
     def send(self, message: MessageReady) -> None:
         """A control frame."""

@@ -9,6 +9,7 @@ A worker's pushes also wait for answers, see `PushWindow`.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,37 +33,29 @@ def takes_turns(order: Order, peers: int, at_once: int = AT_ONCE) -> bool:
 class SendQueue(Generic[T]):
     """A stable priority queue; with ``order="fifo"`` step and priority are ignored."""
 
-    __slots__ = ("_fifo", "_heap", "_sequence")
+    __slots__ = ("_fifo", "_sequence", "heap")
 
     def __init__(self, order: Order = "priority") -> None:
+        self.heap: list[tuple[int, int, int, T]] = []
+        """What is queued, by (step, priority, sequence); the first one is the head."""
         self._fifo = order == "fifo"
-        self._heap: list[tuple[int, int, int, T]] = []
         self._sequence = 0
 
     def push(self, step: int, priority: int, item: T) -> None:
         if self._fifo:
             step = priority = 0
-        heapq.heappush(self._heap, (step, priority, self._sequence, item))
+        heapq.heappush(self.heap, (step, priority, self._sequence, item))
         self._sequence += 1
 
     def pop(self) -> T:
-        return heapq.heappop(self._heap)[3]
-
-    def head(self) -> T:
-        """What `pop` would return."""
-        return self._heap[0][3]
-
-    @property
-    def urgency(self) -> tuple[int, int]:
-        """(step, priority) of the head."""
-        return self._heap[0][:2]
+        return heapq.heappop(self.heap)[3]
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self.heap)
 
     def items(self) -> list[T]:
         """What is queued, most urgent first; for reports, not for the hot path."""
-        return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3])]
+        return [entry[3] for entry in sorted(self.heap, key=lambda entry: entry[:3])]
 
 
 class Turns(NamedTuple):
@@ -95,7 +88,16 @@ class SendLanes(Generic[T]):
     behind it, until somebody asks again.
     """
 
-    __slots__ = ("_busy", "_may_leave", "_order", "_queues", "_turns")
+    __slots__ = (
+        "_at_least",
+        "_at_once",
+        "_busy",
+        "_first",
+        "_may_leave",
+        "_order",
+        "_queues",
+        "queued",
+    )
 
     def __init__(
         self,
@@ -104,9 +106,12 @@ class SendLanes(Generic[T]):
         *,
         turns: Turns = USUAL_TURNS,
     ) -> None:
+        self.queued = 0
         self._order: Order = order
         self._may_leave = may_leave
-        self._turns = turns
+        self._first = turns.first
+        self._at_once = turns.at_once if order == "priority" else math.inf
+        self._at_least = turns.at_least if may_leave is not None else 0
         self._queues: dict[int, SendQueue[T]] = {}
         self._busy: set[int] = set()
 
@@ -115,50 +120,52 @@ class SendLanes(Generic[T]):
         if queue is None:
             queue = self._queues[peer] = SendQueue(self._order)
         queue.push(step, priority, item)
+        self.queued += 1
 
     def depart(self) -> list[T]:
         """The heads that may leave now; they then are under way."""
-        if self._is_full:
-            return []
-        waiting = [peer for peer, queue in self._queues.items() if queue and peer not in self._busy]
-        if self._order == "priority":
+        departing: list[T] = []
+        if len(self._busy) >= self._at_once:
+            return departing
+        waiting = []
+        for peer, queue in self._queues.items():
+            if queue.heap and peer not in self._busy:
+                waiting.append(peer)
+        if self._order == "priority" and len(waiting) > 1:
             waiting.sort(key=self._turn)
-        return [item for peer in waiting for item in self.depart_to(peer)]
+        for peer in waiting:
+            departing += self.depart_to(peer)
+        return departing
 
     def _turn(self, peer: int) -> tuple[tuple[int, int], bool, int]:
-        return self._queues[peer].urgency, peer < self._turns.first, peer
+        return self._queues[peer].heap[0][:2], peer < self._first, peer
 
     def depart_to(self, peer: int) -> list[T]:
         """The head for this peer, if there is one and it may leave now."""
-        queue = self._queues.get(peer)
-        if not queue or peer in self._busy or self._is_full:
+        queue, busy = self._queues.get(peer), len(self._busy)
+        if queue is None or not queue.heap or peer in self._busy or busy >= self._at_once:
             return []
-        if self._may_leave is not None and not self._may_leave(queue.head(), self._is_short):
+        may_leave = self._may_leave
+        if may_leave is not None and not may_leave(queue.heap[0][3], busy < self._at_least):
             return []
         self._busy.add(peer)
+        self.queued -= 1
         return [queue.pop()]
 
     def sent(self, peer: int) -> list[T]:
         """What was under way to this peer has left: what may follow, to it or instead of it."""
-        was_full = self._is_full
+        was_full = len(self._busy) >= self._at_once
         self._busy.discard(peer)
-        return self.depart() if was_full or self._is_short else self.depart_to(peer)
-
-    @property
-    def _is_full(self) -> bool:
-        return self._order == "priority" and len(self._busy) >= self._turns.at_once
-
-    @property
-    def _is_short(self) -> bool:
-        return self._may_leave is not None and len(self._busy) < self._turns.at_least
+        is_short = len(self._busy) < self._at_least
+        return self.depart() if was_full or is_short else self.depart_to(peer)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way."""
-        return not self._busy and not len(self)
+        return not self._busy and not self.queued
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return self.queued
 
     def items(self) -> list[T]:
         """What is queued, for reports: peer by peer, most urgent first."""

@@ -88,6 +88,8 @@ class WorkerMachine:
         self._lanes: SendLanes[SendFrame] = SendLanes(order, may_leave, turns=turns)
         self._reply = reply
         self._closing = False
+        self.most_queued = 0
+        """The most frames that have waited after an event."""
         self._awaited_step = [_NOT_AWAITED] * len(slices)
         self._missing = [0] * parameters  # slices still to be answered
         self._step = [0] * parameters
@@ -131,11 +133,6 @@ class WorkerMachine:
     @property
     def queue_depth(self) -> int:
         return len(self._lanes)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is queued or under way."""
-        return self._lanes.idle
 
     def priority_of(self, parameter: int) -> int:
         return self._priority[parameter]
@@ -212,7 +209,8 @@ class WorkerMachine:
 
     def _on_reply_arrived(self, event: ReplyArrived) -> Sequence[WorkerInstruction]:
         slice_, step, server = event[:3]
-        self._check_server(slice_, step, server, "reply", self.awaits(slice_, step))
+        if not self.awaits(slice_, step) or self._slices[slice_].server != server:
+            raise self._unexpected(slice_, step, server, "reply")
         done = self._answered(slice_)
         if self._window is None:
             return done
@@ -223,7 +221,8 @@ class WorkerMachine:
         """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
         slice_, step, server, flags = event
         expected = self._reply == "notify" and step > 0 and self._is_unanswered(slice_, step)
-        self._check_server(slice_, step, server, "notification", expected)
+        if not expected or self._slices[slice_].server != server:
+            raise self._unexpected(slice_, step, server, "notification")
         if slice_ in self._announced:
             raise RemoteProtocolError(f"server {server} announced slice {slice_} twice")
         if flags & Flag.UNCHANGED:
@@ -270,6 +269,7 @@ class WorkerMachine:
         self._lanes.push(frame.peer, frame.step, frame.priority, frame)
 
     def _left(self, frames: list[SendFrame]) -> Sequence[WorkerInstruction]:
+        self.most_queued = max(self.most_queued, self._lanes.queued)
         for frame in frames:
             if frame.kind == Kind.PUSH:
                 self._awaited_step[frame.slice] = frame.step
@@ -281,20 +281,16 @@ class WorkerMachine:
             return [Finish()]
         return frames
 
-    def _check_server(self, slice_: int, step: int, server: int, what: str, expected: bool) -> None:
-        if not expected:
-            known = 0 <= slice_ < len(self._slices)
-            awaited = self._awaited_step[slice_] if known else _NOT_AWAITED
-            other = awaited >= 0 and awaited != step
-            raise RemoteProtocolError(
-                f"server {server} sent a {what} for slice {slice_}, step {step}; "
-                + (f"step {awaited} is awaited" if other else "it is not awaited")
-            )
-        if self._slices[slice_].server != server:
-            raise RemoteProtocolError(
-                f"server {server} sent a {what} for slice {slice_}, which belongs to server"
-                f" {self._slices[slice_].server}"
-            )
+    def _unexpected(self, slice_: int, step: int, server: int, what: str) -> RemoteProtocolError:
+        known = 0 <= slice_ < len(self._slices)
+        awaited = self._awaited_step[slice_] if known else _NOT_AWAITED
+        text = f"server {server} sent a {what} for slice {slice_}"
+        if self._is_unanswered(slice_, step) and self._slices[slice_].server != server:
+            owner = self._slices[slice_].server
+            return RemoteProtocolError(f"{text}, which belongs to server {owner}")
+        if awaited >= 0 and awaited != step:
+            return RemoteProtocolError(f"{text}, step {step}; step {awaited} is awaited")
+        return RemoteProtocolError(f"{text}, step {step}; it is not awaited")
 
     def _answered(self, slice_: int) -> Sequence[WorkerInstruction]:
         parameter = self._slices[slice_].parameter

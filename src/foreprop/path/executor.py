@@ -1,11 +1,12 @@
-"""A server's or relay's hands: what happens goes to its machine, and what that says is done.
+"""A process's hands: what happens goes to its machine, and what that says is done.
 
 The machine decides under the one lock. Whoever brought the event carries the instructions out;
-frames go to the outbox, where each peer has a thread.
+frames go to the outbox, where each peer has a thread. Workers, servers and relays alike.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,23 +25,102 @@ from foreprop.core.wire import Header
 from foreprop.errors import InternalError, TransportError
 from foreprop.link.connection import Connection
 from foreprop.link.failure import Failure
-from foreprop.link.outbox import Outbox
 from foreprop.observe.trace import TraceRecorder
+
+Transmit = Callable[[SendFrame], None]
+Sent = Callable[[int], Sequence[SendFrame]]
+
+
+class Outbox:
+    """Sends what the state machine hands to the links, one frame at a time to each peer.
+
+    Its threads are the consumers of P3's producer and consumer (section 4.2).
+    ``transmit`` blocks while the destination is full; ``sent`` reports to the machine and returns
+    the frames that may follow, to that peer or to others. Each peer has a thread of its own, so
+    that a full one does not hold up the others.
+    """
+
+    def __init__(
+        self, name: str, transmit: Transmit, sent: Sent, failed: Callable[[BaseException], None]
+    ) -> None:
+        self._name = name
+        self._transmit = transmit
+        self._sent = sent
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._lanes: dict[int, _Lane] = {}
+        self._stopped = False
+
+    def submit(self, frame: SendFrame) -> None:
+        lane = self._lanes.get(frame.peer) or self._open(frame.peer)
+        lane.inbox.put(frame)
+
+    def _open(self, peer: int) -> _Lane:
+        with self._lock:
+            lane = self._lanes.get(peer)
+            if lane is None:
+                lane = self._lanes[peer] = _Lane()
+                lane.thread = threading.Thread(
+                    target=self._run, args=(lane, peer), name=f"{self._name}-{peer}", daemon=True
+                )
+                if not self._stopped:
+                    lane.thread.start()
+            return lane
+
+    def sending_to(self) -> list[int]:
+        """The peers that a frame is under way to at this moment."""
+        return sorted(peer for peer, lane in list(self._lanes.items()) if lane.current is not None)
+
+    def stop(self) -> None:
+        """End the threads after the frames under way; the streams must be closed or idle."""
+        with self._lock:
+            self._stopped = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.inbox.put(None)
+        for lane in lanes:
+            if lane.thread.is_alive() and threading.current_thread() is not lane.thread:
+                lane.thread.join()
+
+    def _run(self, lane: _Lane, peer: int) -> None:
+        try:
+            while (frame := lane.inbox.get()) is not None:
+                while frame is not None:
+                    lane.current = frame
+                    self._transmit(frame)
+                    lane.current = frame = None
+                    for following in self._sent(peer):
+                        if following.peer == peer:
+                            frame = following
+                        else:
+                            self.submit(following)
+        except BaseException as error:  # the session must learn of it, whatever it is
+            self._failed(error)
+
+
+class _Lane:
+    __slots__ = ("current", "inbox", "thread")
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[SendFrame | None] = queue.SimpleQueue()
+        self.current: SendFrame | None = None
+        self.thread: threading.Thread
+
 
 Doer = Callable[[Any], Sequence[object] | None]
 """Carries an instruction out; may return what follows from that."""
 
 
 class Host(Protocol):
-    """What the parts of a session need of their server."""
+    """What the parts of a session need of their server, or worker."""
 
     @property
     def index(self) -> int:
-        """The server's number."""
+        """The server's number, or the worker's rank."""
 
     @property
     def lock(self) -> threading.RLock:
-        """The server's one lock."""
+        """The one lock of what is decided."""
 
     @property
     def trace(self) -> TraceRecorder | None: ...
@@ -52,7 +132,7 @@ class Host(Protocol):
 
 
 class Machine(Protocol):
-    """`ServerMachine` or `RelayMachine`."""
+    """`WorkerMachine`, `ServerMachine` or `RelayMachine`."""
 
     def handle(self, event: Any) -> Sequence[object]: ...
 
@@ -61,6 +141,8 @@ class Executor:
     """``connections`` are by peer's number; sending threads' names begin with ``thread_name``.
 
     ``doers`` has one entry for each type of instruction; a feature adds those of its own.
+    ``undelivered`` learns of frames that a broken connection has not taken: by default nobody, for
+    the receiving thread reports the loss, with the peer's name.
     """
 
     def __init__(
@@ -70,12 +152,14 @@ class Executor:
         peers: Peers,
         connections: Mapping[int, Connection],
         thread_name: str,
+        undelivered: Callable[[TransportError], None] | None = None,
     ) -> None:
         self.host = host
         self.lock = host.lock
         self.peers = peers
         self._machine = machine
         self._connections = connections
+        self._undelivered = undelivered
         self._messages: dict[int, bytes | memoryview] = {}
         self._next_token = 0
         self._outbox = Outbox(thread_name, self._transmit, self._next_after_sent, host.broke)
@@ -87,7 +171,7 @@ class Executor:
         self.payload_of: Callable[[SendFrame], memoryview] = _unknown_payload
         """Of a frame without a token, which is about to be sent."""
         self.on_sent: Callable[[SendFrame, int, int], None] | None = None
-        """Told of each frame that has left, its size, and when it began; for traces."""
+        """Told of each frame that has left, its size, and when it began."""
 
     # Deciding and doing.
     def dispatch(self, event: object) -> None:
@@ -147,8 +231,10 @@ class Executor:
         started_ns = trace.now_ns() if trace is not None else 0
         try:
             self._connections[peer].send(kind, flags, step, slice_, priority, payload)
-        except TransportError:
-            return  # the receiving thread reports the loss, with the peer's name
+        except TransportError as error:
+            if self._undelivered is not None:
+                self._undelivered(error)
+            return
         if self.on_sent is not None:
             self.on_sent(frame, len(payload), started_ns)
 

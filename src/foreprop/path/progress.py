@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foreprop.config import Config
+from foreprop.core.frames import CompleteParameter
 from foreprop.errors import ForepropError, StepTimeout
 from foreprop.observe.trace import Stage, TraceRecorder
 
@@ -69,8 +70,9 @@ class Progress:
         if self._trace is not None:
             self._mark(Stage.GRADIENT_READY, parameter, step)
 
-    def parameter_complete(self, parameter: int, step: int) -> None:
+    def parameter_complete(self, complete: CompleteParameter) -> None:
         """Wake who may wait for it."""
+        parameter, step = complete
         if self._waiters > 1 or parameter == self.awaited:
             self.notify()
         if self._trace is not None:

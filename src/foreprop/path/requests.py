@@ -135,7 +135,7 @@ class Inquiry:
         manifest: Manifest,
         shards: Sequence[Shard],
         machine: WorkerMachine,
-        lock: threading.Lock,
+        lock: threading.RLock,
         connections: Sequence[Connection],
         servers: Sequence[str],
         progress: Progress,

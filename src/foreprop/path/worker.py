@@ -10,18 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 from foreprop.config import Config
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
-    NO_TOKEN,
     Closing,
     CompleteParameter,
-    Finish,
-    FrameSent,
     GradientReady,
-    MessageReady,
     NotifyArrived,
     PrioritiesLearned,
     PullsDue,
@@ -31,6 +26,7 @@ from foreprop.core.frames import (
     ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
+from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
 from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag, Header, Kind
@@ -45,10 +41,11 @@ from foreprop.link.connection import (
     bounded,
     owners_of,
 )
-from foreprop.link.outbox import Outbox
+from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
 from foreprop.observe.trace import Stage, TraceRecorder, names_of, span
 from foreprop.path.ending import GOODBYE_S, Ending
+from foreprop.path.executor import Executor
 from foreprop.path.memory import ParameterMemory, SliceMemory, push_window
 from foreprop.path.progress import Progress
 from foreprop.path.requests import Inquiry, Requests
@@ -78,7 +75,7 @@ class WorkerEngine:
         self.parameters = manifest.parameters
         self.slices = manifest.slices()
         self.shards = manifest.shards(len(self.slices))
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.measures = False
         """Whether gradients are sent to be measured."""
         self.norm_of: Callable[[int], float] = _no_norm
@@ -91,8 +88,9 @@ class WorkerEngine:
         self.counters = self.progress.counters
         self.memory = SliceMemory(manifest, self.slices, memory)
         self._streams = streams
-        self._trace = trace
-        self._queued_ns = [0] * len(names)  # for the trace
+        self.index, self.trace = rank, trace
+        # for the trace, of steps that are even and odd: the next may begin before one has left
+        self._queued_ns = [0] * len(names), [0] * len(names)
         self._names = names_of(manifest)  # by slice, for the trace
         self._machine = WorkerMachine(
             self.slices,
@@ -103,16 +101,8 @@ class WorkerEngine:
             turns=Turns.after(rank, manifest.knobs.servers),
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
-        self._messages: dict[int, memoryview] = {}
-        self._next_token = 0
         self._welcomes = 0
-        self._offering = False
-        self._outbox = Outbox(
-            "foreprop-send",
-            self._transmit,
-            self._next_after_sent,
-            lambda error: self._ending.broke(error),
-        )
+        self._offered = 0  # values that have still to leave
         self._connect(streams)
 
     def _connect(self, streams: Sequence[Stream]) -> None:
@@ -129,6 +119,17 @@ class WorkerEngine:
             )
             for server, stream in enumerate(streams)
         ]
+        self._executor = Executor(
+            self._machine,
+            self,
+            Peers(()),
+            dict(enumerate(self._connections)),
+            "foreprop-send",
+            undelivered=self.broke,
+        )
+        self._executor.doers[CompleteParameter] = self.progress.parameter_complete
+        self._executor.payload_of = self._payload_of
+        self._executor.on_sent = self._on_sent
         pieces: list[Slice | Shard] = [*self.slices, *self.shards]
         about = (self.send_message, self.progress, self.config)
         self.requests = Requests(self.manifest, pieces, *about)
@@ -140,7 +141,7 @@ class WorkerEngine:
             self._connections,
             self._servers,
             self.progress,
-            self._outbox.sending_to,
+            self._executor.sending_to,
         )
         self._ending = Ending(
             self._connections,
@@ -150,13 +151,14 @@ class WorkerEngine:
             rank=self.rank,
             config=self.config,
             begin_closing=lambda: self._dispatch(Closing()),
-            stop_sending=self._outbox.stop,
+            stop_sending=self._executor.stop,
         )
         self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self._ending.fail(failure.as_error()))
         # what a session asks of its engine, and others do
         self.publish_blob, self.fetch_blob = self.requests.publish_blob, self.requests.fetch_blob
         self.give_up, self.close = self._ending.give_up, self._ending.close
+        self.end = self._ending.finished.set
         self.use(self, self.requests, self.inquiry, failures)
 
     def use(self, *services: Service) -> None:
@@ -192,15 +194,14 @@ class WorkerEngine:
 
         Blocks until all have left: they are read as they leave, and may change when this returns.
         """
-        self._offering = True
+        self._offered = len(self.slices)
         self._dispatch(ValuesOffered())
         self.progress.wait_until(
-            lambda: self._machine.is_idle,
+            lambda: not self._offered,
             self.config.join_timeout_s,
             lambda: f"the servers to take rank 0's values; {self.queue_depth} slices are queued",
             setting="join_timeout_s",
         )
-        self._offering = False
 
     def await_values(self) -> None:
         """Other ranks: every parameter is pending until rank 0's values have come."""
@@ -211,9 +212,9 @@ class WorkerEngine:
         """Queue a parameter's gradient, which its memory gives when it leaves. Any thread."""
         if flags & Flag.MEASURE:
             self.measures = True
-        if self._trace is not None:
+        if self.trace is not None:
             self.progress.gradient_ready(parameter, step)
-            self._queued_ns[parameter] = self._trace.now_ns()
+            self._queued_ns[step & 1][parameter] = self.trace.now_ns()
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:
@@ -259,29 +260,14 @@ class WorkerEngine:
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
         self.progress.raise_if_failed()
-        with self.lock:
-            instructions = self._machine.handle(event)
-            depth = self._machine.queue_depth
-        if depth > self.counters.max_queue_depth:
-            self.counters.max_queue_depth = depth
-        for instruction in instructions:
-            kind = type(instruction)
-            if kind is SendFrame:
-                self._outbox.submit(instruction)  # type: ignore[arg-type]
-            elif isinstance(instruction, CompleteParameter):
-                self.progress.parameter_complete(instruction.parameter, instruction.step)
-            elif kind is Finish:
-                self._ending.finished.set()
+        self._executor.dispatch(event)
+        self.counters.max_queue_depth = self._machine.most_queued
 
-    def _next_after_sent(self, server: int) -> Sequence[SendFrame]:
-        with self.lock:
-            instructions = self._machine.handle(FrameSent(server))
-        if self._offering and not instructions:
-            self.progress.notify()
-        if instructions and type(instructions[0]) is Finish:  # then it is alone
-            self._ending.finished.set()
-            return ()
-        return cast("Sequence[SendFrame]", instructions)
+    def fail(self, failure: Failure) -> None:
+        self._ending.fail(failure.as_error())
+
+    def broke(self, error: BaseException) -> None:
+        self._ending.broke(error)
 
     def send_message(
         self,
@@ -295,39 +281,37 @@ class WorkerEngine:
         flags: int = 0,
     ) -> None:
         """Queue a frame for a server."""
-        with self.lock:
-            token = self._next_token
-            self._next_token += 1
-            self._messages[token] = memoryview(data)
-        self._dispatch(MessageReady(server, kind, step, priority, slice_, token, flags))
+        self.progress.raise_if_failed()
+        self._executor.send(server, kind, step, priority, slice_, data, flags)
 
     def send_to_all(self, kind: Kind, step: int, priority: int, data: bytes) -> None:
         for server in range(len(self._connections)):
             self.send_message(server, kind, step, priority, data)
 
-    def _transmit(self, frame: SendFrame) -> None:
-        server, kind, step, slice_, priority, flags, token = frame
-        payload = EMPTY
-        if token != NO_TOKEN:
-            payload = self._messages.pop(token)
-        elif kind == Kind.PUSH and not flags & Flag.NO_GRADIENT:
-            payload = self.memory.take_gradient(slice_)
-        elif kind == Kind.VALUE:
-            payload = self.memory.values(slice_)
-        started_ns, queued_ns = 0, 0
-        if self._trace is not None and kind == Kind.PUSH:  # read now: a reply may come at once
-            queued_ns = self._queued_ns[self.slices[slice_].parameter]
-            started_ns = self._trace.now_ns()
-        self._connections[server].send(kind, flags, step, slice_, priority, payload)
+    # The sending threads.
+    def _payload_of(self, frame: SendFrame) -> memoryview:
+        if frame.kind == Kind.PUSH and not frame.flags & Flag.NO_GRADIENT:
+            return self.memory.take_gradient(frame.slice)
+        return self.memory.values(frame.slice) if frame.kind == Kind.VALUE else EMPTY
+
+    def _on_sent(self, frame: SendFrame, size_bytes: int, started_ns: int) -> None:
+        kind, step, slice_ = frame.kind, frame.step, frame.slice
         if kind == Kind.PUSH:
             with self.lock:
                 self.counters.pushes += 1
-                self.counters.pushed_bytes += len(payload)
-            if self._trace is not None:
-                trace, names = self._trace, self._names
-                sent = Header(kind, flags, self.rank, step, slice_, priority, len(payload))
-                span(trace, Stage.PUSH_QUEUED, names, sent, queued_ns, stop_ns=started_ns)
-                span(trace, Stage.PUSH_SENT, names, sent, started_ns)
+                self.counters.pushed_bytes += size_bytes
+            if self.trace is not None:
+                sent = Header(
+                    kind, frame.flags, self.rank, step, slice_, frame.priority, size_bytes
+                )
+                queued_ns = self._queued_ns[step & 1][self.slices[slice_].parameter]
+                about = (self.trace, Stage.PUSH_QUEUED, self._names, sent, queued_ns)
+                span(*about, stop_ns=started_ns)
+                span(self.trace, Stage.PUSH_SENT, self._names, sent, started_ns)
+        elif kind == Kind.VALUE and self._offered:
+            with self.lock:
+                self._offered -= 1
+            self.progress.notify()
 
     # Receiving.
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -349,9 +333,9 @@ class WorkerEngine:
             with self.lock:
                 self.counters.replies += 1
                 self.counters.reply_bytes += size_bytes
-            if self._trace is not None:
+            if self.trace is not None:
                 began_ns = peer.receive_started_ns
-                span(self._trace, Stage.REPLY_RECEIVED, self._names, header, began_ns)
+                span(self.trace, Stage.REPLY_RECEIVED, self._names, header, began_ns)
             if self.memory.casts is not None:
                 self.memory.land(slice_, size_bytes)
             self._dispatch(ReplyArrived(slice_, step, peer.number))

@@ -12,7 +12,7 @@ import pytest
 
 from foreprop.core.frames import NO_TOKEN, SendFrame
 from foreprop.core.wire import Kind
-from foreprop.link.outbox import Outbox
+from foreprop.path.executor import Outbox
 
 WAIT_S = 10.0
 
