@@ -19,10 +19,11 @@ from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, Par
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
-from foreprop.path.slicestore import GradientBuffer, SliceStore
+from foreprop.path.slicestore import SliceStore
 from foreprop.path.tensors import (
     DTYPES,
     GRADIENT,
+    GradientBuffer,
     bytes_of,
     decode_state,
     encode_state,

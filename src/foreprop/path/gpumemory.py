@@ -61,6 +61,7 @@ class AsyncStagedMemory:
     `land`'s copy on the device, so that needs no event of its own.
     """
 
+    is_staged = True
     receives_values = True
 
     def __init__(self, parameter: torch.Tensor, stager: Stager, *, pinned: bool = True) -> None:
@@ -89,6 +90,7 @@ class DeviceMemory:
     """
 
     values = memoryview(b"")
+    is_staged = True
     receives_values = False
 
     def __init__(self, stager: Stager) -> None:

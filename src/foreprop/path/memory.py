@@ -31,6 +31,8 @@ class Memory(Protocol):
     """The bytes of one parameter, and of its gradient on the way out."""
 
     values: memoryview
+    is_staged: bool
+    """Whether bytes pass through memory of their own: else nothing has to be awaited or landed."""
     receives_values: bool
     """Whether replies, and nothing else, make what the parameter shows next."""
 
@@ -53,6 +55,7 @@ class Memory(Protocol):
 class DirectMemory:
     """A contiguous CPU parameter: no copies at all."""
 
+    is_staged = False
     receives_values = True
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -74,6 +77,7 @@ class DirectMemory:
 class StagedMemory:
     """Another layout, or a device without streams: through contiguous host memory."""
 
+    is_staged = True
     receives_values = True
 
     def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
@@ -102,6 +106,7 @@ class NoMemory:
     """Of a remote table, which is on the meta device: the servers have its rows."""
 
     values = memoryview(b"")
+    is_staged = False
     receives_values = False
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
@@ -237,7 +242,8 @@ class SliceMemory:
 
     def room(self, slice_: int, size_bytes: int) -> memoryview:
         """Where a reply goes: mostly into the parameter itself."""
-        values = self.values(slice_)
+        parameter, start, stop = self._extents[slice_]
+        values = self._memory[parameter].values[start:stop]
         if self.casts is not None and slice_ in self.casts and size_bytes != len(values):
             return self.casts.destination(slice_)
         return values  # also of a slice that is cast, before its first update

@@ -130,16 +130,14 @@ class SynchronisedParameter:
         self._session = session
         self._engine, self._number = session.engine_of(index)
         self._value = ParameterValue(index, parameter, session)
+        self.values = self._value.memory.values
         self._held = HeldGradient(name)
         self.take_gradient = self._held.take
         self._first_use = FirstUse(self, session)
         usual = None if session.reduces_by_kind else torch.strided
         self._gradient = ServedGradient(self, parameter, session, usual)
-
-    # The memory that the engine reads and writes.
-    @property
-    def values(self) -> memoryview:
-        return self._value.memory.values
+        self.finish_step = self._gradient.finish_step
+        """`optimizer.step()`: push what has not been pushed; check what has."""
 
     def land_average(self, gradient: torch.Tensor) -> None:
         raise InternalError(f"the workers do not update {self.name}")
@@ -173,6 +171,7 @@ class SynchronisedParameter:
     def push(self, gradient: torch.Tensor | None, step: int) -> None:
         """Hand the gradient (or word that there is none) to the engine; from now on pending."""
         flags, with_value = self._value.begin_update()
+        self.values = self._value.memory.values
         self._gradient.pushed_step = step
         self._first_use.watched = False
         if gradient is None or gradient.numel():
@@ -196,10 +195,6 @@ class SynchronisedParameter:
         """Its bytes are where they can be sent from. Any thread."""
         self._held.hold(gradient, its_bytes)
         self._engine.push(self._number, step, flags=flags, with_value=with_value)
-
-    def finish_step(self, step: int) -> None:
-        """`optimizer.step()`: push what has not been pushed; check what has."""
-        self._gradient.finish_step(step)
 
     def gradient_discarded(self, *, dropped: bool) -> None:
         """`optimizer.zero_grad()`: what has been accumulated and not pushed does not count.
@@ -290,7 +285,9 @@ class SynchronisedParameter:
         """Wait for the pending update, if there is one, and make it visible."""
         if not is_waiting(self.parameter) or self._first_use.watched:
             return
-        self._value.memory.await_staged()
+        is_staged = self._value.memory.is_staged
+        if is_staged:
+            self._value.memory.await_staged()
         self._engine.wait(self._number, self._gradient.pushed_step)
         with torch._C.DisableTorchFunctionSubclass():
             self._gradient.check_unedited()
@@ -298,7 +295,8 @@ class SynchronisedParameter:
         stop_waiting(self.parameter)
         if (readers := self._session.stale_readers) is not None:
             readers.settled(self.parameter)
-        self._value.land()
+        if is_staged:
+            self._value.land()
 
     def settle_whole(self) -> None:
         """Make every element show the last step's result."""

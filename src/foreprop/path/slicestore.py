@@ -11,8 +11,8 @@ an element is treated as it would be there, wherever a slice begins and ends.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -26,11 +26,14 @@ from foreprop.path.tensors import (
     DTYPES,
     GRADIENT,
     MASTER,
+    Extent,
+    GradientBuffer,
     add_up,
     bytes_of,
     clip,
     decode_state,
     encode_state,
+    extent_of,
     finish_sum,
     is_array,
     move_average,
@@ -39,42 +42,58 @@ from foreprop.path.tensors import (
     state_limit_bytes,
     sum_dtype,
 )
-from foreprop.path.updates import PartOptimizer
-
-_VECTOR_ELEMS = 64
-"""A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
 
 
-class Extent(NamedTuple):
-    """Where a slice lies in its tensor, which reaches from vector to vector of the parameter."""
+class PartOptimizer:
+    """The optimizer of one slice; made for its first update, with the group of that."""
 
-    lead_elems: int
-    elems: int
-    total_elems: int
+    __slots__ = ("_cls", "_group", "_made", "_options", "_parameter", "_received")
 
-    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(self.total_elems, dtype=dtype)
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], parameter: torch.nn.Parameter, **options: Any
+    ) -> None:
+        self._cls = cls
+        self._parameter = parameter
+        self._options = options
+        self._made: torch.optim.Optimizer | None = None
+        self._group: Hyperparameters | None = None
+        self._received: dict[str, Any] | None = None  # a state, to be used from the next update
 
-    def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice's own elements of a tensor of ``total_elems``."""
-        return tensor[self.lead_elems : self.lead_elems + self.elems]
+    def prepare(self, group: Hyperparameters) -> torch.optim.Optimizer:
+        """For an update with these numbers, and with a state that has been received since."""
+        if self._made is None:
+            self._made = self._cls([self._parameter], **optimizer_arguments(group), **self._options)
+        elif self._group is not group:
+            self._made.param_groups[0].update(optimizer_arguments(group))
+        self._group = group
+        if self._received is not None:
+            self._made.state[self._parameter] = self._received
+            self._received = None
+        return self._made
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """As the next update will find it."""
+        if self._received is not None:
+            return self._received
+        return {} if self._made is None else self._made.state.get(self._parameter, {})
+
+    def replace_state(self, state: dict[str, Any]) -> None:
+        """From the next update on; an empty one is an optimizer's own at its start."""
+        self._received = state or None
+        if self._received is None:
+            self._made = None
 
 
-def extent_of(piece: Slice, parameter_elems: int) -> Extent:
-    first = piece.start_elems // _VECTOR_ELEMS * _VECTOR_ELEMS
-    last = min(-(-piece.stop_elems // _VECTOR_ELEMS) * _VECTOR_ELEMS, parameter_elems)
-    return Extent(piece.start_elems - first, piece.elems, last - first)
-
-
-class GradientBuffer:
-    """Room for one pushed gradient; goes back to its pool after the update."""
-
-    __slots__ = ("extent", "tensor", "view")
-
-    def __init__(self, extent: Extent, dtype: torch.dtype) -> None:
-        self.extent = extent
-        self.tensor = extent.zeros(dtype)
-        self.view = bytes_of(extent.part(self.tensor))
+def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, value in group.items():
+        key, _, dtype = name.partition(" ")
+        if dtype:  # the user gave a tensor, see `hyperparameters`
+            arguments[key] = torch.tensor(value, dtype=DTYPES[dtype])
+        else:
+            arguments[key] = tuple(value) if isinstance(value, list) else value
+    return arguments
 
 
 class _SliceTensors:

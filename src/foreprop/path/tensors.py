@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import torch
 
 from foreprop.core.manifest import Aggregation, Reduction
 from foreprop.core.norm import BIN_BITS, BINS, ZERO, SquareSum
+from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError, RemoteProtocolError
 
 DTYPES = {
@@ -47,6 +48,42 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def is_array(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+_VECTOR_ELEMS = 64
+"""A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
+
+
+class Extent(NamedTuple):
+    """Where a slice lies in its tensor, which reaches from vector to vector of the parameter."""
+
+    lead_elems: int
+    elems: int
+    total_elems: int
+
+    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.total_elems, dtype=dtype)
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The slice's own elements of a tensor of ``total_elems``."""
+        return tensor[self.lead_elems : self.lead_elems + self.elems]
+
+
+def extent_of(piece: Slice, parameter_elems: int) -> Extent:
+    first = piece.start_elems // _VECTOR_ELEMS * _VECTOR_ELEMS
+    last = min(-(-piece.stop_elems // _VECTOR_ELEMS) * _VECTOR_ELEMS, parameter_elems)
+    return Extent(piece.start_elems - first, piece.elems, last - first)
+
+
+class GradientBuffer:
+    """Room for one pushed gradient; goes back to its pool after the update."""
+
+    __slots__ = ("extent", "tensor", "view")
+
+    def __init__(self, extent: Extent, dtype: torch.dtype) -> None:
+        self.extent = extent
+        self.tensor = extent.zeros(dtype)
+        self.view = bytes_of(extent.part(self.tensor))
 
 
 class _StateEntry(msgspec.Struct, frozen=True):

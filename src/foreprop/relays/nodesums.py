@@ -32,8 +32,7 @@ from foreprop.link.connection import EMPTY, Connection, bounded, exactly
 from foreprop.observe.trace import RelayStage, Stage, span
 from foreprop.path.executor import Executor
 from foreprop.path.slices import SettingsAt, Slices
-from foreprop.path.slicestore import Extent, GradientBuffer
-from foreprop.path.tensors import DTYPES, add_up, sum_dtype
+from foreprop.path.tensors import DTYPES, Extent, GradientBuffer, add_up, sum_dtype
 
 
 class Sums:

@@ -28,8 +28,7 @@ from foreprop.path.calls import Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.optimizer import unknown_optimizer
 from foreprop.path.server import Server
-from foreprop.path.slices import Slices
-from foreprop.path.updates import AnnouncedNumbers
+from foreprop.path.slices import AnnouncedNumbers, Slices
 from foreprop.relays.nodesums import RelayStore, Sums
 from foreprop.relays.passing import (
     PassedBlobs,

@@ -21,9 +21,8 @@ from foreprop.observe.trace import names_of
 from foreprop.path.calls import Blobs, Goodbyes, States, StateStore, Statuses, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.optimizer import unknown_optimizer
-from foreprop.path.slices import CheckGradient, Slices, Updates
+from foreprop.path.slices import AnnouncedNumbers, CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.updates import AnnouncedNumbers
 
 if TYPE_CHECKING:
     from foreprop.numerics.normgate import NormGate

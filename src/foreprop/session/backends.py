@@ -90,11 +90,6 @@ class Backends:
         for engine in self.engines:
             engine.start_step()
 
-    def end_step(self, step: int) -> None:
-        """All parameters of a step have been pushed."""
-        for engine in self.engines:
-            engine.end_step(step)
-
     def grad_norm(self, step: int) -> float | None:
         """The global gradient norm before clipping, of all parameters; None if it is not needed.
 

@@ -348,7 +348,8 @@ class Training:
             table.prefetch()
         if self.publishes_buffers:
             self.buffers.publish(step)
-        self.backends.end_step(rounds)
+        for engine in self.backends.engines:
+            engine.end_step(rounds)
         if self._automatic is not None:
             self._automatic.end_step()
 

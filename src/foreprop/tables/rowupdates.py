@@ -15,8 +15,8 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters
 from foreprop.errors import ConfigError
+from foreprop.path.slicestore import optimizer_arguments
 from foreprop.path.tensors import is_array
-from foreprop.path.updates import optimizer_arguments
 from foreprop.tables.table import RowTable, lazy_zeros
 
 SPARSE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
