@@ -341,7 +341,7 @@ class ServerMachine:
 
     # Shared pieces.
     def _next_update(self) -> Sequence[ServerInstruction]:
-        if self._updating is not None or not self._updates:
+        if self._updating is not None or not self._updates.heap:
             return []
         self._updating = self._updates.pop()
         return [self._updating]

@@ -120,12 +120,15 @@ class WorkerMachine:
     # Read-only views.
     def awaits(self, slice_: int, step: int) -> bool:
         """Whether a reply for this slice and step may land now."""
-        if not self._is_unanswered(slice_, step):
+        known = 0 <= slice_ < len(self._slices)
+        if not known or not 0 <= step == self._awaited_step[slice_]:
             return False
         return self._reply == "broadcast" or step == 0 or slice_ in self._pulled
 
-    def _is_unanswered(self, slice_: int, step: int) -> bool:
-        return 0 <= slice_ < len(self._slices) and 0 <= step == self._awaited_step[slice_]
+    def _awaits_word(self, slice_: int, step: int) -> bool:
+        """Whether a notification may come."""
+        known = self._reply == "notify" and 0 <= slice_ < len(self._slices)
+        return known and 0 < step == self._awaited_step[slice_]
 
     def is_complete(self, parameter: int) -> bool:
         return self._missing[parameter] == 0
@@ -209,8 +212,9 @@ class WorkerMachine:
 
     def _on_reply_arrived(self, event: ReplyArrived) -> Sequence[WorkerInstruction]:
         slice_, step, server = event[:3]
-        if not self.awaits(slice_, step) or self._slices[slice_].server != server:
-            raise self._unexpected(slice_, step, server, "reply")
+        expected = self.awaits(slice_, step)
+        if not expected or self._slices[slice_].server != server:
+            raise self._unexpected(slice_, step, server, "reply", expected)
         done = self._answered(slice_)
         if self._window is None:
             return done
@@ -220,9 +224,9 @@ class WorkerMachine:
     def _on_notify_arrived(self, event: NotifyArrived) -> Sequence[WorkerInstruction]:
         """KVStore pulls an array once all its parts have been announced (P3 section 4.2)."""
         slice_, step, server, flags = event
-        expected = self._reply == "notify" and step > 0 and self._is_unanswered(slice_, step)
+        expected = self._awaits_word(slice_, step)
         if not expected or self._slices[slice_].server != server:
-            raise self._unexpected(slice_, step, server, "notification")
+            raise self._unexpected(slice_, step, server, "notification", expected)
         if slice_ in self._announced:
             raise RemoteProtocolError(f"server {server} announced slice {slice_} twice")
         if flags & Flag.UNCHANGED:
@@ -281,16 +285,18 @@ class WorkerMachine:
             return [Finish()]
         return frames
 
-    def _unexpected(self, slice_: int, step: int, server: int, what: str) -> RemoteProtocolError:
-        known = 0 <= slice_ < len(self._slices)
-        awaited = self._awaited_step[slice_] if known else _NOT_AWAITED
+    def _unexpected(
+        self, slice_: int, step: int, server: int, what: str, expected: bool
+    ) -> RemoteProtocolError:
         text = f"server {server} sent a {what} for slice {slice_}"
-        if self._is_unanswered(slice_, step) and self._slices[slice_].server != server:
+        if expected:
             owner = self._slices[slice_].server
             return RemoteProtocolError(f"{text}, which belongs to server {owner}")
-        if awaited >= 0 and awaited != step:
-            return RemoteProtocolError(f"{text}, step {step}; step {awaited} is awaited")
-        return RemoteProtocolError(f"{text}, step {step}; it is not awaited")
+        known = 0 <= slice_ < len(self._slices)
+        awaited = self._awaited_step[slice_] if known else _NOT_AWAITED
+        other = awaited >= 0 and awaited != step
+        why = f"step {awaited} is awaited" if other else "it is not awaited"
+        return RemoteProtocolError(f"{text}, step {step}; {why}")
 
     def _answered(self, slice_: int) -> Sequence[WorkerInstruction]:
         parameter = self._slices[slice_].parameter

@@ -113,20 +113,21 @@ class ShownState:
         self._fetch = fetch
         self._forget = forget
         self._replace = replace
-        self._watches = False
+        self.seen: _Contents | None = None
+        """What has been shown since the last step, or None."""
+        self.installed: SettlingState | None = None
+        """What stands in the place of ``optimizer.state``, while uses of it are watched."""
         self._quiet = False
         self._lent = False  # to who asked for it once
-        self._seen: _Contents | None = None
         self._kept: list[Any] = []  # what is seen, so that no other object gets its id
 
     def watch(self) -> None:
         """From now on whoever uses ``optimizer.state`` is shown it."""
-        self._watches = True
-        settling_state(self._optimizer, self.show)
+        self.installed = settling_state(self._optimizer, self.show)
 
     def end(self) -> None:
         """The optimizer has its state itself, or the session is over."""
-        self._watches = False
+        self.installed = None
         give_plain_state(self._optimizer)
 
     @contextlib.contextmanager
@@ -140,18 +141,18 @@ class ShownState:
 
     def show(self) -> None:
         """Have the state of the last step in the optimizer."""
-        if self._quiet or (self._watches and self._seen is not None):
+        if self._quiet or (self.installed is not None and self.seen is not None):
             return
         with self.quietly():
             self._fetch()
-            if self._watches:
+            if self.installed is not None:
                 state: dict[Any, dict[str, Any]] = self._optimizer.state
-                self._seen = self._contents()
+                self.seen = self._contents()
                 self._kept = [[*own.values()] for own in dict.values(state)]
 
     def lend(self) -> None:
         """For `state_dict`, until `take_back`: it is not kept twice."""
-        self._lent = self._seen is None
+        self._lent = self.seen is None
         self.show()
 
     def take_back(self) -> None:
@@ -163,28 +164,28 @@ class ShownState:
         """`load_state_dict` has put another one there: the next step goes by that."""
         with self.quietly():
             self._replace()
-        self._seen = None
-        if self._watches:
+        self.seen = None
+        if self.installed is not None:
             self.watch()
 
     def take(self) -> None:
         """A step begins: send what has been edited."""
-        if not self._watches:
+        if self.installed is None:
             return
         if self._is_edited():
             self.loaded()
-        elif self._seen is not None:
+        elif self.seen is not None:
             self._hide()
 
     def _hide(self) -> None:
-        self._seen = None
+        self.seen = None
         self._kept.clear()
         with self.quietly():
             self._forget()
 
     def check_unedited(self) -> None:
         """At `step()`, when some gradients have left: servers have gone by the old state."""
-        if self._watches and self._is_edited():
+        if self.installed is not None and self._is_edited():
             raise TrainingLoopError(
                 "optimizer.state was changed between backward() and step(), when some gradients"
                 " had been sent and updates made by the old state. Change it between step() and"
@@ -194,7 +195,7 @@ class ShownState:
     def _is_edited(self) -> bool:
         if not isinstance(self._optimizer.state, SettlingState):  # another one has been assigned
             return True
-        return self._seen is not None and self._contents() != self._seen
+        return self.seen is not None and self._contents() != self.seen
 
     def _contents(self) -> _Contents:
         """What is there, by identity; edits of a tensor show in its version."""

@@ -201,12 +201,19 @@ class Training:
         step = self.completed + 1
         if self.settings.announced_step == step:
             return
-        self.state.take()
+        if self._state_is_touched:
+            self.state.take()
         if not self.first.is_over:
             self.first.end()
         if self.by_workers and not self.tables:
             return
         self.settings.announce(step)
+
+    @property
+    def _state_is_touched(self) -> bool:
+        """Whether ``optimizer.state`` has been shown since the last step, or replaced."""
+        state = self.state
+        return state.seen is not None or self.user.optimizer.state is not state.installed
 
     def check_layout(self, parameter: int, layout: torch.layout) -> None:
         from foreprop.tables.embeddings import check_kind
@@ -318,7 +325,7 @@ class Training:
             self.loss_scale.check_stepping()
         if self.tables or not self.by_workers:
             self.settings.check_unchanged(self.completed + 1)
-        if self.settings.announced_step > self.completed:
+        if self.settings.announced_step > self.completed and self._state_is_touched:
             self.state.check_unedited()
         self._finish_rounds()
         if self.by_workers and self.averaging is not None:
