@@ -1,17 +1,20 @@
-"""What a server is asked beside slices: states, blobs, what something waits for, goodbyes."""
+"""What a server is told and asked beside slices: numbers, states, blobs, waits, goodbyes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
+
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import PeerLeft
-from foreprop.core.manifest import BUFFERS_BLOB, Manifest
+from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Collecting, Connection, bounded, exactly, nothing
 from foreprop.path.executor import Executor
+from foreprop.path.optimizer import describe_groups, with_scale
 
 
 class StateStore(Protocol):
@@ -229,3 +232,100 @@ def which_blob(header: Header, manifest: Manifest) -> int:
     if header.slice >= len(manifest.blob_bytes):
         raise RemoteProtocolError(f"there is no blob {header.slice}")
     return header.slice
+
+
+# The optimizer's numbers.
+_GROUPS = msgspec.json.Decoder(tuple[Hyperparameters, ...])
+
+
+_KEPT_STEPS = 3
+"""Some slices may be updated while others are in the step before."""
+
+
+class HyperparameterHistory:
+    """The optimizer's numbers by step, as each peer of a server announced them.
+
+    ``ranks`` are the peers' (of relays their first workers'), for messages.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._by_peer: list[list[tuple[int, tuple[Hyperparameters, ...]]]] = [[] for _ in ranks]
+        self._agreed: dict[int, tuple[Hyperparameters, ...]] = {}
+
+    def announce(self, peer: int, step: int, groups: tuple[Hyperparameters, ...]) -> None:
+        history = self._by_peer[peer]
+        history.append((step, groups))
+        del history[:-4]
+
+    def at(self, step: int) -> tuple[Hyperparameters, ...]:
+        """What all ranks agree on for this step; raises `ForepropError` if they do not."""
+        agreed = self._agreed.get(step)
+        if agreed is None:
+            agreed = self._latest(0, step)
+            for peer in range(1, len(self._ranks)):
+                theirs = self._latest(peer, step)
+                if theirs != agreed:
+                    ranks = (self._ranks[0], self._ranks[peer])
+                    raise TrainingLoopError(describe_groups(step, ranks, agreed, theirs))
+            self._agreed[step] = agreed
+            if len(self._agreed) > _KEPT_STEPS:
+                del self._agreed[next(iter(self._agreed))]
+        return agreed
+
+    def _latest(self, peer: int, step: int) -> tuple[Hyperparameters, ...]:
+        for announced, groups in reversed(self._by_peer[peer]):
+            if announced <= step:
+                return groups
+        rank = self._ranks[peer]
+        raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
+
+
+def decode_groups(
+    payload: memoryview, expected: Sequence[Hyperparameters]
+) -> tuple[Hyperparameters, ...]:
+    try:
+        groups = _GROUPS.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not hyperparameters: {error}") from error
+    if [sorted(g) for g in groups] != [sorted(g) for g in expected]:
+        raise RemoteProtocolError("hyperparameters have other names than at the start")
+    return groups
+
+
+HYPERPARAMETERS_LIMIT_BYTES = 1 << 20
+
+
+class AnnouncedNumbers:
+    """Owns the optimizer's numbers, as each peer announces them.
+
+    ``pass_on`` is a relay's: called with what its first worker says.
+    """
+
+    kinds = frozenset({Kind.HYPERPARAMETERS})
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        executor: Executor,
+        *,
+        pass_on: Callable[[Header, memoryview], None] | None = None,
+    ) -> None:
+        scale = 1.0 if manifest.knobs.aggregation.skip_nonfinite else None
+        self._groups = with_scale(manifest.optimizer.groups, scale)
+        """What the numbers look like."""
+        self._history = HyperparameterHistory([ranks.start for ranks in executor.peers.ranks])
+        self._lock = executor.lock
+        self._pass_on = pass_on
+        self.at = self._history.at
+        """What all agree on for a step; raises `ForepropError`. Called with the lock held."""
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        groups = decode_groups(payload, self._groups)
+        with self._lock:
+            self._history.announce(peer.number, header.step, groups)
+        if self._pass_on is not None and peer.number == 0:
+            self._pass_on(header, payload)

@@ -24,11 +24,11 @@ from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
 from foreprop.observe.trace import Stage, names_of
-from foreprop.path.calls import Goodbyes, Waits
+from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.optimizer import unknown_optimizer
 from foreprop.path.server import Server
-from foreprop.path.slices import AnnouncedNumbers, Slices
+from foreprop.path.slices import Slices
 from foreprop.relays.nodesums import RelayStore, Sums
 from foreprop.relays.passing import (
     PassedBlobs,

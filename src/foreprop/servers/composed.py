@@ -18,10 +18,18 @@ from foreprop.core.wire import Header, Kind
 from foreprop.link.connection import Connection, Later, Service, owners_of
 from foreprop.link.failure import Failure
 from foreprop.observe.trace import names_of
-from foreprop.path.calls import Blobs, Goodbyes, States, StateStore, Statuses, Waits
+from foreprop.path.calls import (
+    AnnouncedNumbers,
+    Blobs,
+    Goodbyes,
+    States,
+    StateStore,
+    Statuses,
+    Waits,
+)
 from foreprop.path.executor import Executor, Host
 from foreprop.path.optimizer import unknown_optimizer
-from foreprop.path.slices import AnnouncedNumbers, CheckGradient, Slices, Updates
+from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
