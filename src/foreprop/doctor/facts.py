@@ -17,6 +17,7 @@ from foreprop.config import Config, foreign_setting
 from foreprop.doctor.records import Facts, Introduce, Resolved
 from foreprop.errors import ForepropError
 from foreprop.link.stream import check_reachable, local_address
+from foreprop.run.plan import own_addresses
 from foreprop.version import __version__
 
 _TCP = Path("/proc/sys/net/ipv4")
@@ -111,14 +112,8 @@ def _torch_version() -> tuple[str | None, str | None]:
 
 def _interface_of(address: str) -> str | None:
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                found = ipaddress.ip_address(entry.address.partition("%")[0])
-                if found == wanted:
-                    return str(name)
     # 127.0.0.2 and its like are loopback's without being listed
-    return "lo" if wanted.is_loopback else None
+    return own_addresses().get(wanted, "lo" if wanted.is_loopback else None)
 
 
 def _text(path: Path) -> str | None:

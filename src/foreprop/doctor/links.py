@@ -75,8 +75,18 @@ def find_slow_trips(examination: Examination) -> Iterator[Finding]:
             " fewer and larger machines",
         )
     for trip in good:
-        if trip not in slow and _is_uneven(trip):
-            yield _uneven_trip(examination, trip)
+        excess_s = trip.p90_s - trip.median_s
+        if trip in slow or excess_s <= 5 * _LEAST_TRIP_EXCESS_S:
+            continue
+        if trip.p90_s > SLOW_TRIP * trip.median_s:
+            one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
+            yield hint(
+                "round trip",
+                [one, other],
+                f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more there"
+                f" and back, half of them {time_text(trip.median_s)} or less",
+                "see whether other programs use these machines or the network between them",
+            )
 
 
 def _by_place(
@@ -104,22 +114,6 @@ def _slow_trip(names: list[str], trips: list[Trip], usual_s: float) -> Finding:
         + f", where {time_text(usual_s)} is usual",
         "see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
         " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
-    )
-
-
-def _is_uneven(trip: Trip) -> bool:
-    excess_s = trip.p90_s - trip.median_s
-    return trip.p90_s > SLOW_TRIP * trip.median_s and excess_s > 5 * _LEAST_TRIP_EXCESS_S
-
-
-def _uneven_trip(examination: Examination, trip: Trip) -> Finding:
-    one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
-    return hint(
-        "round trip",
-        [one, other],
-        f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more there"
-        f" and back, half of them {time_text(trip.median_s)} or less",
-        "see whether other programs use these machines or the network between them",
     )
 
 
@@ -189,15 +183,13 @@ def _slow_pair(examination: Examination, flow: Flow, usual: float, back: float |
     )
 
 
-def totals(flows: Sequence[Flow]) -> dict[int, tuple[float, float]]:
+def totals(flows: Sequence[Flow]) -> dict[int, list[float]]:
     """By host: bit/s sent and received, over all its peers."""
-    sums: dict[int, tuple[float, float]] = {}
+    sums: dict[int, list[float]] = {}
     for flow in flows:
         if flow.error is None:
-            out, into = sums.get(flow.source, (0.0, 0.0))
-            sums[flow.source] = (out + flow.bits_per_s, into)
-            out, into = sums.get(flow.to, (0.0, 0.0))
-            sums[flow.to] = (out, into + flow.bits_per_s)
+            sums.setdefault(flow.source, [0.0, 0.0])[0] += flow.bits_per_s
+            sums.setdefault(flow.to, [0.0, 0.0])[1] += flow.bits_per_s
     return sums
 
 
@@ -324,7 +316,16 @@ def find_kernels(examination: Examination) -> Iterator[Finding]:
             key = (window.host, window.setting)
             worst[key] = max(window, worst.get(key, window), key=lambda w: w.needed_bytes)
     for window in worst.values():
-        yield _too_small(examination.hosts[window.host].name, window)
+        name = examination.hosts[window.host].name
+        yield hint(
+            "window",
+            [name],
+            f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
+            f" {window.why} needs {window.needed_bytes / 1e6:.2g} MB",
+            f"if more than is measured is to go through, raise {window.setting}"
+            + " there with sysctl (of three numbers the third)" * window.setting.startswith("net.")
+            + " so that twice that is allowed",
+        )
 
 
 class _Window(NamedTuple):
@@ -338,46 +339,29 @@ class _Window(NamedTuple):
 
 
 def _windows(examination: Examination) -> Iterator[_Window]:
-    for trip in examination.trips:
-        if trip.error is None:
-            for source, to in ((trip.source, trip.to), (trip.to, trip.source)):
-                yield from _windows_of_pair(examination, source, to, trip.median_s)
-
-
-def _windows_of_pair(
-    examination: Examination, source: int, to: int, trip_s: float
-) -> Iterator[_Window]:
     """Of automatic buffers the kernel keeps about half for its bookkeeping (man 7 tcp); of one
     that is asked for, as pushes do, it gives twice what wmem_max allows."""
-    sender, receiver = examination.hosts[source].facts, examination.hosts[to].facts
-    if sender is None or receiver is None:
-        return
-    rates = [f.bits_per_s for f in examination.alone if (f.source, f.to) == (source, to)]
-    claimed = min(sender.speed_bits_per_s or 0.0, receiver.speed_bits_per_s or 0.0)
-    rate = max([*rates, claimed])
-    needed_bytes = rate / 8 * trip_s
-    why = f"{rate_text(rate)} with a round trip of {time_text(trip_s)}"
-    if receiver.receive_buffer_bytes is not None:
-        allowed_bytes = receiver.receive_buffer_bytes / 2
-        yield _Window(to, "net.ipv4.tcp_rmem", allowed_bytes, needed_bytes, why)
-    if sender.send_buffer_bytes is not None:
-        allowed_bytes = sender.send_buffer_bytes / 2
-        yield _Window(source, "net.ipv4.tcp_wmem", allowed_bytes, needed_bytes, why)
-    if sender.asked_buffer_bytes is not None:
-        servers = max(1, len(examination.hosts))
-        allowed_bytes = servers * 2 * sender.asked_buffer_bytes
-        yield _Window(source, "net.core.wmem_max", allowed_bytes, needed_bytes, why)
-    allowed_bytes = sender.push_window_bytes
-    yield _Window(source, "FOREPROP_PUSH_WINDOW_BYTES", allowed_bytes, needed_bytes, why)
+    servers = len(examination.hosts)
+    for source, to, trip_s in _one_way(examination.trips):
+        sender, receiver = examination.hosts[source].facts, examination.hosts[to].facts
+        if sender is None or receiver is None:
+            continue
+        rates = [f.bits_per_s for f in examination.alone if (f.source, f.to) == (source, to)]
+        claimed = min(sender.speed_bits_per_s or 0.0, receiver.speed_bits_per_s or 0.0)
+        rate = max([*rates, claimed])
+        why = f"{rate_text(rate)} with a round trip of {time_text(trip_s)}"
+        for host, setting, size_bytes, factor in (
+            (to, "net.ipv4.tcp_rmem", receiver.receive_buffer_bytes, 0.5),
+            (source, "net.ipv4.tcp_wmem", sender.send_buffer_bytes, 0.5),
+            (source, "net.core.wmem_max", sender.asked_buffer_bytes, 2 * servers),
+            (source, "FOREPROP_PUSH_WINDOW_BYTES", sender.push_window_bytes, 1),
+        ):
+            if size_bytes is not None:
+                yield _Window(host, setting, factor * size_bytes, rate / 8 * trip_s, why)
 
 
-def _too_small(name: str, window: _Window) -> Finding:
-    return hint(
-        "window",
-        [name],
-        f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
-        f" {window.why} needs {window.needed_bytes / 1e6:.2g} MB",
-        f"if more than is measured is to go through, raise {window.setting}"
-        + (" there with sysctl (of three numbers the third)" * window.setting.startswith("net."))
-        + " so that twice that is allowed",
-    )
+def _one_way(trips: Sequence[Trip]) -> Iterator[tuple[int, int, float]]:
+    for trip in trips:
+        if trip.error is None:
+            yield trip.source, trip.to, trip.median_s
+            yield trip.to, trip.source, trip.median_s

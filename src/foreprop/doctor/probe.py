@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,7 +38,7 @@ from foreprop.errors import ForepropError
 from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
 from foreprop.run.host import Inbox
-from foreprop.run.processes import write_all
+from foreprop.run.processes import exit_at_once, write_all
 from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__
 
@@ -84,27 +84,27 @@ class Probe:
         self._host, self._token = asked.host, bytes.fromhex(asked.token)
         os.environ.update(asked.environment)
         config = Config.resolve()
-        address = find_address(asked.rendezvous, config)
-        address, ports = self._listen(asked, address)
+        address, ports = self._listen(asked, find_address(asked.rendezvous, config))
         return gather_facts(asked, config, address, ports)
 
     def _listen(self, asked: Introduce, address: Address) -> tuple[Address, Ports]:
         port = rendezvous_port = rendezvous_error = None
         if address.text is not None and address.error is None:
             try:
-                listener = ProbeListener(listen(address.text), self._host, self._token)
-                self._listeners.append(listener)
-                port = listener.port
+                port = self._serve(listen(address.text))
             except ForepropError as error:
                 address = Address(address.text, str(error))
         if asked.serve_rendezvous:
             try:
-                everywhere = listen_everywhere(asked.port or 0)
-                self._listeners.append(ProbeListener(everywhere, self._host, self._token))
-                rendezvous_port = self._listeners[-1].port
+                rendezvous_port = self._serve(listen_everywhere(asked.port or 0))
             except ForepropError as error:
                 rendezvous_error = str(error)
         return address, Ports(port, rendezvous_port, rendezvous_error)
+
+    def _serve(self, listening: socket.socket) -> int:
+        listener = ProbeListener(listening, self._host, self._token)
+        self._listeners.append(listener)
+        return listener.port
 
 
 def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> list[_Result]:
@@ -127,14 +127,14 @@ def main() -> int:
     try:
         while (line := inbox.next_line()) != END:
             if line != ALIVE:
-                _say(output, _answer_line(probe, line))
+                _say(output, _answer(probe, line))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending
         probe.close()
     return 0
 
 
-def _answer_line(probe: Probe, line: bytes) -> Answer:
+def _answer(probe: Probe, line: bytes) -> Answer:
     try:
         return probe.answer(decode_command(line))
     except msgspec.MsgspecError as error:
@@ -146,7 +146,4 @@ def _say(descriptor: int, answer: Answer) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # at once: unloading torch takes long
+    exit_at_once(main)

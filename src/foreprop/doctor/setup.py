@@ -8,7 +8,6 @@ from foreprop.doctor.records import (
     Examination,
     Examined,
     Facts,
-    Failure,
     Finding,
     Known,
     Severity,
@@ -65,18 +64,13 @@ _FAILURES: Mapping[str, tuple[str, str]] = {
 def find_failures(examination: Examination) -> Iterator[Finding]:
     for host in examination.hosts:
         if host.failure is not None:
-            yield _failure(host, host.failure)
-
-
-def _failure(host: Examined, failure: Failure) -> Finding:
-    found, advice = _FAILURES[failure.kind]
-    command = failure.command or f"ssh {host.name} true"
-    return error(
-        "start",
-        [host.name],
-        f"{host.name}: {found.format(text=failure.text)}",
-        advice.format(command=command),
-    )
+            found, advice = _FAILURES[host.failure.kind]
+            yield error(
+                "start",
+                [host.name],
+                f"{host.name}: {found.format(text=host.failure.text)}",
+                advice.format(command=host.failure.command or f"ssh {host.name} true"),
+            )
 
 
 def find_directories(examination: Examination) -> Iterator[Finding]:

@@ -22,30 +22,22 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_launcher
 
-from foreprop.run.processes import end_with_parent, write_all
+from foreprop.run.processes import end_with_parent, exit_at_once, write_all
 from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
 
 _CHUNK_BYTES = 65_536
 _STREAMS: tuple[Stream, Stream] = ("out", "err")
 
 
-class Channel:
-    """Where records go: the launcher, or nowhere once it is gone. Any thread may write."""
+class WorkerWatch:
+    """A thread that passes on what workers print, and says how they end.
+
+    Records go to the descriptor: the launcher, or nowhere once it is gone.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
-
-    def write(self, data: bytes) -> None:
-        with self._lock:
-            write_all(self._descriptor, data)
-
-
-class WorkerWatch:
-    """A thread that passes on what workers print, and says how they end."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
         self._selector = selectors.DefaultSelector()
         self._splitters: dict[tuple[int, Stream], LineSplitter] = {}
         self._wake_read, self._wake_write = os.pipe()
@@ -75,7 +67,7 @@ class WorkerWatch:
         """That a worker has failed; once."""
         if rank not in self._reported:
             self._reported.add(rank)
-            self._channel.write(encode_news(WorkerFailed(rank=rank, code=code)))
+            self._write(encode_news(WorkerFailed(rank=rank, code=code)))
 
     def finish(self) -> None:
         """Pass on what is left; call when the workers have ended."""
@@ -92,7 +84,7 @@ class WorkerWatch:
                 while self._pass_on(key.fd, *key.data):
                     pass
         for (rank, stream), splitter in self._splitters.items():
-            self._channel.write(encode_output(stream, rank, splitter.finish()))
+            self._write(encode_output(stream, rank, splitter.finish()))
 
     def _handle(self, key: selectors.SelectorKey) -> None:
         if key.data is None:
@@ -113,8 +105,12 @@ class WorkerWatch:
         except BlockingIOError:
             return False
         lines = self._splitters[rank, stream].feed(data)
-        self._channel.write(encode_output(stream, rank, lines))
+        self._write(encode_output(stream, rank, lines))
         return bool(data)
+
+    def _write(self, data: bytes) -> None:
+        with self._lock:
+            write_all(self._descriptor, data)
 
 
 def _exit_code(pidfd: int) -> int | None:
@@ -177,11 +173,11 @@ def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
 
 def main() -> int:
     end_with_parent(signal.SIGTERM)
-    channel = Channel(os.dup(1))
+    output = os.dup(1)
     os.dup2(2, 1)  # whatever torch prints is not a record
     grace_s, arguments = float(sys.argv[1]), sys.argv[2:]
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
-    watch = WorkerWatch(channel)
+    watch = WorkerWatch(output)
     try:
         return run_torchrun(arguments, watch)
     finally:
@@ -190,7 +186,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # at once: unloading torch takes long
+    exit_at_once(main)
