@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from foreprop.quantities import rate_text, short, time_text
 
 Verdict = Literal["plain_ddp", "schedule", "servers"]
 """What is worth using: nothing of ours, an order of sending, dedicated servers."""
+_VERDICTS: Mapping[str, Verdict] = {"ddp": "plain_ddp", "ps": "servers"}
 Obstacle = Literal["none", "wire_too_slow", "servers_too_slow", "wire", "server", "latency"]
 """What is left in the way of the recommended one."""
 
@@ -82,7 +83,7 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
     remedies = [] if obstacle == "none" else list(_remedies(setting, chosen))
     return Recommendation(
         candidate=chosen.candidate,
-        verdict=_verdict(chosen.candidate),
+        verdict=_VERDICTS.get(chosen.candidate.architecture, "schedule"),
         obstacle=obstacle,
         step_s=chosen.step_s,
         efficiency=chosen.efficiency,
@@ -100,12 +101,6 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         ],
         code=chosen.candidate.code,
     )
-
-
-def _verdict(candidate: Candidate) -> Verdict:
-    if candidate.architecture == "ddp":
-        return "plain_ddp"
-    return "servers" if candidate.servers else "schedule"
 
 
 _SLOW = ("wire_too_slow", "servers_too_slow")
