@@ -27,8 +27,7 @@ from foreprop.link.traffic import Attempt, Endpoint, Flow, Trip
 
 _Kind = TypeVar("_Kind", Facts, Reached, Pinged, Sent)
 Pair = tuple[int, int]
-Round = list[Pair]
-"""(from, to) pairs that are measured at the same time."""
+"""From one host, to another one."""
 
 _FEW_HOSTS = 6
 """So many are measured one pair at a time; of more, pairs that share no host go together."""
@@ -207,7 +206,7 @@ class _Examination:
         return [flow for answer in answers.values() for flow in answer.flows]
 
 
-def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[Round]:
+def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[list[Pair]]:
     """Pairs one by one if there are few hosts; else rounds of pairs that share no host.
 
     Rounds go by the circle method of round-robin tournaments, which needs the fewest.
@@ -215,7 +214,7 @@ def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[Round]:
     if hosts <= _FEW_HOSTS:
         return [[pair] for pair in pairs]
     seats = hosts + hosts % 2
-    slots: dict[tuple[int, bool], Round] = {}
+    slots: dict[tuple[int, bool], list[Pair]] = {}
     for source, to in pairs:
         slots.setdefault((_round_of(source, to, seats), source < to), []).append((source, to))
     return [slots[key] for key in sorted(slots)]

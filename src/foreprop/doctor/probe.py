@@ -115,15 +115,11 @@ def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> 
         return list(pool.map(work, peers))
 
 
-def hello() -> Hello:
-    return Hello(protocol=PROTOCOL, foreprop=__version__)
-
-
 def main() -> int:
     output = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     inbox, probe = Inbox(), Probe()
-    _say(output, hello())
+    _say(output, Hello(protocol=PROTOCOL, foreprop=__version__))
     try:
         while (line := inbox.next_line()) != END:
             if line != ALIVE:

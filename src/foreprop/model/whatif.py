@@ -109,14 +109,13 @@ def _whole_values(first: int, last: int) -> list[float]:
 
 
 def _round_values(first: float, last: float) -> list[float]:
-    if first <= 0:
-        return [first + (last - first) * n / 8 for n in range(9)]
-    decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    inside = [float(f"{r}e{d}") for d in decades for r in _ROUND]
-    chosen = [first, *(v for v in inside if first * 1.05 < v < last / 1.05), last]
-    if len(chosen) < _FEW:
-        return [first + (last - first) * n / 8 for n in range(9)]
-    return chosen
+    if first > 0:
+        decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+        inside = [float(f"{r}e{d}") for d in decades for r in _ROUND]
+        chosen = [first, *(v for v in inside if first * 1.05 < v < last / 1.05), last]
+        if len(chosen) >= _FEW:
+            return chosen
+    return [first + (last - first) * n / 8 for n in range(9)]
 
 
 def what_if(

@@ -106,8 +106,10 @@ class Watch:
         self._kill_at: float | None = None
         self._ending_at: float | None = None
         self._code: int | None = None
+        # without ``-P`` Python would look for modules in the directory
+        agent = [sys.executable, "-P", "-m", "foreprop.run.agent", str(task.grace_s)]
         self._process = subprocess.Popen(
-            agent_command(task, port),
+            [*agent, "--master-port", str(port), *task.arguments],
             cwd=task.directory,
             env=os.environ | task.environment,
             stdin=subprocess.DEVNULL,
@@ -153,13 +155,6 @@ class Watch:
         """Whether the agent should have ended by now and has no workers to wait for."""
         late = self._ending_at is not None and now >= self._ending_at + _IDLE_GRACE_S
         return late and self._code is None and not has_children(self._process.pid)
-
-
-def agent_command(task: Task, port: int) -> list[str]:
-    """The port is torchrun's; without ``-P`` Python would look for modules in the directory."""
-    rendezvous = ["--master-port", str(port)]
-    agent = [sys.executable, "-P", "-m", "foreprop.run.agent"]
-    return [*agent, str(task.grace_s), *rendezvous, *task.arguments]
 
 
 def main() -> int:
