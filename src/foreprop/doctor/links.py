@@ -56,9 +56,7 @@ def best_rates(flows: Sequence[Flow]) -> dict[int, float]:
 
 def find_slow_trips(examination: Examination) -> Iterator[Finding]:
     good = [trip for trip in examination.trips if trip.error is None]
-    for trip in examination.trips:
-        if trip.error is not None and both_stayed(examination, trip.source, trip.to):
-            yield _broken(examination, trip.source, trip.to, "small messages", trip.error)
+    yield from _find_broken(examination, examination.trips, "small messages")
     usual_s = usual_trip_s(good)
     if usual_s is None:
         return
@@ -117,21 +115,24 @@ def _slow_trip(names: list[str], trips: list[Trip], usual_s: float) -> Finding:
     )
 
 
-def _broken(examination: Examination, source: int, to: int, what: str, why: str) -> Finding:
-    one, other = (examination.hosts[number].name for number in (source, to))
-    return error(
-        "reach",
-        [one, other],
-        f"{what} from {one} to {other} broke off, although they connect: {why}",
-        "see whether the link drops packets, and large ones in particular: ping -M do -s"
-        f" 1472 {other} from {one}; MTUs must be alike all the way",
-    )
+def _find_broken(
+    examination: Examination, measured: Sequence[Trip | Flow], what: str
+) -> Iterator[Finding]:
+    for one in measured:
+        if one.error is not None and both_stayed(examination, one.source, one.to):
+            source, to = (examination.hosts[number].name for number in (one.source, one.to))
+            yield error(
+                "reach",
+                [source, to],
+                f"{what} from {source} to {to} broke off, although they connect: {one.error}",
+                "see whether the link drops packets, and large ones in particular: ping -M do -s"
+                f" 1472 {to} from {source}; MTUs must be alike all the way",
+            )
 
 
 def find_slow_flows(examination: Examination) -> Iterator[Finding]:
-    for flow in (*examination.alone, *examination.together):
-        if flow.error is not None and both_stayed(examination, flow.source, flow.to):
-            yield _broken(examination, flow.source, flow.to, "sending", flow.error)
+    flows = (*examination.alone, *examination.together)
+    yield from _find_broken(examination, flows, "sending")
     usual = usual_rate(examination.alone)
     if usual is None:
         return

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from foreprop.model.deployment import Resource
 from foreprop.model.planner import (
     P3,
     Candidate,
@@ -93,7 +92,7 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         too_slow=_link_s(chosen) / chosen.compute_s if obstacle in _SLOW else None,
         remedies=remedies,
         reasons=[
-            _why(chosen, forecasts),
+            _why(chosen, fastest, forecasts),
             *_tables(setting, chosen.candidate),
             *_relays(setting, chosen),
             *_what_is_left(chosen, obstacle),
@@ -178,9 +177,8 @@ def _server_counts(considered: int, nodes: int) -> Iterator[int]:
         yield nodes
 
 
-def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
+def _why(chosen: Forecast, fastest: Forecast, forecasts: Sequence[Forecast]) -> str:
     steps_s = {f.candidate: f.step_s for f in forecasts}
-    fastest = min(forecasts, key=lambda f: f.step_s)
     ddp_s, ours_s = steps_s[plain_ddp(steps_s)], chosen.step_s
     rest = "nothing is faster."
     if fastest is not chosen:
@@ -244,20 +242,19 @@ def _what_is_left(chosen: Forecast, obstacle: Obstacle) -> Iterator[str]:
             f"The devices compute for {chosen.efficiency:.0%} of the step, so there is little left"
             " to gain."
         )
-    elif obstacle in _SLOW:
-        yield _too_slow(chosen, obstacle)
     elif obstacle == "latency":
         yield (
             f"Latency limits it: {time_text(chosen.saved_s['latency'])} of the step would be saved"
             " if messages took no time. Larger batches, so fewer steps, help; faster links do not."
         )
-    else:
-        resource: Resource = "server" if obstacle == "server" else "wire"
+    elif obstacle == "wire" or obstacle == "server":
         what = "servers" if obstacle == "server" else "links"
         yield (
             f"The devices compute for {chosen.efficiency:.0%} of the step. Endlessly fast {what}"
-            f" would save {time_text(chosen.saved_s[resource])} of it."
+            f" would save {time_text(chosen.saved_s[obstacle])} of it."
         )
+    else:
+        yield _too_slow(chosen, obstacle)
 
 
 def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:
