@@ -245,14 +245,11 @@ def find_links(examination: Examination) -> Iterator[Finding]:
         "every step waits for the slowest: see its cable, switch port and negotiation"
         " (ethtool), or choose another interface with FOREPROP_INTERFACE",
     )
+    advice = "switch on autonegotiation at both ends of the cable (ethtool -s IFACE autoneg on)"
     for name, facts in known:
         if facts.full_duplex is False:
-            yield warning(
-                "link",
-                [name],
-                f"{name}: {facts.interface} is half duplex: it cannot send while it receives",
-                "switch on autonegotiation at both ends of the cable (ethtool -s IFACE autoneg on)",
-            )
+            text = f"{name}: {facts.interface} is half duplex: it cannot send while it receives"
+            yield warning("link", [name], text, advice)
     yield from _find_unused_speed(examination)
 
 
@@ -304,13 +301,9 @@ def find_clocks(examination: Examination) -> Iterator[Finding]:
 # Kernels.
 def find_kernels(examination: Examination) -> Iterator[Finding]:
     """TCP's settings, against rate times round trip."""
-    yield from differing(
-        "hint",
-        "window",
-        "TCP's congestion control differs",
-        {name: facts.congestion_control for name, facts in known_facts(examination)},
-        "one may take the other's share of a link: set net.ipv4.tcp_congestion_control alike",
-    )
+    controls = {name: facts.congestion_control for name, facts in known_facts(examination)}
+    advice = "one may take the other's share of a link: set net.ipv4.tcp_congestion_control alike"
+    yield from differing("hint", "window", "TCP's congestion control differs", controls, advice)
     worst: dict[tuple[int, str], _Window] = {}
     for window in _windows(examination):
         if window.allowed_bytes < window.needed_bytes:
