@@ -18,22 +18,8 @@ from typing import TypeVar
 import msgspec
 
 from foreprop.config import Config
+from foreprop.doctor import records
 from foreprop.doctor.facts import Address, Ports, find_address, gather_facts
-from foreprop.doctor.records import (
-    PROTOCOL,
-    Answer,
-    Command,
-    Defect,
-    Hello,
-    Introduce,
-    Ping,
-    Pinged,
-    Reach,
-    Reached,
-    Send,
-    Sent,
-    decode_command,
-)
 from foreprop.errors import ForepropError
 from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
@@ -55,39 +41,41 @@ class Probe:
         self._token = b""
         self._listeners: list[ProbeListener] = []
 
-    def answer(self, command: Command) -> Answer:
+    def answer(self, command: records.Command) -> records.Answer:
         """Within a time that the command bounds; what goes wrong is in the answer."""
         host, token = self._host, self._token
         try:
             match command:
-                case Introduce():
+                case records.Introduce():
                     return self._introduce(command)
-                case Reach(peers=peers, timeout_s=timeout_s):
+                case records.Reach(peers=peers, timeout_s=timeout_s):
                     reach_to = partial(reach, host, token=token, timeout_s=timeout_s)
-                    return Reached(attempts=_for_all(peers, reach_to))
-                case Ping(peers=peers, seconds=seconds):
-                    return Pinged(trips=[ping(host, peer, token, seconds) for peer in peers])
-                case Send(peers=peers, settle_s=settle_s, seconds=seconds):
+                    return records.Reached(attempts=_for_all(peers, reach_to))
+                case records.Ping(peers=peers, seconds=seconds):
+                    return records.Pinged(
+                        trips=[ping(host, peer, token, seconds) for peer in peers]
+                    )
+                case records.Send(peers=peers, settle_s=settle_s, seconds=seconds):
                     send_to = partial(send, host, token=token, settle_s=settle_s, seconds=seconds)
-                    return Sent(flows=_for_all(peers, send_to))
+                    return records.Sent(flows=_for_all(peers, send_to))
                 case _:
-                    return Defect(text=f"asked for {type(command).__name__}")
+                    return records.Defect(text=f"asked for {type(command).__name__}")
         except Exception as error:
-            return Defect(text=f"{type(error).__name__}: {error}")
+            return records.Defect(text=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
-    def _introduce(self, asked: Introduce) -> Answer:
+    def _introduce(self, asked: records.Introduce) -> records.Answer:
         self._host, self._token = asked.host, bytes.fromhex(asked.token)
         os.environ.update(asked.environment)
         config = Config.resolve()
         address, ports = self._listen(asked, find_address(asked.rendezvous, config))
         return gather_facts(asked, config, address, ports)
 
-    def _listen(self, asked: Introduce, address: Address) -> tuple[Address, Ports]:
+    def _listen(self, asked: records.Introduce, address: Address) -> tuple[Address, Ports]:
         port = rendezvous_port = rendezvous_error = None
         if address.text is not None and address.error is None:
             try:
@@ -119,7 +107,7 @@ def main() -> int:
     output = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     inbox, probe = Inbox(), Probe()
-    _say(output, Hello(protocol=PROTOCOL, foreprop=__version__))
+    _say(output, records.Hello(protocol=records.PROTOCOL, foreprop=__version__))
     try:
         while (line := inbox.next_line()) != END:
             if line != ALIVE:
@@ -130,14 +118,14 @@ def main() -> int:
     return 0
 
 
-def _answer(probe: Probe, line: bytes) -> Answer:
+def _answer(probe: Probe, line: bytes) -> records.Answer:
     try:
-        return probe.answer(decode_command(line))
+        return probe.answer(records.decode_command(line))
     except msgspec.MsgspecError as error:
-        return Defect(text=f"a command cannot be read: {error}")
+        return records.Defect(text=f"a command cannot be read: {error}")
 
 
-def _say(descriptor: int, answer: Answer) -> None:
+def _say(descriptor: int, answer: records.Answer) -> None:
     write_all(descriptor, MARK + msgspec.json.encode(answer) + b"\n")
 
 

@@ -15,22 +15,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from foreprop.run import records
 from foreprop.run.plan import Plan
 from foreprop.run.processes import PipedProcess
-from foreprop.run.records import (
-    ALIVE,
-    BEAT_S,
-    END,
-    KILL,
-    LIMIT_BYTES,
-    START,
-    News,
-    Output,
-    Ready,
-    Refused,
-    WorkerFailed,
-    decode,
-)
 
 _ANSWER_S = 60.0
 """A host that has not answered by then is given up."""
@@ -91,15 +78,15 @@ class HostProcess:
             said=self._read,
             complained=lambda lines: printer.write("err", self._prefixed(lines)),
             ended=lambda code: events.put(lambda launcher: launcher.note_end(self, code)),
-            limit_bytes=2 * LIMIT_BYTES,  # a record is a line and what is put before it
+            limit_bytes=2 * records.LIMIT_BYTES,  # a record is a line and what is put before it
         )
         self.process.send(msgspec.json.encode(plan.task(index)))
 
     def _read(self, lines: list[bytes]) -> None:
         printed: dict[str, list[bytes]] = {"out": [], "err": []}
         for line in lines:
-            record = decode(line)
-            if isinstance(record, Output):
+            record = records.decode(line)
+            if isinstance(record, records.Output):
                 printed[record.stream].append(b"[%d] %s\n" % (record.rank, record.text))
             elif record is None:
                 printed["err"].append(self._prefixed([line]))
@@ -154,12 +141,13 @@ class Launcher:
         return [host for host in self._hosts if host.code is None]
 
     def _patience_s(self) -> float:
-        waits = not self._started or self._outcome is not None
-        return min(BEAT_S, max(0.1, self._deadline - time.monotonic())) if waits else BEAT_S
+        if self._started and self._outcome is None:
+            return records.BEAT_S
+        return min(records.BEAT_S, max(0.1, self._deadline - time.monotonic()))
 
     def _look_at_the_clock(self) -> None:
         for host in self._running():
-            host.process.send(ALIVE)
+            host.process.send(records.ALIVE)
         if time.monotonic() < self._deadline:
             return
         if self._outcome is not None and time.monotonic() < self._deadline + _KILL_S:
@@ -177,21 +165,21 @@ class Launcher:
         if code:
             self.fail(1, self._why_ended(host))
 
-    def hear(self, host: HostProcess, news: News) -> None:
-        if isinstance(news, Ready):
+    def hear(self, host: HostProcess, news: records.News) -> None:
+        if isinstance(news, records.Ready):
             host.port = news.port
             if all(other.port is not None for other in self._hosts):
                 self._begin()
-        elif isinstance(news, Refused):
+        elif isinstance(news, records.Refused):
             self.fail(1, f"{host.name}: {news.reason}")
-        elif isinstance(news, WorkerFailed):
+        elif isinstance(news, records.WorkerFailed):
             code = news.code if news.code > 0 else 128 - news.code
             self.fail(code, f"rank {news.rank} on {host.name} {_ending(news.code)}")
 
     def _begin(self) -> None:
         self._started = True
         for host in self._hosts:
-            host.process.send(START + b" %d" % (self._hosts[0].port or 0))
+            host.process.send(records.START + b" %d" % (self._hosts[0].port or 0))
 
     def interrupt(self, number: int) -> None:
         if self._outcome is None:
@@ -199,7 +187,7 @@ class Launcher:
             return
         self._deadline = min(self._deadline, time.monotonic() + _KILL_S)
         for host in self._running():
-            host.process.send(KILL)
+            host.process.send(records.KILL)
 
     def fail(self, code: int, failure: str | None) -> None:
         """The first call decides the outcome and ends all."""
@@ -208,7 +196,7 @@ class Launcher:
         self._outcome = Outcome(code, failure)
         self._deadline = time.monotonic() + self._plan.grace_s + _MARGIN_S
         for host in self._running():
-            host.process.send(END)
+            host.process.send(records.END)
 
     def _why_ended(self, host: HostProcess) -> str:
         how, over_ssh = _ending(host.code or 0), not self._plan.is_here(host.index)
