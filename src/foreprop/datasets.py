@@ -116,23 +116,19 @@ def ensure_files(
     """The folder that holds Fashion-MNIST's files, or these of them; otherwise as `ensure`."""
     files = files or _TRAIN | _TEST
     folder = (data_folder() if root is None else root) / "fashion-mnist"
-    advice = (
-        f"on a machine that has them, get {', '.join(f'{name}.gz' for name in files)} (from"
-        f" {ADDRESS}, or Debian's package {PACKAGE}) and put them into {folder}; or set"
-        " FOREPROP_DATA to a folder whose fashion-mnist/ has them."
-    )
-    ensure(folder, files, sources or default_sources(folder), what="Fashion-MNIST", advice=advice)
-    return folder
-
-
-def default_sources(folder: Path) -> dict[str, Source]:
-    """What is tried, in order: copies on this machine, the public address, Debian's package."""
-    return {
+    sources = sources or {
         str(folder): from_folder(folder),
         str("/" / PACKAGE_FOLDER): from_folder("/" / PACKAGE_FOLDER),
         ADDRESS: from_address(ADDRESS),
         f"Debian package {PACKAGE}": from_debian,
     }
+    advice = (
+        f"on a machine that has them, get {', '.join(f'{name}.gz' for name in files)} (from"
+        f" {ADDRESS}, or Debian's package {PACKAGE}) and put them into {folder}; or set"
+        " FOREPROP_DATA to a folder whose fashion-mnist/ has them."
+    )
+    ensure(folder, files, sources, what="Fashion-MNIST", advice=advice)
+    return folder
 
 
 # Data sets of any kind.

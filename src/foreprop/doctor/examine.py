@@ -63,6 +63,7 @@ class _Examination:
         self._asked = asked
         self._say = say
         self._facts: dict[int, records.Facts] = {}
+        self._servers: dict[int, Endpoint] = {}
         self._attempts: list[Attempt] = []
 
     def run(self) -> records.Examination:
@@ -118,11 +119,12 @@ class _Examination:
         return {host: answer for host, answer in answers.items() if isinstance(answer, kind)}
 
     def _reach(self) -> None:
-        peers = [
-            Endpoint(host=host, address=facts.address, port=facts.port)
+        self._servers = {
+            host: Endpoint(host=host, address=facts.address, port=facts.port)
             for host, facts in self._facts.items()
             if facts.address is not None and facts.port is not None
-        ]
+        }
+        peers = list(self._servers.values())
         first = self._facts.get(0)
         if first is not None and first.rendezvous_port is not None:
             address, port = self._asked.rendezvous, first.rendezvous_port
@@ -133,10 +135,6 @@ class _Examination:
         }
         answers = self._ask(commands, records.Reached, within_s=2 * _REACH_S + _MARGIN_S)
         self._attempts += [one for answer in answers.values() for one in answer.attempts]
-
-    def _peer(self, host: int) -> Endpoint:
-        facts = self._facts[host]
-        return Endpoint(host=host, address=facts.address or "", port=facts.port or 0)
 
     def _connected(self) -> list[Pair]:
         """Whose first can connect to the second, of hosts that still answer."""
@@ -155,7 +153,7 @@ class _Examination:
         trips: list[Trip] = []
         for together in plan_rounds(one_way, len(self._asked.names)):
             pings = {
-                source: records.Ping(peers=[self._peer(to)], seconds=seconds)
+                source: records.Ping(peers=[self._servers[to]], seconds=seconds)
                 for source, to in self._able(together)
             }
             answers = self._ask(pings, records.Pinged, within_s=seconds + _MARGIN_S)
@@ -183,7 +181,7 @@ class _Examination:
         seconds = self._asked.seconds
         commands = {
             source: records.Send(
-                peers=[self._peer(to) for s, to in pairs if s == source],
+                peers=[self._servers[to] for s, to in pairs if s == source],
                 settle_s=settle_s,
                 seconds=seconds,
             )

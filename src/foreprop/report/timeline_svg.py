@@ -51,12 +51,11 @@ class Scale:
 
     longest_s: float
 
-    @property
-    def px_per_s(self) -> float:
-        return PLOT_PX / self.longest_s if self.longest_s > 0 else 0.0
-
     def x(self, time_s: float) -> float:
-        return _MARGIN_PX + time_s * self.px_per_s
+        return _MARGIN_PX + (time_s * PLOT_PX / self.longest_s if self.longest_s > 0 else 0.0)
+
+    def seconds(self, px: float) -> float:
+        return px * self.longest_s / PLOT_PX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +111,7 @@ class Panel:
 def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     """Lay the timelines out with one time scale and one set of layers."""
     scale = Scale(longest_s=max((timeline.stop_s for timeline in timelines), default=0.0))
-    gap_s = _MERGE_GAP_PX / scale.px_per_s if scale.px_per_s else 0.0
-    shapes = plan_shapes(timelines, gap_s=gap_s)
+    shapes = plan_shapes(timelines, gap_s=scale.seconds(_MERGE_GAP_PX))
     rows = [
         {lane: max((s.row + 1 for s in drawn if s.lane == lane), default=1) for lane in _LANES}
         for drawn in shapes
@@ -255,8 +253,7 @@ def _tip(shape: Shape) -> str:
 
 def _labels(panel: Panel) -> Iterator[Mark]:
     """The layer's name on every run of blocks that has room for it."""
-    gap_s = 2.0 / panel.scale.px_per_s if panel.scale.px_per_s else 0.0
-    for run in merge_shapes(panel.shapes, gap_s=gap_s):
+    for run in merge_shapes(panel.shapes, gap_s=panel.scale.seconds(2.0)):
         x, stop = panel.scale.x(run.start_s), panel.scale.x(run.stop_s)
         top, height = _row_box(panel, run)
         name = panel.layers[run.layer_index]
