@@ -24,39 +24,32 @@ _TCP = Path("/proc/sys/net/ipv4")
 _CORE = Path("/proc/sys/net/core")
 
 
-class Ports(NamedTuple):
-    """Where the probe listens, or why it does not."""
+class Place(NamedTuple):
+    """Where the host can be reached, or why it cannot; as `Facts` has it."""
 
-    port: int | None = None
-    rendezvous_port: int | None = None
-    rendezvous_error: str | None = None
-
-
-class Address(NamedTuple):
-    """The one that a session would announce, or why there is none."""
-
-    text: str | None
-    error: str | None = None
+    address: str | None
+    address_error: str | None
+    port: int | None
+    rendezvous_port: int | None
+    rendezvous_error: str | None
 
 
-def find_address(rendezvous: str, config: Config) -> Address:
-    """As a session finds it."""
+def find_address(rendezvous: str, config: Config) -> tuple[str | None, str | None]:
+    """The one that a session would announce, and what is wrong with it, or why there is none."""
+    address = None
     try:
         address = local_address(rendezvous, config.interface)
-    except ForepropError as error:
-        return Address(None, str(error))
-    try:
         check_reachable(address, rendezvous)
     except ForepropError as error:
-        return Address(address, str(error))
-    return Address(address)
+        return address, str(error)
+    return address, None
 
 
-def gather_facts(asked: Introduce, config: Config, address: Address, ports: Ports) -> Facts:
+def gather_facts(asked: Introduce, config: Config, place: Place) -> Facts:
     """Loads torch, to see whether that works."""
     missing = None if os.path.isdir(asked.directory or ".") else asked.directory
     torch, torch_error = _torch_version()
-    interface = None if address.text is None else _interface_of(address.text)
+    interface = None if place.address is None else _interface_of(place.address)
     stats = psutil.net_if_stats().get(interface or "")
     first_port, last_port = (*_numbers(_TCP / "ip_local_port_range"), None, None)[:2]
     return Facts(
@@ -68,11 +61,7 @@ def gather_facts(asked: Introduce, config: Config, address: Address, ports: Port
         names=[resolve(name) for name in asked.names],
         own_name=resolve(socket.gethostname()),
         gloo_interface=foreign_setting("GLOO_SOCKET_IFNAME"),
-        address=address.text,
-        address_error=address.error,
-        port=ports.port,
-        rendezvous_port=ports.rendezvous_port,
-        rendezvous_error=ports.rendezvous_error,
+        **place._asdict(),
         directory_error=missing and f"there is no directory {missing}",
         interface=interface,
         mtu_bytes=stats.mtu if stats else None,

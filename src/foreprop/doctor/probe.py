@@ -19,7 +19,7 @@ import msgspec
 
 from foreprop.config import Config
 from foreprop.doctor import records
-from foreprop.doctor.facts import Address, Ports, find_address, gather_facts
+from foreprop.doctor.facts import Place, find_address, gather_facts
 from foreprop.errors import ForepropError
 from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
@@ -72,22 +72,22 @@ class Probe:
         self._host, self._token = asked.host, bytes.fromhex(asked.token)
         os.environ.update(asked.environment)
         config = Config.resolve()
-        address, ports = self._listen(asked, find_address(asked.rendezvous, config))
-        return gather_facts(asked, config, address, ports)
+        return gather_facts(asked, config, self._listen(asked, config))
 
-    def _listen(self, asked: records.Introduce, address: Address) -> tuple[Address, Ports]:
+    def _listen(self, asked: records.Introduce, config: Config) -> Place:
+        address, address_error = find_address(asked.rendezvous, config)
         port = rendezvous_port = rendezvous_error = None
-        if address.text is not None and address.error is None:
+        if address is not None and address_error is None:
             try:
-                port = self._serve(listen(address.text))
+                port = self._serve(listen(address))
             except ForepropError as error:
-                address = Address(address.text, str(error))
+                address_error = str(error)
         if asked.serve_rendezvous:
             try:
                 rendezvous_port = self._serve(listen_everywhere(asked.port or 0))
             except ForepropError as error:
                 rendezvous_error = str(error)
-        return address, Ports(port, rendezvous_port, rendezvous_error)
+        return Place(address, address_error, port, rendezvous_port, rendezvous_error)
 
     def _serve(self, listening: socket.socket) -> int:
         listener = ProbeListener(listening, self._host, self._token)
