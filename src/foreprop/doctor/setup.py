@@ -204,19 +204,12 @@ def _find_one_name(examination: Examination, name: str) -> Iterator[Finding]:
 
 
 def _unresolved(host: str, name: str, why: str, *, meeting: bool) -> Finding:
-    if meeting:
-        advice = f"add {name} to /etc/hosts or DNS there, or give its address with --master-addr"
-    else:
+    text = f"{host} cannot resolve the name {name!r}"
+    if not meeting:
         advice = "training does without; ssh from there and other programs do not"
-    return Finding(
-        "error" if meeting else "hint",
-        "names",
-        [host],
-        f"{host} cannot resolve the name {name!r}"
-        + (", where the rendezvous is" if meeting else "")
-        + f": {why}",
-        advice,
-    )
+        return hint("names", [host], f"{text}: {why}", advice)
+    advice = f"add {name} to /etc/hosts or DNS there, or give its address with --master-addr"
+    return error("names", [host], f"{text}, where the rendezvous is: {why}", advice)
 
 
 def _leads_to_itself(host: str, name: str, address: str, *, meeting: bool) -> Finding:
