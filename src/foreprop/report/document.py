@@ -8,7 +8,6 @@ Values are escaped by the templates; styles and scripts are ours, and are put in
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -92,15 +91,10 @@ def asset(name: str, *, package: str = __package__) -> str:
 
 def write_document(path: Path, page: str) -> None:
     """Write the page to `path`, which either keeps its old content or has the whole new one."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        partial = Path(folder) / path.name
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
 
 
 # Layer colours: one sequential ramp by forward position, for a light and for a dark page.
