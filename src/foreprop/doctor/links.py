@@ -62,8 +62,7 @@ def find_slow_trips(examination: Examination) -> Iterator[Finding]:
         return
     least_slow_s = max(SLOW_TRIP * usual_s, usual_s + _LEAST_TRIP_EXCESS_S)
     slow = [trip for trip in good if trip.median_s > least_slow_s]
-    for names, trips in _by_place(examination, good, slow):
-        yield _slow_trip(names, trips, usual_s)
+    yield from _find_slow_places(examination, good, slow, usual_s)
     if usual_s > FAR_TRIP_S:
         yield warning(
             "round trip",
@@ -87,32 +86,29 @@ def find_slow_trips(examination: Examination) -> Iterator[Finding]:
             )
 
 
-def _by_place(
-    examination: Examination, good: Sequence[Trip], slow: Sequence[Trip]
-) -> Iterator[tuple[list[str], list[Trip]]]:
+def _find_slow_places(
+    examination: Examination, good: Sequence[Trip], slow: Sequence[Trip], usual_s: float
+) -> Iterator[Finding]:
     """Slow trips by the host that is slow with every other one, if there is such a host."""
-    left = list(slow)
+    left, places = list(slow), []
     for number, host in enumerate(examination.hosts):
         mine = [trip for trip in left if number in (trip.source, trip.to)]
         if len(mine) > 1 and mine == [t for t in good if number in (t.source, t.to)]:
             left = [trip for trip in left if trip not in mine]
-            yield [host.name], mine
+            places.append(([host.name], f"{host.name} and every other host", mine))
     for trip in left:
-        yield [examination.hosts[number].name for number in (trip.source, trip.to)], [trip]
-
-
-def _slow_trip(names: list[str], trips: list[Trip], usual_s: float) -> Finding:
-    least, most = (time_text(choose(t.median_s for t in trips)) for choose in (min, max))
-    where = " and ".join(names) if len(names) > 1 else f"{names[0]} and every other host"
-    return warning(
-        "round trip",
-        names,
-        f"a round trip between {where} takes {least}"
-        + (f" to {most}" if most != least else "")
-        + f", where {time_text(usual_s)} is usual",
-        "see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
-        " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
-    )
+        one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
+        places.append(([one, other], f"{one} and {other}", [trip]))
+    for names, where, trips in places:
+        least, most = (time_text(choose(t.median_s for t in trips)) for choose in (min, max))
+        takes = least if most == least else f"{least} to {most}"
+        yield warning(
+            "round trip",
+            names,
+            f"a round trip between {where} takes {takes}, where {time_text(usual_s)} is usual",
+            "see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
+            " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
+        )
 
 
 def _find_broken(
