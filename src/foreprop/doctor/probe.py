@@ -20,6 +20,7 @@ import msgspec
 from foreprop.config import Config
 from foreprop.doctor import records
 from foreprop.doctor.facts import Place, find_address, gather_facts
+from foreprop.doctor.records import PROTOCOL
 from foreprop.errors import ForepropError
 from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
@@ -107,7 +108,7 @@ def main() -> int:
     output = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     inbox, probe = Inbox(), Probe()
-    _say(output, records.Hello(protocol=records.PROTOCOL, foreprop=__version__))
+    _say(output, records.Hello(protocol=PROTOCOL, foreprop=__version__))
     try:
         while (line := inbox.next_line()) != END:
             if line != ALIVE:
