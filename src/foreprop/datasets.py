@@ -38,24 +38,15 @@ STD = 0.3530
 ADDRESS = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 PACKAGE = "dataset-fashion-mnist"
 PACKAGE_FOLDER = Path("usr/share/datasets/fashion-mnist")
-FILES: Mapping[Split, Mapping[str, str]] = {
-    "train": {
-        "train-images-idx3-ubyte": (
-            "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"
-        ),
-        "train-labels-idx1-ubyte": (
-            "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"
-        ),
-    },
-    "test": {
-        "t10k-images-idx3-ubyte": (
-            "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"
-        ),
-        "t10k-labels-idx1-ubyte": (
-            "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
-        ),
-    },
+_TRAIN = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
 }
+_TEST = {
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+FILES: Mapping[Split, Mapping[str, str]] = {"train": _TRAIN, "test": _TEST}
 """Images and labels of each split, with the SHA-256 of unpacked bytes: who packs, packs anew."""
 
 _CONNECT_TIMEOUT_S = 30
@@ -123,25 +114,21 @@ def ensure_files(
     sources: Mapping[str, Source] | None = None,
 ) -> Path:
     """The folder that holds Fashion-MNIST's files, or these of them; otherwise as `ensure`."""
-    files = files or {**FILES["train"], **FILES["test"]}
+    files = files or _TRAIN | _TEST
     folder = (data_folder() if root is None else root) / "fashion-mnist"
-    advice = (
-        f"on a machine that has them, get {', '.join(f'{name}.gz' for name in files)} (from"
-        f" {ADDRESS}, or Debian's package {PACKAGE}) and put them into {folder}; or set"
-        " FOREPROP_DATA to a folder whose fashion-mnist/ has them."
-    )
-    ensure(folder, files, sources or default_sources(folder), what="Fashion-MNIST", advice=advice)
-    return folder
-
-
-def default_sources(folder: Path) -> dict[str, Source]:
-    """What is tried, in order: copies on this machine, the public address, Debian's package."""
-    return {
+    sources = sources or {
         str(folder): from_folder(folder),
         str("/" / PACKAGE_FOLDER): from_folder("/" / PACKAGE_FOLDER),
         ADDRESS: from_address(ADDRESS),
         f"Debian package {PACKAGE}": from_debian,
     }
+    advice = (
+        f"on a machine that has them, get {', '.join(f'{name}.gz' for name in files)} (from"
+        f" {ADDRESS}, or Debian's package {PACKAGE}) and put them into {folder}; or set"
+        " FOREPROP_DATA to a folder whose fashion-mnist/ has them."
+    )
+    ensure(folder, files, sources, what="Fashion-MNIST", advice=advice)
+    return folder
 
 
 # Data sets of any kind.
@@ -184,11 +171,10 @@ def ensure(
 def _are_whole(folder: Path, files: Mapping[str, str]) -> bool:
     import pooch  # here: a command that needs no data starts without it
 
-    def is_whole(name: str) -> bool:
-        path = folder / name
-        return path.is_file() and pooch.file_hash(str(path)) == files[name]
-
-    return all(is_whole(name) for name in files)
+    return all(
+        (folder / name).is_file() and pooch.file_hash(str(folder / name)) == sha256
+        for name, sha256 in files.items()
+    )
 
 
 @contextlib.contextmanager

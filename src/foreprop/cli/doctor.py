@@ -10,7 +10,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from foreprop.cli.options import Shown
 from foreprop.cli.run import asking_for_hosts, hosts_from
 from foreprop.config import LaunchInfo, launch_info
 from foreprop.doctor.examine import Questions, examine
@@ -26,13 +25,11 @@ _FILE_WIDTH = 120
 
 
 @asking_for_hosts(
-    resources=Shown(
-        help="The hosts, as foreprop run takes them. Without a file: under torchrun the ranks'"
-        " machines, else this machine alone."
-    ),
-    port=Shown(help="The rendezvous' port, if foreprop run is to be given one."),
-    env=Shown(help="A variable for all hosts, as for foreprop run. May be repeated."),
-    directory=Shown(help="Where training is to start; by default the current directory."),
+    resources="The hosts, as foreprop run takes them. Without a file: under torchrun the ranks'"
+    " machines, else this machine alone.",
+    port="The rendezvous' port, if foreprop run is to be given one.",
+    env="A variable for all hosts, as for foreprop run. May be repeated.",
+    directory="Where training is to start; by default the current directory.",
 )
 def doctor(
     *,
@@ -79,7 +76,6 @@ def doctor(
 
 def examine_hosts(plan: Plan, *, seconds: float, wait_s: float) -> Examination:
     """The hosts of a plan, by probes that are started as its workers would be."""
-    hosts = range(len(plan.hosts))
     names = tuple(host.name for host in plan.hosts)
     asked = Questions(
         names=names,
@@ -89,7 +85,7 @@ def examine_hosts(plan: Plan, *, seconds: float, wait_s: float) -> Examination:
         serve_rendezvous=True,
         port=plan.port,
         directory=plan.directory,
-        environments=tuple(plan.environment_of(host) for host in hosts),
+        environments=tuple(map(plan.environment_of, range(len(names)))),
         seconds=seconds,
         wait_s=wait_s,
     )
@@ -107,8 +103,9 @@ def _examine_ranks(info: LaunchInfo, *, seconds: float, wait_s: float) -> Examin
         attend(world, info, hostname)
         return None
     present, missing = gather_present(world, wait_s)
-    firsts = [0, *(rank.rank for rank in present if rank.local_rank == 0)]
-    names = [hostname, *(rank.hostname for rank in present if rank.local_rank == 0)]
+    others = [rank for rank in present if rank.local_rank == 0]
+    firsts = [0, *(rank.rank for rank in others)]
+    names = [hostname, *(rank.hostname for rank in others)]
     bounds = [*firsts[1:], world.size]
     asked = Questions(
         names=tuple(f"{name} (rank {rank})" for name, rank in zip(names, firsts, strict=True)),

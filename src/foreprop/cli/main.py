@@ -143,7 +143,6 @@ def settings_table(chosen: Config, sources: dict[str, str]) -> Table:
 
 
 app = typer.Typer(
-    help="P3, priority-based parameter propagation, for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -121,7 +121,7 @@ def systems(known: Collection[str], *, default: str, more: str = "") -> Shown:
 
 def presets_from(text: str) -> tuple[str, ...]:
     """Each name once, in their order; raises `ConfigError` for a name that there is not."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = tuple(dict.fromkeys(names_in(text)))
     for name in names or ("",):
         if name not in PRESETS:
             raise ConfigError(f"preset is {name!r}; it must be one of {list(PRESETS)}")

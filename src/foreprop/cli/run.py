@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,19 +79,15 @@ class Hosts:
         )
 
 
-def asking_for_hosts(**shown: Shown) -> Callable[[Command], Command]:
-    """Options for `Hosts`, with other help than ``foreprop run`` has for some."""
+def asking_for_hosts(**helps: str) -> Callable[[Command], Command]:
+    """Options for `Hosts`; ``helps``: for some of them, in place of ``foreprop run``'s."""
     forms = {
-        "resources": Shown(metavar="FILE", help=shown.pop("resources", Shown()).help),
+        "resources": Shown(metavar="FILE"),
         "master_addr": Shown(metavar="ADDRESS"),
-        "env": Shown(
-            kind=list[str] | None,
-            default=None,
-            metavar="NAME[=VALUE]",
-            help=shown.pop("env", Shown()).help,
-        ),
+        "env": Shown(kind=list[str] | None, default=None, metavar="NAME[=VALUE]"),
     }
-    return filling(Hosts, **forms, **shown)
+    forms |= {name: replace(forms.get(name, Shown()), help=text) for name, text in helps.items()}
+    return filling(Hosts, **forms)
 
 
 @asking_for_hosts()

@@ -146,7 +146,14 @@ def _train_in_turns(cluster: Cluster, setting: DemoSetting) -> dict[str, Outcome
     outcomes = {name: Outcome() for name in setting.systems}
     for name in outcomes:
         cluster.ask_all(("build", name))
-    with _progress() as progress:
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        TextColumn("{task.completed:>4}/{task.total} steps"),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bars = {name: progress.add_task(name, total=setting.steps, note="") for name in outcomes}
         for done in range(0, setting.steps, BLOCK_STEPS):
             steps = min(BLOCK_STEPS, setting.steps - done)
@@ -159,17 +166,6 @@ def _train_in_turns(cluster: Cluster, setting: DemoSetting) -> dict[str, Outcome
     for name, outcome in outcomes.items():
         outcome.trained = cluster.ask_all(("finish", name))
     return outcomes
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        TextColumn("{task.completed:>4}/{task.total} steps"),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
 
 
 def summarise(name: str, found: Found) -> RunSummary:

@@ -158,7 +158,7 @@ class Training:
             started = time.perf_counter()
             images, labels = next(self._batches)
             self._optimizer.zero_grad()
-            _backward(nn.functional.cross_entropy(self._forward(images), labels))
+            torch.autograd.backward(nn.functional.cross_entropy(self._forward(images), labels))
             self._optimizer.step()
             step_s.append(time.perf_counter() - started)
         return step_s
@@ -178,10 +178,6 @@ def _batches(data: TensorDataset, setting: DemoSetting) -> Iterator[Any]:
     loader = shard(DataLoader(data, batch_size=setting.batch_size, shuffle=True))
     while True:
         yield from loader
-
-
-def _backward(loss: Any) -> None:
-    loss.backward()
 
 
 def serve_node(node: int, connection: Connection, setting: DemoSetting) -> None:
@@ -218,16 +214,9 @@ def _calibrate(setting: DemoSetting, data: TensorDataset) -> float:
         images, labels = next(batches)
         started = time.process_time()
         model.zero_grad()
-        _backward(nn.functional.cross_entropy(model(images), labels))
+        torch.autograd.backward(nn.functional.cross_entropy(model(images), labels))
         times.append(time.process_time() - started)
-    return statistics.median(times) * max(1.0, setting.workers / _cpus())
-
-
-def _cpus() -> int:
-    """That this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return statistics.median(times) * max(1.0, setting.workers / len(os.sched_getaffinity(0)))
 
 
 def balanced_rate(workers: int, compute_s: float) -> float:

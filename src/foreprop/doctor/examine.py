@@ -7,28 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from foreprop.doctor.records import (
-    Answer,
-    Command,
-    Defect,
-    Examination,
-    Examined,
-    Facts,
-    Failure,
-    Introduce,
-    Ping,
-    Pinged,
-    Reach,
-    Reached,
-    Send,
-    Sent,
-)
+from foreprop.doctor import records
 from foreprop.link.traffic import Attempt, Endpoint, Flow, Trip
 
-_Kind = TypeVar("_Kind", Facts, Reached, Pinged, Sent)
+_Kind = TypeVar("_Kind", records.Facts, records.Reached, records.Pinged, records.Sent)
 Pair = tuple[int, int]
-Round = list[Pair]
-"""(from, to) pairs that are measured at the same time."""
+"""From one host, to another one."""
 
 _FEW_HOSTS = 6
 """So many are measured one pair at a time; of more, pairs that share no host go together."""
@@ -44,9 +28,11 @@ _START_SKEW_S = 0.3
 class Panel(Protocol):
     """The probes. ``failures``: why a host has none, or has one no more."""
 
-    failures: dict[int, Failure]
+    failures: dict[int, records.Failure]
 
-    def ask(self, commands: Mapping[int, Command], *, within_s: float) -> dict[int, Answer]:
+    def ask(
+        self, commands: Mapping[int, records.Command], *, within_s: float
+    ) -> dict[int, records.Answer]:
         """Ask some hosts, and wait; those that do not answer in time go to ``failures``."""
 
 
@@ -66,7 +52,7 @@ class Questions:
     wait_s: float
 
 
-def examine(panel: Panel, asked: Questions, say: Callable[[str], None]) -> Examination:
+def examine(panel: Panel, asked: Questions, say: Callable[[str], None]) -> records.Examination:
     """All measurements, within a time that ``seconds`` and ``wait_s`` bound."""
     return _Examination(panel, asked, say).run()
 
@@ -76,19 +62,20 @@ class _Examination:
         self._panel = panel
         self._asked = asked
         self._say = say
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, records.Facts] = {}
+        self._servers: dict[int, Endpoint] = {}
         self._attempts: list[Attempt] = []
 
-    def run(self) -> Examination:
+    def run(self) -> records.Examination:
         self._introduce()
         self._reach()
         trips = self._ping()
         alone = self._alone()
         together = self._together()
-        return Examination(
+        return records.Examination(
             rendezvous=self._asked.rendezvous,
             hosts=[
-                Examined(
+                records.Examined(
                     name=name,
                     workers=self._asked.workers[host],
                     facts=self._facts.get(host),
@@ -104,8 +91,8 @@ class _Examination:
 
     def _introduce(self) -> None:
         asked, token = self._asked, secrets.token_hex(16)
-        commands: dict[int, Command] = {
-            host: Introduce(
+        commands = {
+            host: records.Introduce(
                 host=host,
                 token=token,
                 names=list(asked.look_up),
@@ -117,40 +104,37 @@ class _Examination:
             )
             for host in range(len(asked.names))
         }
-        self._facts = self._ask(commands, Facts, within_s=asked.wait_s)
+        self._facts = self._ask(commands, records.Facts, within_s=asked.wait_s)
 
     def _ask(
-        self, commands: Mapping[int, Command], kind: type[_Kind], *, within_s: float
+        self, commands: Mapping[int, records.Command], kind: type[_Kind], *, within_s: float
     ) -> dict[int, _Kind]:
         """The answers of those who can still be asked; a defect counts as a failure."""
         failures = self._panel.failures
         able = {host: command for host, command in commands.items() if host not in failures}
         answers = self._panel.ask(able, within_s=within_s) if able else {}
         for host, answer in answers.items():
-            if isinstance(answer, Defect):
-                failures[host] = Failure(kind="defect", text=answer.text)
+            if isinstance(answer, records.Defect):
+                failures[host] = records.Failure(kind="defect", text=answer.text)
         return {host: answer for host, answer in answers.items() if isinstance(answer, kind)}
 
     def _reach(self) -> None:
-        peers = [
-            Endpoint(host=host, address=facts.address, port=facts.port)
+        self._servers = {
+            host: Endpoint(host=host, address=facts.address, port=facts.port)
             for host, facts in self._facts.items()
             if facts.address is not None and facts.port is not None
-        ]
+        }
+        peers = list(self._servers.values())
         first = self._facts.get(0)
         if first is not None and first.rendezvous_port is not None:
             address, port = self._asked.rendezvous, first.rendezvous_port
             peers.append(Endpoint(host=0, address=address, port=port, purpose="rendezvous"))
-        commands: dict[int, Command] = {
-            host: Reach(peers=[p for p in peers if p.host != host], timeout_s=_REACH_S)
+        commands = {
+            host: records.Reach(peers=[p for p in peers if p.host != host], timeout_s=_REACH_S)
             for host in self._facts
         }
-        answers = self._ask(commands, Reached, within_s=2 * _REACH_S + _MARGIN_S)
+        answers = self._ask(commands, records.Reached, within_s=2 * _REACH_S + _MARGIN_S)
         self._attempts += [one for answer in answers.values() for one in answer.attempts]
-
-    def _peer(self, host: int) -> Endpoint:
-        facts = self._facts[host]
-        return Endpoint(host=host, address=facts.address or "", port=facts.port or 0)
 
     def _connected(self) -> list[Pair]:
         """Whose first can connect to the second, of hosts that still answer."""
@@ -168,11 +152,11 @@ class _Examination:
         one_way = [(a, b) for a, b in pairs if a < b or (b, a) not in pairs]
         trips: list[Trip] = []
         for together in plan_rounds(one_way, len(self._asked.names)):
-            commands: dict[int, Command] = {
-                source: Ping(peers=[self._peer(to)], seconds=seconds)
+            pings = {
+                source: records.Ping(peers=[self._servers[to]], seconds=seconds)
                 for source, to in self._able(together)
             }
-            answers = self._ask(commands, Pinged, within_s=seconds + _MARGIN_S)
+            answers = self._ask(pings, records.Pinged, within_s=seconds + _MARGIN_S)
             trips += [trip for answer in answers.values() for trip in answer.trips]
         return trips
 
@@ -195,19 +179,19 @@ class _Examination:
 
     def _send(self, pairs: Sequence[Pair], settle_s: float) -> list[Flow]:
         seconds = self._asked.seconds
-        commands: dict[int, Command] = {
-            source: Send(
-                peers=[self._peer(to) for s, to in pairs if s == source],
+        commands = {
+            source: records.Send(
+                peers=[self._servers[to] for s, to in pairs if s == source],
                 settle_s=settle_s,
                 seconds=seconds,
             )
             for source in {source for source, _ in pairs}
         }
-        answers = self._ask(commands, Sent, within_s=settle_s + seconds + _MARGIN_S)
+        answers = self._ask(commands, records.Sent, within_s=settle_s + seconds + _MARGIN_S)
         return [flow for answer in answers.values() for flow in answer.flows]
 
 
-def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[Round]:
+def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[list[Pair]]:
     """Pairs one by one if there are few hosts; else rounds of pairs that share no host.
 
     Rounds go by the circle method of round-robin tournaments, which needs the fewest.
@@ -215,7 +199,7 @@ def plan_rounds(pairs: Sequence[Pair], hosts: int) -> list[Round]:
     if hosts <= _FEW_HOSTS:
         return [[pair] for pair in pairs]
     seats = hosts + hosts % 2
-    slots: dict[tuple[int, bool], Round] = {}
+    slots: dict[tuple[int, bool], list[Pair]] = {}
     for source, to in pairs:
         slots.setdefault((_round_of(source, to, seats), source < to), []).append((source, to))
     return [slots[key] for key in sorted(slots)]

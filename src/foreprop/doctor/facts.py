@@ -17,45 +17,39 @@ from foreprop.config import Config, foreign_setting
 from foreprop.doctor.records import Facts, Introduce, Resolved
 from foreprop.errors import ForepropError
 from foreprop.link.stream import check_reachable, local_address
+from foreprop.run.plan import own_addresses
 from foreprop.version import __version__
 
 _TCP = Path("/proc/sys/net/ipv4")
 _CORE = Path("/proc/sys/net/core")
 
 
-class Ports(NamedTuple):
-    """Where the probe listens, or why it does not."""
+class Place(NamedTuple):
+    """Where the host can be reached, or why it cannot; as `Facts` has it."""
 
-    port: int | None = None
-    rendezvous_port: int | None = None
-    rendezvous_error: str | None = None
-
-
-class Address(NamedTuple):
-    """The one that a session would announce, or why there is none."""
-
-    text: str | None
-    error: str | None = None
+    address: str | None
+    address_error: str | None
+    port: int | None
+    rendezvous_port: int | None
+    rendezvous_error: str | None
 
 
-def find_address(rendezvous: str, config: Config) -> Address:
-    """As a session finds it."""
+def find_address(rendezvous: str, config: Config) -> tuple[str | None, str | None]:
+    """The one that a session would announce, and what is wrong with it, or why there is none."""
+    address = None
     try:
         address = local_address(rendezvous, config.interface)
-    except ForepropError as error:
-        return Address(None, str(error))
-    try:
         check_reachable(address, rendezvous)
     except ForepropError as error:
-        return Address(address, str(error))
-    return Address(address)
+        return address, str(error)
+    return address, None
 
 
-def gather_facts(asked: Introduce, config: Config, address: Address, ports: Ports) -> Facts:
+def gather_facts(asked: Introduce, config: Config, place: Place) -> Facts:
     """Loads torch, to see whether that works."""
     missing = None if os.path.isdir(asked.directory or ".") else asked.directory
     torch, torch_error = _torch_version()
-    interface = None if address.text is None else _interface_of(address.text)
+    interface = None if place.address is None else _interface_of(place.address)
     stats = psutil.net_if_stats().get(interface or "")
     first_port, last_port = (*_numbers(_TCP / "ip_local_port_range"), None, None)[:2]
     return Facts(
@@ -67,11 +61,7 @@ def gather_facts(asked: Introduce, config: Config, address: Address, ports: Port
         names=[resolve(name) for name in asked.names],
         own_name=resolve(socket.gethostname()),
         gloo_interface=foreign_setting("GLOO_SOCKET_IFNAME"),
-        address=address.text,
-        address_error=address.error,
-        port=ports.port,
-        rendezvous_port=ports.rendezvous_port,
-        rendezvous_error=ports.rendezvous_error,
+        **place._asdict(),
         directory_error=missing and f"there is no directory {missing}",
         interface=interface,
         mtu_bytes=stats.mtu if stats else None,
@@ -111,14 +101,8 @@ def _torch_version() -> tuple[str | None, str | None]:
 
 def _interface_of(address: str) -> str | None:
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                found = ipaddress.ip_address(entry.address.partition("%")[0])
-                if found == wanted:
-                    return str(name)
     # 127.0.0.2 and its like are loopback's without being listed
-    return "lo" if wanted.is_loopback else None
+    return own_addresses().get(wanted, "lo" if wanted.is_loopback else None)
 
 
 def _text(path: Path) -> str | None:

@@ -103,28 +103,22 @@ class HostsPanel:
             return
         if isinstance(said, int):
             self._explain_end(host, said)
-        elif isinstance(said, Hello):
-            self._greeted.add(host)
-            self._check_version(host, said)
-        else:
+        elif not isinstance(said, Hello):
             answers[host] = said
-
-    def _check_version(self, host: int, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            text = (
-                f"its foreprop is {hello.foreprop}, this one {__version__}: they do not understand"
-                " each other"
-            )
-            self._fail(host, "other_version", text)
+        elif said.protocol == PROTOCOL:
+            self._greeted.add(host)
+        else:
+            text = f"its foreprop is {said.foreprop}, this one {__version__}: they do not"
+            self._fail(host, "other_version", f"{text} understand each other")
 
     def _explain_end(self, host: int, code: int) -> None:
         last_words = self._last_words.get(host, "")
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         over_ssh = not self._plan.is_here(host)
-        if over_ssh and code == _SSH_FAILED and host not in self._greeted:
-            self._fail(host, "unreachable", last_words or how)
-        elif host in self._greeted:
+        if host in self._greeted:
             self._fail(host, "ended", f"its probe ended with {how}; last words: {last_words!r}")
+        elif over_ssh and code == _SSH_FAILED:
+            self._fail(host, "unreachable", last_words or how)
         elif code == _NOT_FOUND:
             self._fail(host, "no_python", f"it has no {self._plan.python}")
         elif "No module named" in last_words and "foreprop" in last_words:

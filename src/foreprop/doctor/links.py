@@ -56,16 +56,13 @@ def best_rates(flows: Sequence[Flow]) -> dict[int, float]:
 
 def find_slow_trips(examination: Examination) -> Iterator[Finding]:
     good = [trip for trip in examination.trips if trip.error is None]
-    for trip in examination.trips:
-        if trip.error is not None and both_stayed(examination, trip.source, trip.to):
-            yield _broken(examination, trip.source, trip.to, "small messages", trip.error)
+    yield from _find_broken(examination, examination.trips, "small messages")
     usual_s = usual_trip_s(good)
     if usual_s is None:
         return
     least_slow_s = max(SLOW_TRIP * usual_s, usual_s + _LEAST_TRIP_EXCESS_S)
     slow = [trip for trip in good if trip.median_s > least_slow_s]
-    for names, trips in _by_place(examination, good, slow):
-        yield _slow_trip(names, trips, usual_s)
+    yield from _find_slow_places(examination, good, slow, usual_s)
     if usual_s > FAR_TRIP_S:
         yield warning(
             "round trip",
@@ -75,69 +72,63 @@ def find_slow_trips(examination: Examination) -> Iterator[Finding]:
             " fewer and larger machines",
         )
     for trip in good:
-        if trip not in slow and _is_uneven(trip):
-            yield _uneven_trip(examination, trip)
+        excess_s = trip.p90_s - trip.median_s
+        if trip in slow or excess_s <= 5 * _LEAST_TRIP_EXCESS_S:
+            continue
+        if trip.p90_s > SLOW_TRIP * trip.median_s:
+            one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
+            yield hint(
+                "round trip",
+                [one, other],
+                f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more there"
+                f" and back, half of them {time_text(trip.median_s)} or less",
+                "see whether other programs use these machines or the network between them",
+            )
 
 
-def _by_place(
-    examination: Examination, good: Sequence[Trip], slow: Sequence[Trip]
-) -> Iterator[tuple[list[str], list[Trip]]]:
+def _find_slow_places(
+    examination: Examination, good: Sequence[Trip], slow: Sequence[Trip], usual_s: float
+) -> Iterator[Finding]:
     """Slow trips by the host that is slow with every other one, if there is such a host."""
-    left = list(slow)
+    left, places = list(slow), []
     for number, host in enumerate(examination.hosts):
         mine = [trip for trip in left if number in (trip.source, trip.to)]
         if len(mine) > 1 and mine == [t for t in good if number in (t.source, t.to)]:
             left = [trip for trip in left if trip not in mine]
-            yield [host.name], mine
+            places.append(([host.name], f"{host.name} and every other host", mine))
     for trip in left:
-        yield [examination.hosts[number].name for number in (trip.source, trip.to)], [trip]
+        one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
+        places.append(([one, other], f"{one} and {other}", [trip]))
+    for names, where, trips in places:
+        least, most = (time_text(choose(t.median_s for t in trips)) for choose in (min, max))
+        takes = least if most == least else f"{least} to {most}"
+        yield warning(
+            "round trip",
+            names,
+            f"a round trip between {where} takes {takes}, where {time_text(usual_s)} is usual",
+            "see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
+            " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
+        )
 
 
-def _slow_trip(names: list[str], trips: list[Trip], usual_s: float) -> Finding:
-    least, most = (time_text(choose(t.median_s for t in trips)) for choose in (min, max))
-    where = " and ".join(names) if len(names) > 1 else f"{names[0]} and every other host"
-    return warning(
-        "round trip",
-        names,
-        f"a round trip between {where} takes {least}"
-        + (f" to {most}" if most != least else "")
-        + f", where {time_text(usual_s)} is usual",
-        "see whether the way leads over another site, a tunnel or Wi-Fi, and whether the"
-        " host sleeps to save power; set FOREPROP_INTERFACE if there is a nearer network",
-    )
-
-
-def _is_uneven(trip: Trip) -> bool:
-    excess_s = trip.p90_s - trip.median_s
-    return trip.p90_s > SLOW_TRIP * trip.median_s and excess_s > 5 * _LEAST_TRIP_EXCESS_S
-
-
-def _uneven_trip(examination: Examination, trip: Trip) -> Finding:
-    one, other = (examination.hosts[number].name for number in (trip.source, trip.to))
-    return hint(
-        "round trip",
-        [one, other],
-        f"{one} and {other}: one message in ten takes {time_text(trip.p90_s)} or more there"
-        f" and back, half of them {time_text(trip.median_s)} or less",
-        "see whether other programs use these machines or the network between them",
-    )
-
-
-def _broken(examination: Examination, source: int, to: int, what: str, why: str) -> Finding:
-    one, other = (examination.hosts[number].name for number in (source, to))
-    return error(
-        "reach",
-        [one, other],
-        f"{what} from {one} to {other} broke off, although they connect: {why}",
-        "see whether the link drops packets, and large ones in particular: ping -M do -s"
-        f" 1472 {other} from {one}; MTUs must be alike all the way",
-    )
+def _find_broken(
+    examination: Examination, measured: Sequence[Trip | Flow], what: str
+) -> Iterator[Finding]:
+    for one in measured:
+        if one.error is not None and both_stayed(examination, one.source, one.to):
+            source, to = (examination.hosts[number].name for number in (one.source, one.to))
+            yield error(
+                "reach",
+                [source, to],
+                f"{what} from {source} to {to} broke off, although they connect: {one.error}",
+                "see whether the link drops packets, and large ones in particular: ping -M do -s"
+                f" 1472 {to} from {source}; MTUs must be alike all the way",
+            )
 
 
 def find_slow_flows(examination: Examination) -> Iterator[Finding]:
-    for flow in (*examination.alone, *examination.together):
-        if flow.error is not None and both_stayed(examination, flow.source, flow.to):
-            yield _broken(examination, flow.source, flow.to, "sending", flow.error)
+    flows = (*examination.alone, *examination.together)
+    yield from _find_broken(examination, flows, "sending")
     usual = usual_rate(examination.alone)
     if usual is None:
         return
@@ -189,15 +180,13 @@ def _slow_pair(examination: Examination, flow: Flow, usual: float, back: float |
     )
 
 
-def totals(flows: Sequence[Flow]) -> dict[int, tuple[float, float]]:
+def totals(flows: Sequence[Flow]) -> dict[int, list[float]]:
     """By host: bit/s sent and received, over all its peers."""
-    sums: dict[int, tuple[float, float]] = {}
+    sums: dict[int, list[float]] = {}
     for flow in flows:
         if flow.error is None:
-            out, into = sums.get(flow.source, (0.0, 0.0))
-            sums[flow.source] = (out + flow.bits_per_s, into)
-            out, into = sums.get(flow.to, (0.0, 0.0))
-            sums[flow.to] = (out, into + flow.bits_per_s)
+            sums.setdefault(flow.source, [0.0, 0.0])[0] += flow.bits_per_s
+            sums.setdefault(flow.to, [0.0, 0.0])[1] += flow.bits_per_s
     return sums
 
 
@@ -252,14 +241,11 @@ def find_links(examination: Examination) -> Iterator[Finding]:
         "every step waits for the slowest: see its cable, switch port and negotiation"
         " (ethtool), or choose another interface with FOREPROP_INTERFACE",
     )
+    advice = "switch on autonegotiation at both ends of the cable (ethtool -s IFACE autoneg on)"
     for name, facts in known:
         if facts.full_duplex is False:
-            yield warning(
-                "link",
-                [name],
-                f"{name}: {facts.interface} is half duplex: it cannot send while it receives",
-                "switch on autonegotiation at both ends of the cable (ethtool -s IFACE autoneg on)",
-            )
+            text = f"{name}: {facts.interface} is half duplex: it cannot send while it receives"
+            yield warning("link", [name], text, advice)
     yield from _find_unused_speed(examination)
 
 
@@ -311,20 +297,25 @@ def find_clocks(examination: Examination) -> Iterator[Finding]:
 # Kernels.
 def find_kernels(examination: Examination) -> Iterator[Finding]:
     """TCP's settings, against rate times round trip."""
-    yield from differing(
-        "hint",
-        "window",
-        "TCP's congestion control differs",
-        {name: facts.congestion_control for name, facts in known_facts(examination)},
-        "one may take the other's share of a link: set net.ipv4.tcp_congestion_control alike",
-    )
+    controls = {name: facts.congestion_control for name, facts in known_facts(examination)}
+    advice = "one may take the other's share of a link: set net.ipv4.tcp_congestion_control alike"
+    yield from differing("hint", "window", "TCP's congestion control differs", controls, advice)
     worst: dict[tuple[int, str], _Window] = {}
     for window in _windows(examination):
         if window.allowed_bytes < window.needed_bytes:
             key = (window.host, window.setting)
             worst[key] = max(window, worst.get(key, window), key=lambda w: w.needed_bytes)
     for window in worst.values():
-        yield _too_small(examination.hosts[window.host].name, window)
+        name = examination.hosts[window.host].name
+        yield hint(
+            "window",
+            [name],
+            f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
+            f" {window.why} needs {window.needed_bytes / 1e6:.2g} MB",
+            f"if more than is measured is to go through, raise {window.setting}"
+            + " there with sysctl (of three numbers the third)" * window.setting.startswith("net.")
+            + " so that twice that is allowed",
+        )
 
 
 class _Window(NamedTuple):
@@ -338,46 +329,29 @@ class _Window(NamedTuple):
 
 
 def _windows(examination: Examination) -> Iterator[_Window]:
-    for trip in examination.trips:
-        if trip.error is None:
-            for source, to in ((trip.source, trip.to), (trip.to, trip.source)):
-                yield from _windows_of_pair(examination, source, to, trip.median_s)
-
-
-def _windows_of_pair(
-    examination: Examination, source: int, to: int, trip_s: float
-) -> Iterator[_Window]:
     """Of automatic buffers the kernel keeps about half for its bookkeeping (man 7 tcp); of one
     that is asked for, as pushes do, it gives twice what wmem_max allows."""
-    sender, receiver = examination.hosts[source].facts, examination.hosts[to].facts
-    if sender is None or receiver is None:
-        return
-    rates = [f.bits_per_s for f in examination.alone if (f.source, f.to) == (source, to)]
-    claimed = min(sender.speed_bits_per_s or 0.0, receiver.speed_bits_per_s or 0.0)
-    rate = max([*rates, claimed])
-    needed_bytes = rate / 8 * trip_s
-    why = f"{rate_text(rate)} with a round trip of {time_text(trip_s)}"
-    if receiver.receive_buffer_bytes is not None:
-        allowed_bytes = receiver.receive_buffer_bytes / 2
-        yield _Window(to, "net.ipv4.tcp_rmem", allowed_bytes, needed_bytes, why)
-    if sender.send_buffer_bytes is not None:
-        allowed_bytes = sender.send_buffer_bytes / 2
-        yield _Window(source, "net.ipv4.tcp_wmem", allowed_bytes, needed_bytes, why)
-    if sender.asked_buffer_bytes is not None:
-        servers = max(1, len(examination.hosts))
-        allowed_bytes = servers * 2 * sender.asked_buffer_bytes
-        yield _Window(source, "net.core.wmem_max", allowed_bytes, needed_bytes, why)
-    allowed_bytes = sender.push_window_bytes
-    yield _Window(source, "FOREPROP_PUSH_WINDOW_BYTES", allowed_bytes, needed_bytes, why)
+    servers = len(examination.hosts)
+    for source, to, trip_s in _one_way(examination.trips):
+        sender, receiver = examination.hosts[source].facts, examination.hosts[to].facts
+        if sender is None or receiver is None:
+            continue
+        rates = [f.bits_per_s for f in examination.alone if (f.source, f.to) == (source, to)]
+        claimed = min(sender.speed_bits_per_s or 0.0, receiver.speed_bits_per_s or 0.0)
+        rate = max([*rates, claimed])
+        why = f"{rate_text(rate)} with a round trip of {time_text(trip_s)}"
+        for host, setting, size_bytes, factor in (
+            (to, "net.ipv4.tcp_rmem", receiver.receive_buffer_bytes, 0.5),
+            (source, "net.ipv4.tcp_wmem", sender.send_buffer_bytes, 0.5),
+            (source, "net.core.wmem_max", sender.asked_buffer_bytes, 2 * servers),
+            (source, "FOREPROP_PUSH_WINDOW_BYTES", sender.push_window_bytes, 1),
+        ):
+            if size_bytes is not None:
+                yield _Window(host, setting, factor * size_bytes, rate / 8 * trip_s, why)
 
 
-def _too_small(name: str, window: _Window) -> Finding:
-    return hint(
-        "window",
-        [name],
-        f"{name}: {window.setting} allows {window.allowed_bytes / 1e6:.2g} MB on the way;"
-        f" {window.why} needs {window.needed_bytes / 1e6:.2g} MB",
-        f"if more than is measured is to go through, raise {window.setting}"
-        + (" there with sysctl (of three numbers the third)" * window.setting.startswith("net."))
-        + " so that twice that is allowed",
-    )
+def _one_way(trips: Sequence[Trip]) -> Iterator[tuple[int, int, float]]:
+    for trip in trips:
+        if trip.error is None:
+            yield trip.source, trip.to, trip.median_s
+            yield trip.to, trip.source, trip.median_s

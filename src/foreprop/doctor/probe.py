@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,27 +18,14 @@ from typing import TypeVar
 import msgspec
 
 from foreprop.config import Config
-from foreprop.doctor.facts import Address, Ports, find_address, gather_facts
-from foreprop.doctor.records import (
-    PROTOCOL,
-    Answer,
-    Command,
-    Defect,
-    Hello,
-    Introduce,
-    Ping,
-    Pinged,
-    Reach,
-    Reached,
-    Send,
-    Sent,
-    decode_command,
-)
+from foreprop.doctor import records
+from foreprop.doctor.facts import Place, find_address, gather_facts
+from foreprop.doctor.records import PROTOCOL
 from foreprop.errors import ForepropError
 from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, ProbeListener, listen_everywhere, ping, reach, send
 from foreprop.run.host import Inbox
-from foreprop.run.processes import write_all
+from foreprop.run.processes import exit_at_once, write_all
 from foreprop.run.records import ALIVE, END, MARK
 from foreprop.version import __version__
 
@@ -55,56 +42,58 @@ class Probe:
         self._token = b""
         self._listeners: list[ProbeListener] = []
 
-    def answer(self, command: Command) -> Answer:
+    def answer(self, command: records.Command) -> records.Answer:
         """Within a time that the command bounds; what goes wrong is in the answer."""
         host, token = self._host, self._token
         try:
             match command:
-                case Introduce():
+                case records.Introduce():
                     return self._introduce(command)
-                case Reach(peers=peers, timeout_s=timeout_s):
+                case records.Reach(peers=peers, timeout_s=timeout_s):
                     reach_to = partial(reach, host, token=token, timeout_s=timeout_s)
-                    return Reached(attempts=_for_all(peers, reach_to))
-                case Ping(peers=peers, seconds=seconds):
-                    return Pinged(trips=[ping(host, peer, token, seconds) for peer in peers])
-                case Send(peers=peers, settle_s=settle_s, seconds=seconds):
+                    return records.Reached(attempts=_for_all(peers, reach_to))
+                case records.Ping(peers=peers, seconds=seconds):
+                    return records.Pinged(
+                        trips=[ping(host, peer, token, seconds) for peer in peers]
+                    )
+                case records.Send(peers=peers, settle_s=settle_s, seconds=seconds):
                     send_to = partial(send, host, token=token, settle_s=settle_s, seconds=seconds)
-                    return Sent(flows=_for_all(peers, send_to))
+                    return records.Sent(flows=_for_all(peers, send_to))
                 case _:
-                    return Defect(text=f"asked for {type(command).__name__}")
+                    return records.Defect(text=f"asked for {type(command).__name__}")
         except Exception as error:
-            return Defect(text=f"{type(error).__name__}: {error}")
+            return records.Defect(text=f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
 
-    def _introduce(self, asked: Introduce) -> Answer:
+    def _introduce(self, asked: records.Introduce) -> records.Answer:
         self._host, self._token = asked.host, bytes.fromhex(asked.token)
         os.environ.update(asked.environment)
         config = Config.resolve()
-        address = find_address(asked.rendezvous, config)
-        address, ports = self._listen(asked, address)
-        return gather_facts(asked, config, address, ports)
+        return gather_facts(asked, config, self._listen(asked, config))
 
-    def _listen(self, asked: Introduce, address: Address) -> tuple[Address, Ports]:
+    def _listen(self, asked: records.Introduce, config: Config) -> Place:
+        address, address_error = find_address(asked.rendezvous, config)
         port = rendezvous_port = rendezvous_error = None
-        if address.text is not None and address.error is None:
+        if address is not None and address_error is None:
             try:
-                listener = ProbeListener(listen(address.text), self._host, self._token)
-                self._listeners.append(listener)
-                port = listener.port
+                port = self._serve(listen(address))
             except ForepropError as error:
-                address = Address(address.text, str(error))
+                address_error = str(error)
         if asked.serve_rendezvous:
             try:
-                everywhere = listen_everywhere(asked.port or 0)
-                self._listeners.append(ProbeListener(everywhere, self._host, self._token))
-                rendezvous_port = self._listeners[-1].port
+                rendezvous_port = self._serve(listen_everywhere(asked.port or 0))
             except ForepropError as error:
                 rendezvous_error = str(error)
-        return address, Ports(port, rendezvous_port, rendezvous_error)
+        return Place(address, address_error, port, rendezvous_port, rendezvous_error)
+
+    def _serve(self, listening: socket.socket) -> int:
+        listener = ProbeListener(listening, self._host, self._token)
+        self._listeners.append(listener)
+        return listener.port
 
 
 def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> list[_Result]:
@@ -115,38 +104,31 @@ def _for_all(peers: Sequence[Endpoint], work: Callable[[Endpoint], _Result]) -> 
         return list(pool.map(work, peers))
 
 
-def hello() -> Hello:
-    return Hello(protocol=PROTOCOL, foreprop=__version__)
-
-
 def main() -> int:
     output = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     inbox, probe = Inbox(), Probe()
-    _say(output, hello())
+    _say(output, records.Hello(protocol=PROTOCOL, foreprop=__version__))
     try:
         while (line := inbox.next_line()) != END:
             if line != ALIVE:
-                _say(output, _answer_line(probe, line))
+                _say(output, _answer(probe, line))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending
         probe.close()
     return 0
 
 
-def _answer_line(probe: Probe, line: bytes) -> Answer:
+def _answer(probe: Probe, line: bytes) -> records.Answer:
     try:
-        return probe.answer(decode_command(line))
+        return probe.answer(records.decode_command(line))
     except msgspec.MsgspecError as error:
-        return Defect(text=f"a command cannot be read: {error}")
+        return records.Defect(text=f"a command cannot be read: {error}")
 
 
-def _say(descriptor: int, answer: Answer) -> None:
+def _say(descriptor: int, answer: records.Answer) -> None:
     write_all(descriptor, MARK + msgspec.json.encode(answer) + b"\n")
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # at once: unloading torch takes long
+    exit_at_once(main)

@@ -49,20 +49,18 @@ def attend(world: World, info: LaunchInfo, hostname: str) -> None:
     try:
         for number in count():
             key = f"{world.rank}/{number}"
-            command = decode_command(_next_command(board, key))
+            try:
+                text = board.lookup(f"command/{key}", "rank 0's next question")
+            except StepTimeout as error:
+                why = f"foreprop doctor: {error}; rank 0 may have died"
+                raise PeerLost(why, peer="rank 0") from error
+            command = decode_command(text.encode())
             if isinstance(command, End):
                 _publish(board, f"ended/{world.rank}", command)
                 return
             _publish(board, f"answer/{key}", probe.answer(command))
     finally:
         probe.close()
-
-
-def _next_command(board: Board, key: str) -> bytes:
-    try:
-        return board.lookup(f"command/{key}", "rank 0's next question").encode()
-    except StepTimeout as error:
-        raise PeerLost(f"foreprop doctor: {error}; rank 0 may have died", peer="rank 0") from error
 
 
 def gather_present(world: World, wait_s: float) -> tuple[list[Present], list[int]]:

@@ -222,19 +222,15 @@ def groups(values: Mapping[str, Hashable]) -> str:
     return "; ".join(f"{', '.join(who)}: {value}" for value, who in most_first)
 
 
-def odd_ones(values: Mapping[str, Hashable]) -> list[str]:
-    """Those that do not have the most common value."""
-    (common, _), *_ = Counter(values.values()).most_common(1)
-    return [name for name, value in values.items() if value != common]
-
-
 def differing(
     severity: Severity, check: str, told: str, values: Mapping[str, Hashable], advice: str
 ) -> Iterator[Finding]:
     """One finding if hosts do not all have the same value: ``told``, and who has which.
 
-    A host whose value is None is left out.
+    It is about those without the most common value. A host whose value is None is left out.
     """
     known = {name: value for name, value in values.items() if value is not None}
     if len(set(known.values())) > 1:
-        yield Finding(severity, check, odd_ones(known), f"{told}: {groups(known)}", advice)
+        ((common, _),) = Counter(known.values()).most_common(1)
+        odd = [name for name, value in known.items() if value != common]
+        yield Finding(severity, check, odd, f"{told}: {groups(known)}", advice)

@@ -8,7 +8,6 @@ from foreprop.doctor.records import (
     Examination,
     Examined,
     Facts,
-    Failure,
     Finding,
     Known,
     Severity,
@@ -65,29 +64,17 @@ _FAILURES: Mapping[str, tuple[str, str]] = {
 def find_failures(examination: Examination) -> Iterator[Finding]:
     for host in examination.hosts:
         if host.failure is not None:
-            yield _failure(host, host.failure)
-
-
-def _failure(host: Examined, failure: Failure) -> Finding:
-    found, advice = _FAILURES[failure.kind]
-    command = failure.command or f"ssh {host.name} true"
-    return error(
-        "start",
-        [host.name],
-        f"{host.name}: {found.format(text=failure.text)}",
-        advice.format(command=command),
-    )
+            found, advice = _FAILURES[host.failure.kind]
+            text = f"{host.name}: {found.format(text=host.failure.text)}"
+            command = host.failure.command or f"ssh {host.name} true"
+            yield error("start", [host.name], text, advice.format(command=command))
 
 
 def find_directories(examination: Examination) -> Iterator[Finding]:
+    advice = "make it there with the script in it, or give --directory, here and to run"
     for name, facts in known_facts(examination):
         if facts.directory_error is not None:
-            yield error(
-                "directory",
-                [name],
-                f"{name}: {facts.directory_error}",
-                "make it there with the script in it, or give --directory, here and to run",
-            )
+            yield error("directory", [name], f"{name}: {facts.directory_error}", advice)
 
 
 # What is installed.
@@ -95,12 +82,9 @@ def find_versions(examination: Examination) -> Iterator[Finding]:
     known = known_facts(examination)
     for name, facts in known:
         if facts.torch is None:
-            yield error(
-                "versions",
-                [name],
-                f"{name}: torch cannot be imported: {facts.torch_error}",
-                f"install the same torch on all hosts ({groups(_torches(known)) or 'none'})",
-            )
+            text = f"{name}: torch cannot be imported: {facts.torch_error}"
+            advice = f"install the same torch on all hosts ({groups(_torches(known)) or 'none'})"
+            yield error("versions", [name], text, advice)
     if not known:
         return
     ours = {name: facts.foreprop for name, facts in known}
@@ -127,44 +111,36 @@ def find_processors(examination: Examination) -> Iterator[Finding]:
         if host.facts is not None:
             yield from _find_threads(host, host.facts)
             yield from _find_load(host.name, host.facts)
-    yield from differing(
-        "hint",
-        "processors",
-        "the number of CPUs differs",
-        {name: facts.cpus for name, facts in known_facts(examination)},
-        "where the CPU computes, every step waits for the slowest host",
-    )
+    counts = {name: facts.cpus for name, facts in known_facts(examination)}
+    advice = "where the CPU computes, every step waits for the slowest host"
+    yield from differing("hint", "processors", "the number of CPUs differs", counts, advice)
 
 
 def _find_threads(host: Examined, facts: Facts) -> Iterator[Finding]:
+    name, workers, cpus = host.name, host.workers, facts.cpus
+    fair = max(1, cpus // workers)
     if facts.threads is None:
-        threads = 1 if host.workers > 1 else facts.cpus  # as torchrun sets it
+        threads = 1 if workers > 1 else cpus  # as torchrun sets it
     elif facts.threads.isascii() and facts.threads.isdigit() and int(facts.threads) > 0:
         threads = int(facts.threads)
     else:
-        yield warning(
-            "processors",
-            [host.name],
-            f"{host.name}: OMP_NUM_THREADS is {facts.threads!r}, which is no number",
-            f"set it to {max(1, facts.cpus // host.workers)} there, or to nothing",
-        )
+        text = f"{name}: OMP_NUM_THREADS is {facts.threads!r}, which is no number"
+        yield warning("processors", [name], text, f"set it to {fair} there, or to nothing")
         return
-    fair = max(1, facts.cpus // host.workers)
-    if threads * host.workers > facts.cpus:
+    each = f"{name}: {workers} worker(s) with {threads} thread(s) each"
+    if threads * workers > cpus:
         yield warning(
             "processors",
-            [host.name],
-            f"{host.name}: {host.workers} worker(s) with {threads} thread(s) each share"
-            f" {facts.cpus} CPU(s)",
+            [name],
+            f"{each} share {cpus} CPU(s)",
             f"set OMP_NUM_THREADS={fair} and no more workers than CPUs, or threads wait for"
             " each other",
         )
-    elif 2 * threads * host.workers <= facts.cpus:
+    elif 2 * threads * workers <= cpus:
         yield hint(
             "processors",
-            [host.name],
-            f"{host.name}: {host.workers} worker(s) with {threads} thread(s) each use"
-            f" {threads * host.workers} of {facts.cpus} CPUs",
+            [name],
+            f"{each} use {threads * workers} of {cpus} CPUs",
             f"if the CPU computes, set OMP_NUM_THREADS={fair} (torchrun sets 1 where there"
             " are several workers)",
         )
@@ -222,38 +198,25 @@ def _find_one_name(examination: Examination, name: str) -> Iterator[Finding]:
                     yield _leads_to_itself(host.name, name, entry.addresses[0], meeting=meeting)
             else:
                 first[host.name] = entry.addresses[0]
-    yield from differing(
-        "warning",
-        "names",
-        f"the name {name!r} means different addresses",
-        first,
-        "make /etc/hosts or DNS say the same on all hosts, or use addresses",
-    )
+    told = f"the name {name!r} means different addresses"
+    advice = "make /etc/hosts or DNS say the same on all hosts, or use addresses"
+    yield from differing("warning", "names", told, first, advice)
 
 
 def _unresolved(host: str, name: str, why: str, *, meeting: bool) -> Finding:
-    if meeting:
-        advice = f"add {name} to /etc/hosts or DNS there, or give its address with --master-addr"
-    else:
+    text = f"{host} cannot resolve the name {name!r}"
+    if not meeting:
         advice = "training does without; ssh from there and other programs do not"
-    return Finding(
-        "error" if meeting else "hint",
-        "names",
-        [host],
-        f"{host} cannot resolve the name {name!r}"
-        + (", where the rendezvous is" if meeting else "")
-        + f": {why}",
-        advice,
-    )
+        return hint("names", [host], f"{text}: {why}", advice)
+    advice = f"add {name} to /etc/hosts or DNS there, or give its address with --master-addr"
+    return error("names", [host], f"{text}, where the rendezvous is: {why}", advice)
 
 
 def _leads_to_itself(host: str, name: str, address: str, *, meeting: bool) -> Finding:
+    severity: Severity = "error" if meeting else "warning"
+    text = f"on {host} the name {name!r} means {address}, which is {host} itself"
     return Finding(
-        "error" if meeting else "warning",
-        "names",
-        [host],
-        f"on {host} the name {name!r} means {address}, which is {host} itself",
-        f"correct the line of {name} in /etc/hosts on {host}",
+        severity, "names", [host], text, f"correct the line of {name} in /etc/hosts on {host}"
     )
 
 
@@ -277,12 +240,11 @@ def find_addresses(examination: Examination) -> Iterator[Finding]:
         if facts.address_error is not None:
             yield _bad_address(examination.rendezvous, name, facts)
         if facts.rendezvous_error is not None:
-            yield error(
-                "ports",
-                [name],
-                f"{name}: {facts.rendezvous_error}, where the rendezvous is to be",
-                "end what listens there, give another --port, or none: then a free one is taken",
+            text = f"{name}: {facts.rendezvous_error}, where the rendezvous is to be"
+            advice = (
+                "end what listens there, give another --port, or none: then a free one is taken"
             )
+            yield error("ports", [name], text, advice)
     addresses: dict[str, list[str]] = {}
     for name, facts in known_facts(examination):
         if facts.address is not None and not is_loopback(facts.address):

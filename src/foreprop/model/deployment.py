@@ -100,16 +100,13 @@ class Deployment:
                 raise ConfigError(f"{name} is {value}; it must be positive")
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
-        for table in self.tables:
-            self._check_table(table)
-
-    def _check_table(self, table: Table) -> None:
-        if not 0 <= table.layer < len(self.layers):
-            raise ConfigError(f"a table's layer is {table.layer}; there are {len(self.layers)}")
-        if table.elems < 1 or table.row_elems < 1:
-            raise ConfigError(f"a table has {table.elems} elements, {table.row_elems} per row")
-        if not 0 <= table.alpha <= 1:
-            raise ConfigError(f"a table's alpha is {table.alpha}; it must be from 0 to 1")
+        for layer, elems, row_elems, alpha in self.tables:
+            if not 0 <= layer < len(self.layers):
+                raise ConfigError(f"a table's layer is {layer}; there are {len(self.layers)}")
+            if elems < 1 or row_elems < 1:
+                raise ConfigError(f"a table has {elems} elements, {row_elems} per row")
+            if not 0 <= alpha <= 1:
+                raise ConfigError(f"a table's alpha is {alpha}; it must be from 0 to 1")
 
     @property
     def workers(self) -> int:

@@ -67,7 +67,7 @@ class Lanes:
         self._left_bytes = np.full(lanes, np.inf)
         self._waiting: list[list[tuple[tuple[int, ...], int, float, Callable[[], None]]]]
         self._waiting = [[] for _ in range(lanes)]
-        self._ended: list[Callable[[], None]] = [_nothing] * lanes
+        self._ended: dict[int, Callable[[], None]] = {}
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._known: dict[bytes, NDArray[np.float64]] = {}
@@ -108,7 +108,7 @@ class Lanes:
     def _end(self) -> None:
         ready = np.flatnonzero(self._left_bytes <= _LEAST_BYTES)
         for lane in map(int, ready if len(ready) else [self._left_bytes.argmin()]):
-            ended = self._ended[lane]
+            ended = self._ended.pop(lane)
             self._left_bytes[lane] = np.inf
             if self._waiting[lane]:
                 self._begin(lane)
@@ -126,7 +126,3 @@ class Lanes:
             shares = fair_rates(self._capacities, self._connections, active, self._most)
             rates = self._known[key] = np.where(active, shares, 1.0)
         return rates
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""

@@ -14,8 +14,8 @@ import msgspec
 from foreprop.config import PRESETS
 from foreprop.core.parallax import prefers_servers
 from foreprop.errors import ConfigError
-from foreprop.model.deployment import Deployment, ModelledArchitecture, Resource, Table
-from foreprop.model.refined import predict, step_s
+from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
+from foreprop.model.refined import Prediction, predict, step_s
 from foreprop.workload import limit
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import option
@@ -192,20 +192,14 @@ class Candidate(msgspec.Struct, frozen=True):
         return f"foreprop.parallelize(model, optimizer{given})".replace("'", '"')
 
 
-class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate's step, seconds; see `foreprop.model.refined.Prediction`."""
+class Forecast(Prediction, frozen=True, kw_only=True):
+    """One candidate's step, seconds."""
 
     candidate: Candidate
-    step_s: float
     throughput: float
     """`PlanSetting.throughput`."""
     efficiency: float
     """Compute / step: the share of the time in which the devices compute."""
-    compute_s: float
-    wire_s: float
-    server_s: float
-    saved_s: Mapping[Resource, float]
-    limited_by: Resource
 
 
 def deployment_for(setting: PlanSetting, candidate: Candidate) -> Deployment:
@@ -234,14 +228,9 @@ def forecast(setting: PlanSetting, candidate: Candidate) -> Forecast:
     predicted = predict(deployment_for(setting, candidate))
     return Forecast(
         candidate=candidate,
-        step_s=predicted.step_s,
         throughput=setting.throughput(predicted.step_s),
         efficiency=predicted.compute_s / predicted.step_s,
-        compute_s=predicted.compute_s,
-        wire_s=predicted.wire_s,
-        server_s=predicted.server_s,
-        saved_s=predicted.saved_s,
-        limited_by=predicted.limited_by,
+        **msgspec.structs.asdict(predicted),
     )
 
 
@@ -258,20 +247,15 @@ def forecasts(
         progress(candidate.name)
         return forecast(setting, candidate)
 
-    found = [made(candidate) for candidate in _without_servers(setting)]
+    found = [made(c) for c in collective_candidates(setting, bool(setting.tables))]
+    if 0 in setting.servers:
+        found += [made(Candidate("p2p", preset)) for preset in PRESETS]
     served = [made(Candidate("ps", P3, count)) for count in setting.servers if count]
     if served:
         count = choose({f.candidate: f.step_s for f in served}).servers
         others = [preset for preset in PRESETS if preset != P3]
         served += [made(Candidate("ps", preset, count)) for preset in others]
     return sorted(found + served, key=lambda f: f.step_s)
-
-
-def _without_servers(setting: PlanSetting) -> Iterator[Candidate]:
-    yield from collective_candidates(setting, bool(setting.tables))
-    if 0 in setting.servers:
-        for preset in PRESETS:
-            yield Candidate("p2p", preset)
 
 
 def collective_candidates(setting: PlanSetting, tables: bool) -> Iterator[Candidate]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
 
-from foreprop.model.deployment import Resource
 from foreprop.model.planner import (
     P3,
     Candidate,
@@ -23,6 +22,7 @@ from foreprop.quantities import rate_text, short, time_text
 
 Verdict = Literal["plain_ddp", "schedule", "servers"]
 """What is worth using: nothing of ours, an order of sending, dedicated servers."""
+_VERDICTS: Mapping[str, Verdict] = {"ddp": "plain_ddp", "ps": "servers"}
 Obstacle = Literal["none", "wire_too_slow", "servers_too_slow", "wire", "server", "latency"]
 """What is left in the way of the recommended one."""
 
@@ -82,7 +82,7 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
     remedies = [] if obstacle == "none" else list(_remedies(setting, chosen))
     return Recommendation(
         candidate=chosen.candidate,
-        verdict=_verdict(chosen.candidate),
+        verdict=_VERDICTS.get(chosen.candidate.architecture, "schedule"),
         obstacle=obstacle,
         step_s=chosen.step_s,
         efficiency=chosen.efficiency,
@@ -92,7 +92,7 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         too_slow=_link_s(chosen) / chosen.compute_s if obstacle in _SLOW else None,
         remedies=remedies,
         reasons=[
-            _why(chosen, forecasts),
+            _why(chosen, fastest, forecasts),
             *_tables(setting, chosen.candidate),
             *_relays(setting, chosen),
             *_what_is_left(chosen, obstacle),
@@ -100,12 +100,6 @@ def recommend(setting: PlanSetting, forecasts: Sequence[Forecast]) -> Recommenda
         ],
         code=chosen.candidate.code,
     )
-
-
-def _verdict(candidate: Candidate) -> Verdict:
-    if candidate.architecture == "ddp":
-        return "plain_ddp"
-    return "servers" if candidate.servers else "schedule"
 
 
 _SLOW = ("wire_too_slow", "servers_too_slow")
@@ -183,9 +177,8 @@ def _server_counts(considered: int, nodes: int) -> Iterator[int]:
         yield nodes
 
 
-def _why(chosen: Forecast, forecasts: Sequence[Forecast]) -> str:
+def _why(chosen: Forecast, fastest: Forecast, forecasts: Sequence[Forecast]) -> str:
     steps_s = {f.candidate: f.step_s for f in forecasts}
-    fastest = min(forecasts, key=lambda f: f.step_s)
     ddp_s, ours_s = steps_s[plain_ddp(steps_s)], chosen.step_s
     rest = "nothing is faster."
     if fastest is not chosen:
@@ -249,20 +242,19 @@ def _what_is_left(chosen: Forecast, obstacle: Obstacle) -> Iterator[str]:
             f"The devices compute for {chosen.efficiency:.0%} of the step, so there is little left"
             " to gain."
         )
-    elif obstacle in _SLOW:
-        yield _too_slow(chosen, obstacle)
     elif obstacle == "latency":
         yield (
             f"Latency limits it: {time_text(chosen.saved_s['latency'])} of the step would be saved"
             " if messages took no time. Larger batches, so fewer steps, help; faster links do not."
         )
-    else:
-        resource: Resource = "server" if obstacle == "server" else "wire"
+    elif obstacle == "wire" or obstacle == "server":
         what = "servers" if obstacle == "server" else "links"
         yield (
             f"The devices compute for {chosen.efficiency:.0%} of the step. Endlessly fast {what}"
-            f" would save {time_text(chosen.saved_s[resource])} of it."
+            f" would save {time_text(chosen.saved_s[obstacle])} of it."
         )
+    else:
+        yield _too_slow(chosen, obstacle)
 
 
 def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:

@@ -162,16 +162,15 @@ def ring_complete_s(deployment: Deployment, ready_s: Sequence[float]) -> list[fl
     forward_order = sorted(range(len(sizes)), key=ranks.__getitem__)
     chunks = cut_chunks(sizes, deployment.chunk_elems, kinds=[None] * len(sizes))
     ordered = _planned(deployment, chunks, forward_order, ready_s)
-    work = [
-        (
-            _reduction(deployment, chunk.elems, [ready_s[p] for p in chunk.parameters]),
-            chunk.parameters,
-        )
-        for chunk in ordered
-    ]
+    work: list[_Work] = []
+    for chunk in ordered:
+        ready = [ready_s[parameter] for parameter in chunk.parameters]
+        work.append((_reduction(deployment, chunk.elems, ready), chunk.parameters))
     if hybrid:
         for collective, parameters in _rows(deployment, ready_s):
-            work.insert(_place(work, collective.ready_s), (collective, parameters))
+            late = (n for n, (c, _) in enumerate(work) if c.ready_s >= collective.ready_s)
+            # before what would hold it up by not being ready
+            work.insert(next(late, len(work)), (collective, parameters))
     done_s = ends_s(
         [collective for collective, _ in work],
         in_flight=2 * deployment.chunks_in_flight + len(work) - len(ordered),
@@ -201,12 +200,6 @@ def _rows(deployment: Deployment, ready_s: Sequence[float]) -> Iterator[_Work]:
     for number, (rows_s, update_s) in enumerate(times, start=first):
         least_s = rows_s + 2 * deployment.message_s + update_s
         yield Collective(ready_s[number], rows_s, least_s, 0), (number,)
-
-
-def _place(work: Sequence[_Work], ready_s: float) -> int:
-    """Before what would hold it up by not being ready."""
-    late = (n for n, (collective, _) in enumerate(work) if collective.ready_s >= ready_s)
-    return next(late, len(work))
 
 
 def _planned(

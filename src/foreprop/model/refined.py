@@ -15,7 +15,8 @@ processors that are busy with anything else. docs/model.md says how far off that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from foreprop.model import reduced, served
 from foreprop.model.deployment import RESOURCES, Deployment, Resource, Table, without
@@ -27,8 +28,7 @@ _FULL_SHARE = 0.95
 """Of a step: what is busy for so long limits it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One step, seconds."""
 
     step_s: float
@@ -42,11 +42,6 @@ class Prediction:
     """How much shorter the step would be if that cost nothing."""
     limited_by: Resource
     """What keeps the step busy nearly from end to end; or if nothing does, what would save most."""
-
-    @property
-    def waiting_s(self) -> float:
-        """How long the device waits."""
-        return self.step_s - self.compute_s
 
 
 def predict(deployment: Deployment) -> Prediction:

@@ -186,12 +186,11 @@ class _Exchange:
         self._sent += 1
         rank = self._priorities[piece.parameter] if self._by_priority else self._sent
         lane = piece.server + self._servers * back
-        self.lanes.send(
-            lane, (rank, number), HEADER_BYTES + size_bytes, partial(self._sent_all, number, done)
-        )
 
-    def _sent_all(self, number: int, done: Callable[[int], None]) -> None:
-        self.lanes.at(self.lanes.now_s + self._deployment.message_s, partial(done, number))
+        def arrive() -> None:
+            self.lanes.at(self.lanes.now_s + self._deployment.message_s, partial(done, number))
+
+        self.lanes.send(lane, (rank, number), HEADER_BYTES + size_bytes, arrive)
 
     def _pushed(self, number: int) -> None:
         """All workers' pushes are there; the server's updates take turns."""
@@ -237,8 +236,5 @@ class _Exchange:
 
 def priorities(deployment: Deployment) -> list[int]:
     """By parameter: its place in the forward pass."""
-    ranks: dict[int, int] = {}
-    for numbers in parameters_by_layer(deployment):
-        for number in numbers:
-            ranks[number] = len(ranks)
-    return [ranks[number] for number in range(len(ranks))]
+    order = [number for numbers in parameters_by_layer(deployment) for number in numbers]
+    return sorted(range(len(order)), key=order.__getitem__)

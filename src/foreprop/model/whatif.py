@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from foreprop import quantities
 from foreprop.errors import ConfigError
 from foreprop.model.planner import (
     P3,
@@ -18,23 +19,14 @@ from foreprop.model.planner import (
     choose,
     collective_candidates,
 )
-from foreprop.quantities import (
-    Parse,
-    maybe_ends,
-    parse_count,
-    parse_rate,
-    parse_time,
-    rate_text,
-    time_text,
-)
 
 Variable = Literal["rate", "latency", "compute", "nodes", "servers"]
-_PARSE: Mapping[Variable, Parse] = {
-    "rate": parse_rate,
-    "latency": parse_time,
-    "compute": parse_time,
-    "nodes": parse_count,
-    "servers": parse_count,
+_PARSE: Mapping[Variable, quantities.Parse] = {
+    "rate": quantities.parse_rate,
+    "latency": quantities.parse_time,
+    "compute": quantities.parse_time,
+    "nodes": quantities.parse_count,
+    "servers": quantities.parse_count,
 }
 _FIELDS: Mapping[Variable, str] = {
     "rate": "rate_bits_per_s",
@@ -87,7 +79,7 @@ def parse_what_if(text: str) -> tuple[Variable, list[float]]:
     variable: Variable = next(v for v in variables if v == name.strip())
     parse = _PARSE[variable]
     field = f"what_if's {variable}"
-    ends = maybe_ends(field, values, parse)
+    ends = quantities.maybe_ends(field, values, parse)
     if ends is None:
         chosen = sorted({parse(field, part) for part in values.split(",")})
     elif variable in _WHOLE:
@@ -109,14 +101,13 @@ def _whole_values(first: int, last: int) -> list[float]:
 
 
 def _round_values(first: float, last: float) -> list[float]:
-    if first <= 0:
-        return [first + (last - first) * n / 8 for n in range(9)]
-    decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
-    inside = [float(f"{r}e{d}") for d in decades for r in _ROUND]
-    chosen = [first, *(v for v in inside if first * 1.05 < v < last / 1.05), last]
-    if len(chosen) < _FEW:
-        return [first + (last - first) * n / 8 for n in range(9)]
-    return chosen
+    if first > 0:
+        decades = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+        inside = [float(f"{r}e{d}") for d in decades for r in _ROUND]
+        chosen = [first, *(v for v in inside if first * 1.05 < v < last / 1.05), last]
+        if len(chosen) >= _FEW:
+            return chosen
+    return [first + (last - first) * n / 8 for n in range(9)]
 
 
 def what_if(
@@ -185,4 +176,4 @@ def value_text(variable: Variable, value: float) -> str:
     """With its unit."""
     if variable in _WHOLE:
         return f"{value:.0f}"
-    return rate_text(value) if variable == "rate" else time_text(value)
+    return quantities.rate_text(value) if variable == "rate" else quantities.time_text(value)

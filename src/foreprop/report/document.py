@@ -8,7 +8,6 @@ Values are escaped by the templates; styles and scripts are ours, and are put in
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -17,6 +16,8 @@ from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+
+from foreprop.quantities import rate_text, short
 
 # Numbers with units.
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -39,16 +40,13 @@ def size(size_bytes: float) -> str:
     """A size in decimal units, as network rates are: 812 B, 3.2 KB, 1.64 MB."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size_bytes >= factor:
-            return f"{_three_digits(size_bytes / factor)}{_NBSP}{unit}"
+            return f"{short(size_bytes / factor)}{_NBSP}{unit}"
     return f"{size_bytes:.0f}{_NBSP}B"
 
 
 def rate(bits_per_s: float) -> str:
     """A network rate: 500 Mbit/s, 1.5 Gbit/s."""
-    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits_per_s >= factor:
-            return f"{_three_digits(bits_per_s / factor)}{_NBSP}{unit}"
-    return f"{bits_per_s:.0f}{_NBSP}bit/s"
+    return rate_text(bits_per_s).replace(" ", _NBSP)
 
 
 def percent(share: float, digits: int | None = None) -> str:
@@ -57,10 +55,6 @@ def percent(share: float, digits: int | None = None) -> str:
         return ABSENT
     decimals = (1 if 0 < share < 0.0995 else 0) if digits is None else digits
     return f"{share * 100:.{decimals}f}%"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def render(template: str, *, package: str = __package__, styles: str, **values: Any) -> str:
@@ -97,15 +91,10 @@ def asset(name: str, *, package: str = __package__) -> str:
 
 def write_document(path: Path, page: str) -> None:
     """Write the page to `path`, which either keeps its old content or has the whole new one."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        partial = Path(folder) / path.name
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
 
 
 # Layer colours: one sequential ramp by forward position, for a light and for a dark page.
@@ -113,9 +102,7 @@ def write_document(path: Path, page: str) -> None:
 # left to waiting.
 LIGHT_RAMP = ("#33267d", "#2a5cab", "#1a84a2", "#2a9a77", "#76a83c", "#cda425")
 DARK_RAMP = ("#7f76e8", "#5a97ee", "#43b4d6", "#4dcda6", "#a5da62", "#f3d469")
-_INK = {"dark": "#14161a", "bright": "#ffffff"}
-
-_Rgb = tuple[float, float, float]
+_INKS = ("#14161a", "#ffffff")
 
 
 def palette_css(layer_indices: Iterable[int]) -> str:
@@ -146,7 +133,7 @@ def ramp_colour(ramp: Sequence[str], place: float) -> str:
         round((1 - share) * a + share * b)
         for a, b in zip(_rgb(ramp[left]), _rgb(ramp[left + 1]), strict=True)
     )
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+    return f"#{bytes(mixed).hex()}"
 
 
 def contrast(one: str, other: str) -> float:
@@ -156,11 +143,11 @@ def contrast(one: str, other: str) -> float:
 
 
 def _ink_on(colour: str) -> str:
-    return max(_INK.values(), key=lambda ink: contrast(ink, colour))
+    return max(_INKS, key=lambda ink: contrast(ink, colour))
 
 
-def _rgb(colour: str) -> _Rgb:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+def _rgb(colour: str) -> bytes:
+    return bytes.fromhex(colour.removeprefix("#"))
 
 
 def _luminance(colour: str) -> float:

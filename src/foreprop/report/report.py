@@ -30,8 +30,6 @@ _BASELINE = "kvstore"
 _NO_DIFFERENCE = 0.02
 """A ratio closer to 1 than this is not called a win or a loss."""
 
-_OTHER_ORDER = "gradients are added in another order there"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
@@ -145,9 +143,10 @@ def _lede(context: ReportContext, runs: Sequence[RunSummary]) -> str:
     if pair is None:
         return f"{setting}."
     subject, baseline = pair
+    others = "".join(f", {_step(run)} with {run.preset}" for run in runs if run not in pair)
     lines = [
         f"{setting}: {_step(subject)} per step with {subject.preset}, {_step(baseline)} with "
-        f"{baseline.preset}{_others(runs, subject, baseline)}."
+        f"{baseline.preset}{others}."
     ]
     if subject.waiting_share is not None and baseline.waiting_share is not None:
         lines.append(
@@ -165,11 +164,6 @@ def _lede(context: ReportContext, runs: Sequence[RunSummary]) -> str:
             "a slower network or a larger model would show more."
         )
     return " ".join(lines)
-
-
-def _others(runs: Sequence[RunSummary], *told: RunSummary) -> str:
-    rest = [run for run in runs if run not in told]
-    return "".join(f", {_step(run)} with {run.preset}" for run in rest)
 
 
 def _rate(context: ReportContext) -> str:
@@ -201,7 +195,10 @@ def same_weights(runs: Sequence[RunSummary]) -> tuple[str, str]:
     others = [run.preset for run in runs if not run.sums_alike]
     aside = ""
     if others:
-        aside = f" Those of {_listing(others)} differ in their last bits: {_OTHER_ORDER}."
+        aside = (
+            f" Those of {_listing(others)} differ in their last bits: gradients are added in"
+            " another order there."
+        )
     if len(alike) < 2:
         return f"Only one preset was run, so there are no weights to compare with.{aside}", ""
     groups: dict[str, list[str]] = {}

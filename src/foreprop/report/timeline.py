@@ -174,19 +174,20 @@ def _window(events: Sequence[TimelineEvent], first_step: int, steps: int) -> tup
     forward_steps = {e.step for e in compute if e.direction == "forward"}
     missing = [step for step in wanted if step not in forward_steps]
     if missing or not wanted:
+        there = (
+            f"steps {min(forward_steps)} to {max(forward_steps)}"
+            if forward_steps
+            else "none at all"
+        )
         raise ConfigError(
             f"first_step is {first_step} and steps is {steps}, but the trace has no forward event "
-            f"of the steps {missing}; it has {_range_text(forward_steps)}"
+            f"of the steps {missing}; it has {there}"
         )
     first_s = min(e.start_s for e in compute if e.step == first_step and e.direction == "forward")
     before = max((e.stop_s for e in compute if e.step < first_step), default=first_s)
     window = [e for e in events if e.lane == "wait" or e.step >= first_step]
     start_s = step_spans(window, floor_s=min(before, first_s))[0].start_s
     return start_s, max(e.stop_s for e in compute if e.step == wanted[-1])
-
-
-def _range_text(steps: set[int]) -> str:
-    return f"steps {min(steps)} to {max(steps)}" if steps else "none at all"
 
 
 def _clip(event: TimelineEvent, start_s: float, stop_s: float) -> TimelineEvent | None:
@@ -267,11 +268,24 @@ def merge_shapes(shapes: Iterable[Shape], *, gap_s: float) -> list[Shape]:
     """Join neighbours in a row that belong to the same layer, direction and step."""
     merged: list[Shape] = []
     for shape in sorted(shapes, key=lambda s: (s.lane, s.row, s.start_s)):
-        if merged and _joinable(merged[-1], shape, gap_s):
-            merged[-1] = _join(merged[-1], shape)
-        else:
+        last = merged[-1] if merged else None
+        if last is None or not _is_one_run(last, shape, gap_s):
             merged.append(shape)
+            continue
+        merged[-1] = replace(
+            last,
+            names=last.names + tuple(name for name in shape.names if name not in last.names),
+            stop_s=max(last.stop_s, shape.stop_s),
+            busy_s=last.busy_s + shape.busy_s,
+            bytes=last.bytes + shape.bytes,
+            events=last.events + shape.events,
+        )
     return merged
+
+
+def _is_one_run(left: Shape, right: Shape, gap_s: float) -> bool:
+    same = all(getattr(left, name) == getattr(right, name) for name in _OF_A_RUN)
+    return same and right.start_s - left.stop_s <= max(gap_s, SAME_TIME_S)
 
 
 def _rows(events: Iterable[TimelineEvent]) -> list[Shape]:
@@ -287,19 +301,3 @@ def _rows(events: Iterable[TimelineEvent]) -> list[Shape]:
         busy_s = event.duration_s
         shapes.append(Shape(**asdict(event), row=row, names=(event.layer,), busy_s=busy_s))
     return shapes
-
-
-def _joinable(left: Shape, right: Shape, gap_s: float) -> bool:
-    same = all(getattr(left, name) == getattr(right, name) for name in _OF_A_RUN)
-    return same and right.start_s - left.stop_s <= max(gap_s, SAME_TIME_S)
-
-
-def _join(left: Shape, right: Shape) -> Shape:
-    return replace(
-        left,
-        names=left.names + tuple(name for name in right.names if name not in left.names),
-        stop_s=max(left.stop_s, right.stop_s),
-        busy_s=left.busy_s + right.busy_s,
-        bytes=left.bytes + right.bytes,
-        events=left.events + right.events,
-    )

@@ -6,6 +6,7 @@ Here places are computed; templates/parts.html writes the elements.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -50,12 +51,11 @@ class Scale:
 
     longest_s: float
 
-    @property
-    def px_per_s(self) -> float:
-        return PLOT_PX / self.longest_s if self.longest_s > 0 else 0.0
-
     def x(self, time_s: float) -> float:
-        return _MARGIN_PX + time_s * self.px_per_s
+        return _MARGIN_PX + (time_s * PLOT_PX / self.longest_s if self.longest_s > 0 else 0.0)
+
+    def seconds(self, px: float) -> float:
+        return px * self.longest_s / PLOT_PX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,7 @@ class Panel:
 def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
     """Lay the timelines out with one time scale and one set of layers."""
     scale = Scale(longest_s=max((timeline.stop_s for timeline in timelines), default=0.0))
-    gap_s = _MERGE_GAP_PX / scale.px_per_s if scale.px_per_s else 0.0
-    shapes = plan_shapes(timelines, gap_s=gap_s)
+    shapes = plan_shapes(timelines, gap_s=scale.seconds(_MERGE_GAP_PX))
     rows = [
         {lane: max((s.row + 1 for s in drawn if s.lane == lane), default=1) for lane in _LANES}
         for drawn in shapes
@@ -150,16 +149,14 @@ def layer_names(timelines: Iterable[Timeline]) -> dict[int, str]:
 
 def layer_bytes(timelines: Iterable[Timeline]) -> dict[int, int]:
     """Bytes of each layer that go one way in one step, as far as the timelines show them."""
-    totals: dict[tuple[object, ...], int] = {}
+    totals: Counter[tuple[int, str, int, int]] = Counter()
     for number, timeline in enumerate(timelines):
         for event in timeline.events:
             if event.lane in ("push", "reply"):
-                key = (number, event.lane, event.step, event.layer_index)
-                totals[key] = totals.get(key, 0) + event.bytes
+                totals[number, event.lane, event.step, event.layer_index] += event.bytes
     largest: dict[int, int] = {}
-    for (*_, layer_index), total in totals.items():
-        if isinstance(layer_index, int):
-            largest[layer_index] = max(total, largest.get(layer_index, 0))
+    for (_, _, _, layer_index), total in totals.items():
+        largest[layer_index] = max(total, largest.get(layer_index, 0))
     return largest
 
 
@@ -236,9 +233,8 @@ def _row_box(panel: Panel, shape: Shape) -> tuple[float, float]:
     """Top and height of the shape's row: the rows that this panel uses share the lane."""
     rows = panel.rows[shape.lane]
     height = panel.lane_px[shape.lane] / rows
-    return panel.top(shape.lane) + shape.row * height, height - (
-        1 if rows > 1 and height >= 5 else 0
-    )
+    gap = 1 if rows > 1 and height >= 5 else 0
+    return panel.top(shape.lane) + shape.row * height, height - gap
 
 
 def _tip(shape: Shape) -> str:
@@ -257,23 +253,16 @@ def _tip(shape: Shape) -> str:
 
 def _labels(panel: Panel) -> Iterator[Mark]:
     """The layer's name on every run of blocks that has room for it."""
-    gap_s = 2.0 / panel.scale.px_per_s if panel.scale.px_per_s else 0.0
-    for run in merge_shapes(panel.shapes, gap_s=gap_s):
-        yield from _label(panel, run)
-
-
-def _label(panel: Panel, run: Shape) -> Iterator[Mark]:
-    x, stop = panel.scale.x(run.start_s), panel.scale.x(run.stop_s)
-    top, height = _row_box(panel, run)
-    name = panel.layers[run.layer_index]
-    if run.lane == "wait" and _fits(f"waiting for {name}", stop - x):
-        name = f"waiting for {name}"
-    if height < 11 or not _fits(name, stop - x):
-        return
-    kind = f"t{run.layer_index}"
-    if run.lane == "wait" or run.direction == "backward":
-        kind = "on-wait" if run.lane == "wait" else "on-back"
-    yield _text((x + stop) / 2, top + height / 2 + 4, name, f"name {kind}")
+    for run in merge_shapes(panel.shapes, gap_s=panel.scale.seconds(2.0)):
+        x, stop = panel.scale.x(run.start_s), panel.scale.x(run.stop_s)
+        top, height = _row_box(panel, run)
+        name = panel.layers[run.layer_index]
+        if run.lane == "wait" and _fits(f"waiting for {name}", stop - x):
+            name = f"waiting for {name}"
+        if height >= 11 and _fits(name, stop - x):
+            back = "on-back" if run.direction == "backward" else f"t{run.layer_index}"
+            kind = "on-wait" if run.lane == "wait" else back
+            yield _text((x + stop) / 2, top + height / 2 + 4, name, f"name {kind}")
 
 
 def _fits(words: str, room_px: float) -> bool:

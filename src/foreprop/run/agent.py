@@ -7,12 +7,14 @@ worker that fails is reported when it ends, not when torchrun has ended the othe
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import selectors
 import signal
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -22,37 +24,30 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_launcher
 
-from foreprop.run.processes import end_with_parent, write_all
+from foreprop.run.processes import end_with_parent, exit_at_once, write_all
 from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
 
 _CHUNK_BYTES = 65_536
 _STREAMS: tuple[Stream, Stream] = ("out", "err")
 
 
-class Channel:
-    """Where records go: the launcher, or nowhere once it is gone. Any thread may write."""
+class WorkerWatch:
+    """A thread that passes on what workers print, and says how they end.
+
+    Records go to the descriptor: the launcher, or nowhere once it is gone.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
-
-    def write(self, data: bytes) -> None:
-        with self._lock:
-            write_all(self._descriptor, data)
-
-
-class WorkerWatch:
-    """A thread that passes on what workers print, and says how they end."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
         self._selector = selectors.DefaultSelector()
-        self._splitters: dict[tuple[int, Stream], LineSplitter] = {}
-        self._wake_read, self._wake_write = os.pipe()
+        self._pipes: dict[int, tuple[int, Stream, LineSplitter]] = {}
+        """By reading end: the rank and stream that are written to it."""
+        wake_read, self._wake_write = os.pipe()
         self._stopping = False
         self._ends_expected = False
         self._reported: set[int] = set()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._selector.register(wake_read, selectors.EVENT_READ, partial(os.read, wake_read, 4096))
         self._thread = threading.Thread(target=self._run, name="foreprop-workers", daemon=True)
         self._thread.start()
 
@@ -60,12 +55,13 @@ class WorkerWatch:
         """The path under which this process can open the writing end of a new pipe."""
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        self._splitters[rank, stream] = LineSplitter()
-        self._selector.register(read_end, selectors.EVENT_READ, (rank, stream))
+        self._pipes[read_end] = rank, stream, LineSplitter()
+        self._selector.register(read_end, selectors.EVENT_READ, partial(self._pass_on, read_end))
         return f"/proc/{os.getpid()}/fd/{write_end}"
 
     def watch_end(self, rank: int, pid: int) -> None:
-        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, rank)
+        pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, partial(self._note_end, pidfd, rank))
 
     def expect_ends(self) -> None:
         """torchrun ends the workers now: that they end is no news any more."""
@@ -75,7 +71,7 @@ class WorkerWatch:
         """That a worker has failed; once."""
         if rank not in self._reported:
             self._reported.add(rank)
-            self._channel.write(encode_news(WorkerFailed(rank=rank, code=code)))
+            self._write(encode_news(WorkerFailed(rank=rank, code=code)))
 
     def finish(self) -> None:
         """Pass on what is left; call when the workers have ended."""
@@ -86,46 +82,40 @@ class WorkerWatch:
     def _run(self) -> None:
         while not self._stopping:
             for key, _ in self._selector.select():
-                self._handle(key)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, tuple):
-                while self._pass_on(key.fd, *key.data):
-                    pass
-        for (rank, stream), splitter in self._splitters.items():
-            self._channel.write(encode_output(stream, rank, splitter.finish()))
+                key.data()
+        for read_end, (rank, stream, splitter) in self._pipes.items():
+            while self._pass_on(read_end):
+                pass
+            self._write(encode_output(stream, rank, splitter.finish()))
 
-    def _handle(self, key: selectors.SelectorKey) -> None:
-        if key.data is None:
-            os.read(self._wake_read, 4096)
-        elif isinstance(key.data, tuple):
-            self._pass_on(key.fd, *key.data)
-        else:
-            self._selector.unregister(key.fd)
-            code = _exit_code(key.fd)
-            os.close(key.fd)
-            if code and not self._ends_expected:
-                self.report(key.data, code)
+    def _note_end(self, pidfd: int, rank: int) -> None:
+        self._selector.unregister(pidfd)
+        code = _exit_code(pidfd)
+        os.close(pidfd)
+        if code and not self._ends_expected:
+            self.report(rank, code)
 
-    def _pass_on(self, descriptor: int, rank: int, stream: Stream) -> bool:
+    def _pass_on(self, read_end: int) -> bool:
         """False if nothing was there."""
+        rank, stream, splitter = self._pipes[read_end]
         try:
-            data = os.read(descriptor, _CHUNK_BYTES)
+            data = os.read(read_end, _CHUNK_BYTES)
         except BlockingIOError:
             return False
-        lines = self._splitters[rank, stream].feed(data)
-        self._channel.write(encode_output(stream, rank, lines))
+        self._write(encode_output(stream, rank, splitter.feed(data)))
         return bool(data)
+
+    def _write(self, data: bytes) -> None:
+        with self._lock:
+            write_all(self._descriptor, data)
 
 
 def _exit_code(pidfd: int) -> int | None:
     """Of a child that has ended, which stays for torch to collect; None if it already was."""
-    try:
-        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        return None
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with contextlib.suppress(ChildProcessError):
+        if ended := os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return None
 
 
 class PipeLogs(DefaultLogsSpecs):
@@ -177,11 +167,11 @@ def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
 
 def main() -> int:
     end_with_parent(signal.SIGTERM)
-    channel = Channel(os.dup(1))
+    output = os.dup(1)
     os.dup2(2, 1)  # whatever torch prints is not a record
     grace_s, arguments = float(sys.argv[1]), sys.argv[2:]
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
-    watch = WorkerWatch(channel)
+    watch = WorkerWatch(output)
     try:
         return run_torchrun(arguments, watch)
     finally:
@@ -190,7 +180,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # at once: unloading torch takes long
+    exit_at_once(main)

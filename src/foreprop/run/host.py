@@ -18,13 +18,7 @@ import time
 
 import msgspec
 
-from foreprop.run.processes import (
-    adopt_orphans,
-    collect_ended,
-    descendants,
-    has_children,
-    kill_descendants,
-)
+from foreprop.run import processes
 from foreprop.run.records import (
     END,
     KILL,
@@ -106,8 +100,10 @@ class Watch:
         self._kill_at: float | None = None
         self._ending_at: float | None = None
         self._code: int | None = None
+        # without ``-P`` Python would look for modules in the directory
+        agent = [sys.executable, "-P", "-m", "foreprop.run.agent", str(task.grace_s)]
         self._process = subprocess.Popen(
-            agent_command(task, port),
+            [*agent, "--master-port", str(port), *task.arguments],
             cwd=task.directory,
             env=os.environ | task.environment,
             stdin=subprocess.DEVNULL,
@@ -116,7 +112,7 @@ class Watch:
 
     def run(self) -> int:
         """Until nothing is left; the agent's exit code (negative: the signal that killed it)."""
-        while self._code is None or descendants():
+        while self._code is None or processes.descendants():
             command = self._inbox.next(_POLL_S if self._kill_at is not None else SILENCE_S)
             if command == KILL:
                 self._kill_at = time.monotonic()
@@ -133,7 +129,7 @@ class Watch:
             self._process.terminate()
 
     def _collect(self) -> None:
-        codes = collect_ended()
+        codes = processes.collect_ended()
         if self._process.pid in codes and self._code is None:
             self._code = self._process.returncode = codes[self._process.pid]
             now = time.monotonic()
@@ -145,25 +141,18 @@ class Watch:
     def _kill_if_late(self) -> None:
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
-            kill_descendants()
+            processes.kill_descendants()
         elif self._is_idle(now):
             self._process.kill()  # it is in a call of torch's that no signal interrupts
 
     def _is_idle(self, now: float) -> bool:
         """Whether the agent should have ended by now and has no workers to wait for."""
         late = self._ending_at is not None and now >= self._ending_at + _IDLE_GRACE_S
-        return late and self._code is None and not has_children(self._process.pid)
-
-
-def agent_command(task: Task, port: int) -> list[str]:
-    """The port is torchrun's; without ``-P`` Python would look for modules in the directory."""
-    rendezvous = ["--master-port", str(port)]
-    agent = [sys.executable, "-P", "-m", "foreprop.run.agent"]
-    return [*agent, str(task.grace_s), *rendezvous, *task.arguments]
+        return late and self._code is None and not processes.has_children(self._process.pid)
 
 
 def main() -> int:
-    adopt_orphans()
+    processes.adopt_orphans()
     inbox = Inbox()
     line = inbox.next_line()
     if line == END:

@@ -14,6 +14,7 @@ from pathlib import PurePath
 import psutil
 
 from foreprop.errors import ConfigError
+from foreprop.link.stream import is_loopback
 from foreprop.run.records import Task
 from foreprop.run.resources import Host
 
@@ -58,16 +59,15 @@ class Plan:
 
     def environment_of(self, index: int) -> dict[str, str]:
         """What a host's workers have beside their machine's own environment."""
-        found = self._for_unequal_counts() | dict(self.environment)
+        found = {}
+        counts = {host.workers for host in self.hosts}
+        if len(counts) > 1:  # workers count as nodes in equal groups: let none reach over two hosts
+            found["FOREPROP_WORKERS_PER_NODE"] = str(math.gcd(*counts))
+        found |= self.environment
         gpus = self.hosts[index].gpus
         if gpus is not None:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         return found
-
-    def _for_unequal_counts(self) -> dict[str, str]:
-        """Workers count as nodes in equal groups, so let no group reach over two hosts."""
-        counts = {host.workers for host in self.hosts}
-        return {} if len(counts) == 1 else {"FOREPROP_WORKERS_PER_NODE": str(math.gcd(*counts))}
 
     def task(self, index: int) -> Task:
         return Task(
@@ -80,11 +80,12 @@ class Plan:
         )
 
     def _torchrun_arguments(self, index: int) -> list[str]:
+        address = self.master_address
         return [
             *("--nnodes", str(len(self.hosts))),
             *("--node-rank", str(index)),
             *("--nproc-per-node", str(self.hosts[index].workers)),
-            *("--master-addr", _bracketed(self.master_address)),
+            *("--master-addr", f"[{address}]" if ":" in address else address),
             *(("--module",) if self.module else ()),
             *self.script,
         ]
@@ -117,23 +118,17 @@ class Plan:
 
 def check_reachable(hosts: tuple[Host, ...], here: frozenset[str]) -> None:
     """Whether the other hosts can reach the first one by its name; raises `ConfigError`."""
-    if _is_loopback(hosts[0].name) and any(host.name not in here for host in hosts):
+    if is_loopback(hosts[0].name) and any(host.name not in here for host in hosts):
         raise ConfigError(
             f"the first host is {hosts[0].name!r}, where no other machine can reach it; write its"
             " name or address, or give --master-addr"
         )
 
 
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def _is_loopback(name: str) -> bool:
-    address = maybe_address(name)
-    return name == "localhost" if address is None else address.is_loopback
-
-
-def maybe_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def maybe_address(name: str) -> _Address | None:
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -143,12 +138,7 @@ def maybe_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 def hosts_here(hosts: tuple[Host, ...]) -> frozenset[str]:
     """The names of those hosts that are this machine, seen by this user. Asks the resolver."""
     names = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}
-    addresses = {
-        ipaddress.ip_address(found.address.partition("%")[0])
-        for interface in psutil.net_if_addrs().values()
-        for found in interface
-        if found.family in (socket.AF_INET, socket.AF_INET6)
-    }
+    addresses = own_addresses()
     return frozenset(
         host.name
         for host in hosts
@@ -157,7 +147,17 @@ def hosts_here(hosts: tuple[Host, ...]) -> frozenset[str]:
     )
 
 
-def _resolve(host: Host) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def own_addresses() -> dict[_Address, str]:
+    """This machine's, with the interface that has each."""
+    return {
+        ipaddress.ip_address(entry.address.partition("%")[0]): interface
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def _resolve(host: Host) -> list[_Address]:
     address = maybe_address(host.name)
     if address is not None:
         return [address]

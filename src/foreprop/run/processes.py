@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import psutil
 
@@ -101,6 +101,14 @@ def write_all(descriptor: int, data: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):
         while view:
             view = view[os.write(descriptor, view) :]
+
+
+def exit_at_once(main: Callable[[], int]) -> NoReturn:
+    """Run a program to its end, but for unloading torch, which takes long."""
+    sys.stdout.flush()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _close(pipe: IO[bytes] | None) -> None:

@@ -124,10 +124,9 @@ class LineSplitter:
         *whole, self._rest = (self._rest + data).split(b"\n")
         lines = [piece for line in whole for piece in self._pieces(_shown(line))]
         if len(self._rest) > self._limit_bytes:
-            self._rest = _shown(self._rest)  # or a progress bar would be kept from its beginning
-        while len(self._rest) > self._limit_bytes:
-            lines.append(self._rest[: self._limit_bytes])
-            self._rest = self._rest[self._limit_bytes :]
+            # as shown, or a progress bar would be kept from its beginning
+            *pieces, self._rest = self._pieces(_shown(self._rest))
+            lines += pieces
         return lines
 
     def _pieces(self, line: bytes) -> list[bytes]:

@@ -8,28 +8,16 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from functools import partial
+from typing import BinaryIO
 
 import msgspec
 
+from foreprop.run import records
 from foreprop.run.plan import Plan
 from foreprop.run.processes import PipedProcess
-from foreprop.run.records import (
-    ALIVE,
-    BEAT_S,
-    END,
-    KILL,
-    LIMIT_BYTES,
-    START,
-    News,
-    Output,
-    Ready,
-    Refused,
-    WorkerFailed,
-    decode,
-)
 
 _ANSWER_S = 60.0
 """A host that has not answered by then is given up."""
@@ -48,25 +36,8 @@ class Outcome:
     failure: str | None = None
 
 
-class _Told(NamedTuple):
-    host: int
-    news: News
-
-
-class _Ended(NamedTuple):
-    host: int
-    code: int
-
-
-class _Interrupted(NamedTuple):
-    number: int
-
-
-class _OutputClosed(NamedTuple):
-    pass
-
-
-_Event = _Told | _Ended | _Interrupted | _OutputClosed
+_Event = Callable[["Launcher"], None]
+"""What the launcher is to do about something that has happened."""
 _Events = queue.SimpleQueue[_Event]
 
 
@@ -88,7 +59,7 @@ class Printer:
                 self._streams[stream].flush()
             except OSError:  # whoever read it has gone
                 self._closed = True
-                self._events.put(_OutputClosed())
+                self._events.put(lambda launcher: launcher.fail(128 + signal.SIGPIPE, None))
 
 
 class HostProcess:
@@ -106,21 +77,21 @@ class HostProcess:
             plan.command(index),
             said=self._read,
             complained=lambda lines: printer.write("err", self._prefixed(lines)),
-            ended=lambda code: events.put(_Ended(index, code)),
-            limit_bytes=2 * LIMIT_BYTES,  # a record is a line and what is put before it
+            ended=lambda code: events.put(lambda launcher: launcher.note_end(self, code)),
+            limit_bytes=2 * records.LIMIT_BYTES,  # a record is a line and what is put before it
         )
         self.process.send(msgspec.json.encode(plan.task(index)))
 
     def _read(self, lines: list[bytes]) -> None:
         printed: dict[str, list[bytes]] = {"out": [], "err": []}
         for line in lines:
-            record = decode(line)
-            if isinstance(record, Output):
+            record = records.decode(line)
+            if isinstance(record, records.Output):
                 printed[record.stream].append(b"[%d] %s\n" % (record.rank, record.text))
             elif record is None:
                 printed["err"].append(self._prefixed([line]))
             else:
-                self._events.put(_Told(self.index, record))
+                self._events.put(partial(Launcher.hear, host=self, news=record))
         for stream, texts in printed.items():
             self._printer.write(stream, b"".join(texts))
 
@@ -148,7 +119,7 @@ class Launcher:
                 while self._running():
                     self._look_at_the_clock()
                     with contextlib.suppress(queue.Empty):
-                        self._handle(self._events.get(timeout=self._patience_s()))
+                        self._events.get(timeout=self._patience_s())(self)
             finally:
                 for host in self._hosts:
                     if host.code is None:
@@ -162,7 +133,7 @@ class Launcher:
                 host = HostProcess(self._plan, index, self._events, self._printer)
             except OSError as error:
                 command = self._plan.command(index)[0]
-                self._fail(1, f"{command} cannot be started: {error.strerror}")
+                self.fail(1, f"{command} cannot be started: {error.strerror}")
                 return
             self._hosts.append(host)
 
@@ -170,12 +141,13 @@ class Launcher:
         return [host for host in self._hosts if host.code is None]
 
     def _patience_s(self) -> float:
-        waits = not self._started or self._outcome is not None
-        return min(BEAT_S, max(0.1, self._deadline - time.monotonic())) if waits else BEAT_S
+        if self._started and self._outcome is None:
+            return records.BEAT_S
+        return min(records.BEAT_S, max(0.1, self._deadline - time.monotonic()))
 
     def _look_at_the_clock(self) -> None:
         for host in self._running():
-            host.process.send(ALIVE)
+            host.process.send(records.ALIVE)
         if time.monotonic() < self._deadline:
             return
         if self._outcome is not None and time.monotonic() < self._deadline + _KILL_S:
@@ -186,52 +158,45 @@ class Launcher:
                 host.code = -signal.SIGKILL  # who else holds its pipes is not ours to wait for
         elif not self._started:
             names = ", ".join(host.name for host in self._hosts if host.port is None)
-            self._fail(1, f"no answer from {names} within {_ANSWER_S:g} s")
+            self.fail(1, f"no answer from {names} within {_ANSWER_S:g} s")
 
-    def _handle(self, event: _Event) -> None:
-        if isinstance(event, _Told):
-            self._hear(self._hosts[event.host], event.news)
-        elif isinstance(event, _Ended):
-            self._hosts[event.host].code = event.code
-            if event.code:
-                self._fail(1, self._why_ended(self._hosts[event.host]))
-        elif isinstance(event, _OutputClosed):
-            self._fail(128 + signal.SIGPIPE, None)
-        else:
-            self._interrupt(event.number)
+    def note_end(self, host: HostProcess, code: int) -> None:
+        host.code = code
+        if code:
+            self.fail(1, self._why_ended(host))
 
-    def _hear(self, host: HostProcess, news: News) -> None:
-        if isinstance(news, Ready):
+    def hear(self, host: HostProcess, news: records.News) -> None:
+        if isinstance(news, records.Ready):
             host.port = news.port
             if all(other.port is not None for other in self._hosts):
                 self._begin()
-        elif isinstance(news, Refused):
-            self._fail(1, f"{host.name}: {news.reason}")
-        elif isinstance(news, WorkerFailed):
+        elif isinstance(news, records.Refused):
+            self.fail(1, f"{host.name}: {news.reason}")
+        elif isinstance(news, records.WorkerFailed):
             code = news.code if news.code > 0 else 128 - news.code
-            self._fail(code, f"rank {news.rank} on {host.name} {_ending(news.code)}")
+            self.fail(code, f"rank {news.rank} on {host.name} {_ending(news.code)}")
 
     def _begin(self) -> None:
         self._started = True
         for host in self._hosts:
-            host.process.send(START + b" %d" % (self._hosts[0].port or 0))
+            host.process.send(records.START + b" %d" % (self._hosts[0].port or 0))
 
-    def _interrupt(self, number: int) -> None:
+    def interrupt(self, number: int) -> None:
         if self._outcome is None:
-            self._fail(128 + number, f"ended by {signal.Signals(number).name}")
+            self.fail(128 + number, f"ended by {signal.Signals(number).name}")
             return
         self._deadline = min(self._deadline, time.monotonic() + _KILL_S)
         for host in self._running():
-            host.process.send(KILL)
+            host.process.send(records.KILL)
 
-    def _fail(self, code: int, failure: str | None) -> None:
+    def fail(self, code: int, failure: str | None) -> None:
         """The first call decides the outcome and ends all."""
         if self._outcome is not None:
             return
         self._outcome = Outcome(code, failure)
         self._deadline = time.monotonic() + self._plan.grace_s + _MARGIN_S
         for host in self._running():
-            host.process.send(END)
+            host.process.send(records.END)
 
     def _why_ended(self, host: HostProcess) -> str:
         how, over_ssh = _ending(host.code or 0), not self._plan.is_here(host.index)
@@ -259,10 +224,11 @@ def _ending(code: int) -> str:
 @contextlib.contextmanager
 def _signals_as_events(events: _Events) -> Iterator[None]:
     """`SimpleQueue.put` may be called from a signal's handler, whatever the thread was doing."""
-    before = {
-        number: signal.signal(number, lambda received, _: events.put(_Interrupted(received)))
-        for number in _SIGNALS
-    }
+
+    def note(number: int, _: object) -> None:
+        events.put(lambda launcher: launcher.interrupt(number))
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield
     finally:
