@@ -8,6 +8,7 @@ it is answered when all are here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from foreprop.path.executor import Executor
 from foreprop.path.slices import SettingsAt
 from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.tables.parts import (
+    REQUESTS,
     RowPart,
     encode_part,
     encode_pull,
@@ -36,8 +38,6 @@ from foreprop.tables.parts import (
 from foreprop.tables.service import ROW_KINDS, OwnShards
 from foreprop.tables.table import RowIndex
 
-_REQUESTS = 2**32
-"""How many numbers requests have, before they begin again."""
 _STEPS_KEPT = 2
 """A worker may ask for the next batch's rows while another still asks for this one's."""
 
@@ -132,7 +132,7 @@ class RelayRows:
         """By shard, the last step whose push has been passed on."""
         self._fetched: dict[int, dict[int, _Fetched]] = {}  # by shard and step
         self._requests: dict[int, _RowFetch] = {}
-        self._next_request = 0
+        self._request_numbers = itertools.count()
 
     def __contains__(self, number: int) -> bool:
         return number in self._shards
@@ -223,11 +223,10 @@ class RelayRows:
         wire_dtype = self._wire_dtypes[shard.parameter]
         total = sum_parts(parts, shard.row_elems, torch.promote_types(wire_dtype, torch.float32))
         limit = part_rows(shard.row_elems, self._part_elems)
-        starts = range(0, max(1, len(total.numbers)), limit)
-        for start in starts:
-            some = slice(start, start + limit)
-            part = RowPart(total.numbers[some], total.rows[some].to(wire_dtype))
-            yield encode_part(part), Flag.MORE if start != starts[-1] else 0
+        numbers, rows = torch.split(total.numbers, limit), torch.split(total.rows, limit)
+        for some, own in zip(numbers, rows, strict=True):
+            more = Flag.MORE if some is not numbers[-1] else 0
+            yield encode_part(RowPart(some, own.to(wire_dtype))), more
 
     # Pulls.
     def _on_pull(self, worker: int, header: Header, payload: memoryview) -> None:
@@ -256,8 +255,7 @@ class RelayRows:
         return steps[step]
 
     def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> _RowFetch:
-        number = self._next_request
-        self._next_request = (number + 1) % _REQUESTS
+        number = next(self._request_numbers) % REQUESTS
         # the values at the start come in full
         dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
         rows = torch.empty(len(new), shard.row_elems * dtype.itemsize, dtype=torch.uint8)

@@ -192,9 +192,8 @@ class RemoteTables:
     ) -> Iterator[RemovableHandle]:
         """Have the modules' state dicts ask here."""
         for name in self._by_name:
-            hooks = _TableHooks(self, name)
             for module in modules_of(name):
-                yield from hooks.attach(module)
+                yield from _watch(module, name, weakref.ref(self))
 
     # Changes, on all ranks alike.
     def _change(self, work: Callable[[], Iterator[None]]) -> None:
@@ -257,39 +256,30 @@ def _parts_in(path: Path) -> Iterator[KeptRows]:
     yield from rows
 
 
-class _TableHooks:
-    """What a module's state_dict() has of its table, for as long as ``tables`` are there."""
+def _watch(module: Any, name: str, tables: weakref.ref[RemoteTables]) -> Iterator[RemovableHandle]:
+    """What the module's state_dict() has of its table, for as long as ``tables`` are there."""
 
-    def __init__(self, tables: RemoteTables, name: str) -> None:
-        self._tables = weakref.ref(tables)
-        self._name = name
+    def before_saving(*_: Any) -> None:
+        if (own := tables()) is not None:
+            own.check_whole(name)
 
-    def attach(self, module: Any) -> Iterator[RemovableHandle]:
-        yield module.register_state_dict_pre_hook(CallingHook(self._before_saving))
-        yield module.register_state_dict_post_hook(CallingHook(self._saved))
-        yield module.register_load_state_dict_pre_hook(CallingHook(self._before_loading))
+    def saved(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if (own := tables()) is not None:
+            own.show(name, state, f"{prefix}weight")
 
-    def _before_saving(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (tables := self._tables()) is not None:
-            tables.check_whole(self._name)
-
-    def _saved(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        if (tables := self._tables()) is not None:
-            tables.show(self._name, state, f"{prefix}weight")
-
-    def _before_loading(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
-    ) -> None:
+    def before_loading(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
         value = state.get(f"{prefix}weight")
-        if self._tables() is None or value is None or value.is_meta:
+        if tables() is None or value is None or value.is_meta:
             return
         raise ConfigError(
-            f"load_state_dict() has values for {self._name}, which is on the meta device, and would"
+            f"load_state_dict() has values for {name}, which is on the meta device, and would"
             " ignore them: use session.load_tables(folder), or session.set_rows(name, numbers,"
             " values), and leave it out here"
         )
+
+    yield module.register_state_dict_pre_hook(CallingHook(before_saving))
+    yield module.register_state_dict_post_hook(CallingHook(saved))
+    yield module.register_load_state_dict_pre_hook(CallingHook(before_loading))
 
 
 def _whole_text(name: str, info: ParameterInfo) -> str:
