@@ -37,7 +37,6 @@ from foreprop.relays.passing import (
     PassedStates,
     PassedStatuses,
     Upward,
-    Welcomes,
 )
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
@@ -128,7 +127,6 @@ class RelayWork:
         needs_norm = manifest.knobs.aggregation.needs_norm
         about = (self._waits, self._link, self._has_pushed)
         yield PassedStatuses(upward, *about, needs_norm=needs_norm)
-        yield Welcomes(self._executor)
         goodbyes = Goodbyes(self._executor)
         goodbyes.others.append(self._rows.rank_left)
         yield goodbyes
