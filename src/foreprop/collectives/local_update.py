@@ -123,12 +123,9 @@ class LocalUpdater:
     # The state, for checkpoints.
     def show_state(self) -> None:
         """Let the user's optimizer have the states, of the parameters that have one."""
-        for own, stand_in, parameter in zip(
-            self._own, self._stand_ins, self._parameters, strict=True
-        ):
-            state = own.state.get(stand_in) if stand_in is not None else None
-            if state:
-                self._optimizer.state[parameter] = state
+        for number, stand_in in enumerate(self._stand_ins):
+            if stand_in is not None and (state := self._own[number].state.get(stand_in)):
+                self._optimizer.state[self._parameters[number]] = state
 
     def take_state(self) -> None:
         """Go on from the states that the user's optimizer has, and from none where it has none."""
