@@ -6,6 +6,7 @@ tensors of the batch at hand; those that held its row numbers will tell the next
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:  # a loader asks no server
 Path = tuple[Any, ...]
 """How to get from a batch to one of its tensors: indices and keys."""
 
-_NONE_LEFT = object()
-"""No batch: None may be one."""
 _LEARNING_STEPS = 2
 
 
@@ -45,12 +44,8 @@ class Lookahead:
         if not self.users:
             yield from batches
             return
-        following = next(batches, _NONE_LEFT)
-        while following is not _NONE_LEFT:
-            current, following = following, next(batches, _NONE_LEFT)
-            self.current = current
-            self.upcoming = None if following is _NONE_LEFT else following
-            yield current
+        for self.current, self.upcoming in itertools.pairwise(itertools.chain(batches, [None])):
+            yield self.current
         self.current = self.upcoming = None
 
 

@@ -8,6 +8,7 @@ that a step has updated, or somebody has set; the others begin as they always do
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -237,23 +238,17 @@ class RemoteTables:
 
 def _in_groups(parts: Iterator[KeptRows], size: int) -> Iterator[list[Any]]:
     """As plain tuples: files are to be read without this class."""
-    group: list[Any] = []
-    for part in parts:
-        group.append((part.numbers, dict(part.entries)))
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
+    plain = ((part.numbers, dict(part.entries)) for part in parts)
+    while group := list(itertools.islice(plain, size)):
         yield group
 
 
-def _parts_in(path: Path) -> Iterator[KeptRows]:
+def _parts_in(path: Path) -> list[KeptRows]:
     try:
         parts = torch.load(path, map_location="cpu", weights_only=True)
-        rows = [KeptRows(numbers, entries) for numbers, entries in parts]
+        return [KeptRows(numbers, entries) for numbers, entries in parts]
     except Exception as error:  # whatever torch makes of a file that is not its own
         raise ConfigError(f"{path} cannot be read as a part of tables: {error}") from error
-    yield from rows
 
 
 def _watch(module: Any, name: str, tables: weakref.ref[RemoteTables]) -> Iterator[RemovableHandle]:
