@@ -186,13 +186,11 @@ class RelayRows:
         self._work(work)
 
     def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows]:
-        work: list[UpdateRows] = []
+        """Fail if they say so; returns what is to be pushed on."""
         for instruction in instructions:
-            if isinstance(instruction, UpdateRows):
-                work.append(instruction)
-            elif isinstance(instruction, FailSession):
+            if isinstance(instruction, FailSession):
                 self._executor.execute([instruction])
-        return work
+        return [each for each in instructions if isinstance(each, UpdateRows)]
 
     def _work(self, work: list[UpdateRows]) -> None:
         while work:
