@@ -131,10 +131,7 @@ class RowStore:
     def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[RowPart]:
         """The ranks' parts of this step in their order, which the store forgets."""
         gradients = self._shards[number].gradients
-        taken = [part for rank in ranks for part in gradients.pop((step, rank), ())]
-        for key in [key for key in gradients if key[0] == step]:  # of ranks without a gradient
-            del gradients[key]
-        return taken
+        return [part for rank in ranks for part in gradients.pop((step, rank), ())]
 
     def aggregate(self, number: int, gradients: Sequence[RowPart], scale: float) -> SquareSum:
         """Do the first half of `update` ahead; returns the sum of the gradient's squares.
