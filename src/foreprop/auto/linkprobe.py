@@ -52,8 +52,8 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
         here = Endpoint(host=node, address=address, port=listener.port)
         board.publish(f"address/{node}", msgspec.json.encode(here).decode())
         next_node = (node + 1) % nodes
-        told = board.lookup(f"address/{next_node}", f"node {next_node}'s address")
-        peer = msgspec.json.decode(told, type=Endpoint)
+        there = board.lookup(f"address/{next_node}", f"node {next_node}'s address")
+        peer = msgspec.json.decode(there, type=Endpoint)
         trip = ping(node, peer, token, _PING_S)
         board.publish(f"pinged/{node}", "")
         for other in range(nodes):
@@ -65,10 +65,13 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
             error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
         )
         board.publish(f"report/{node}", msgspec.json.encode(report).decode())
-        reports = [_report_of(board, other) for other in range(nodes)]
+        told = [
+            board.lookup(f"report/{other}", f"node {other}'s measurement of its links")
+            for other in range(nodes)
+        ]
     finally:
         listener.close()
-    return conclude(reports)
+    return conclude([msgspec.json.decode(text, type=Report) for text in told])
 
 
 def conclude(reports: Sequence[Report]) -> Links:
@@ -81,11 +84,6 @@ def conclude(reports: Sequence[Report]) -> Links:
         rate_bits_per_s=slowest * (HEADER_FACTOR + ACKNOWLEDGED),
         latency_s=statistics.median(report.round_trip_s for report in reports) / 2,
     )
-
-
-def _report_of(board: Board, node: int) -> Report:
-    told = board.lookup(f"report/{node}", f"node {node}'s measurement of its links")
-    return msgspec.json.decode(told, type=Report)
 
 
 def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:

@@ -80,7 +80,7 @@ class RingEngine:
         self.sums = GradientSums(setup, self.settings, group, device)
         self.chunks = self.sums.chunks
         self._sizes_bytes = self.sums.chunk_sizes_bytes()
-        self._updates = RingUpdates(self.sums, updater, self._aggregation, len(names))
+        self._updates = RingUpdates(self.sums, updater, self._aggregation)
         self.ordering = Ordering(
             group, self.progress.raise_if_failed, self.chunks, self._sizes_bytes, len(names)
         )

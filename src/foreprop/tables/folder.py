@@ -46,21 +46,16 @@ class TableFolder:
             described = write_parts()
             self._replace_index(json.dumps({"tables": described}, indent=1).encode())
             self._sync_folder()
-        except ForepropError:
-            self._give_up()
-            raise
-        except (OSError, RuntimeError) as error:  # torch makes the latter of the former
-            self._give_up()
+        except (ForepropError, OSError, RuntimeError) as error:  # torch's are the last
+            if not self._replaced:
+                self._remove(self._written)  # make room
+            if isinstance(error, ForepropError):
+                raise
             raise StorageError(
                 f"cannot save tables in {self._path}: {error}; what was saved there before can"
                 " still be loaded"
             ) from error
         self._remove_all_but(self._written)
-
-    def _give_up(self) -> None:
-        """Make room, unless the index has been replaced already."""
-        if not self._replaced:
-            self._remove(self._written)
 
     def write_part(self, table: int, number: int, parts: object) -> str:
         """Returns the file's name."""

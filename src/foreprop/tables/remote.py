@@ -26,7 +26,7 @@ from foreprop.path.tensors import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
 from foreprop.tables.exchange import RowExchange
 from foreprop.tables.lookahead import Prefetch
-from foreprop.tables.parts import VALUES
+from foreprop.tables.parts import VALUES, part_rows
 from foreprop.tables.table import make_rows
 
 _Tensor = torch.Tensor
@@ -166,7 +166,7 @@ class RemoteTable:
     def whole(self) -> torch.Tensor:
         """All rows, as they are after the last step."""
         table = torch.empty(self.row_count, self.row_elems, dtype=self.parameter.dtype)
-        for numbers in self.in_parts():
+        for numbers in self._in_parts():
             table[numbers] = self._fetch(numbers)
         return table
 
@@ -175,7 +175,7 @@ class RemoteTable:
         init = cast("RowInit", self._session.infos[self.index].init)
         dtype = self.parameter.dtype
         table = torch.empty(self.row_count, self.row_elems, dtype=dtype)
-        for numbers in self.in_parts():
+        for numbers in self._in_parts():
             table[numbers] = make_rows(init, numbers, self.row_elems, dtype)
         if entry != VALUES:
             table = start_average(table)
@@ -184,9 +184,9 @@ class RemoteTable:
             table[part.numbers] = part.entries.get(entry, part.entries[VALUES]).to(table.dtype)
         return table
 
-    def in_parts(self) -> Iterator[torch.Tensor]:
+    def _in_parts(self) -> Iterator[torch.Tensor]:
         """All row numbers, not too many at once."""
-        at_once = max(1, _AT_ONCE_ELEMS // max(1, self.row_elems))
+        at_once = part_rows(self.row_elems, _AT_ONCE_ELEMS)
         for start in range(0, self.row_count, at_once):
             yield torch.arange(start, min(start + at_once, self.row_count))
 

@@ -26,13 +26,12 @@ from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
 from foreprop.hooks.modelhooks import CallingHook
 from foreprop.tables.folder import TableFolder
-from foreprop.tables.parts import VALUES, KeptRows
+from foreprop.tables.parts import VALUES, KeptRows, part_rows
 from foreprop.tables.remote import RemoteTable
 
 _PARTS_IN_A_FILE = 16
 _AT_ONCE_ELEMS = 1 << 20
 _MORE, _DONE, _FAILED = "more", "done", "failed: "
-_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 class RemoteTables:
@@ -110,7 +109,7 @@ class RemoteTables:
     def _send_in_parts(
         self, table: RemoteTable, numbers: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[None]:
-        at_once = max(1, _AT_ONCE_ELEMS // max(1, table.row_elems))
+        at_once = part_rows(table.row_elems, _AT_ONCE_ELEMS)
         for start in range(0, len(numbers), at_once):
             some = slice(start, start + at_once)
             part = KeptRows(numbers[some], {VALUES: rows[some]})
@@ -119,8 +118,9 @@ class RemoteTables:
 
     def _read(self, folder: Path) -> Iterator[None]:
         described = self._read_index(folder)
+        nothing = KeptRows(torch.empty(0, dtype=torch.int64), {})
         for name, table in self._by_name.items():
-            table.exchange.send_kept_rows(table.number, KeptRows(_NOTHING, {}), anew=True)
+            table.exchange.send_kept_rows(table.number, nothing, anew=True)
             for file in described[name]["files"]:
                 for part in _parts_in(folder / file):
                     table.exchange.send_kept_rows(table.number, part)
