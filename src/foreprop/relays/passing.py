@@ -22,6 +22,7 @@ from foreprop.path.tensors import state_limit_bytes
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.parts import KEPT_PULL_BYTES
 
+_ANSWER_TO = {Kind.STATE_PULL: Kind.STATE_REPLY, Kind.TABLE_PULL: Kind.TABLE_REPLY}
 _STATUS_LIMIT_BYTES = 65_536
 _STATUS_S = 1.0
 """How long a worker's question may take to leave."""
@@ -66,16 +67,7 @@ class Upward:
 class PassedStates:
     """Owns optimizer state and the rows of remote tables: the server has them."""
 
-    kinds = frozenset(
-        {
-            Kind.STATE,
-            Kind.STATE_PULL,
-            Kind.STATE_REPLY,
-            Kind.TABLE,
-            Kind.TABLE_PULL,
-            Kind.TABLE_REPLY,
-        }
-    )
+    kinds = frozenset({Kind.STATE, Kind.TABLE, *_ANSWER_TO, *_ANSWER_TO.values()})
 
     def __init__(self, manifest: Manifest, upward: Upward, rows: RelayRows) -> None:
         slices = manifest.slices()
@@ -98,15 +90,14 @@ class PassedStates:
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         kind = header.kind
-        if kind in (Kind.STATE_REPLY, Kind.TABLE_REPLY):
+        if kind in _ANSWER_TO.values():
             asker = self._upward.asker(header)
             self._upward.executor.answer(asker.number, kind, header, payload)
             return
         if kind in (Kind.STATE, Kind.TABLE):
             check_rank_zero(peer, header)
         else:
-            answer = Kind.STATE_REPLY if kind == Kind.STATE_PULL else Kind.TABLE_REPLY
-            self._upward.ask(answer, peer, header)
+            self._upward.ask(_ANSWER_TO[Kind(kind)], peer, header)
         self._upward.pass_on(header, payload)
 
 
