@@ -97,7 +97,7 @@ def _make_store(optimizer: str, rows: int, row_elems: int, updated: int) -> RowS
 def _update(store: RowStore, numbers: torch.Tensor, row_elems: int) -> None:
     gradient = RowPart(numbers, torch.ones(len(numbers), row_elems))
     store.rows(0, numbers, 1)  # as workers ask for them before
-    store.update(0, [[gradient]], (_GROUP,))
+    store.update(0, [gradient], (_GROUP,))
 
 
 def _peak_bytes() -> int:

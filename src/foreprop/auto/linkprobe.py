@@ -51,9 +51,13 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     try:
         here = Endpoint(host=node, address=address, port=listener.port)
         board.publish(f"address/{node}", msgspec.json.encode(here).decode())
-        peer = _peer(board, (node + 1) % nodes)
+        next_node = (node + 1) % nodes
+        there = board.lookup(f"address/{next_node}", f"node {next_node}'s address")
+        peer = msgspec.json.decode(there, type=Endpoint)
         trip = ping(node, peer, token, _PING_S)
-        _meet(board, "pinged", node, nodes)
+        board.publish(f"pinged/{node}", "")
+        for other in range(nodes):
+            board.lookup(f"pinged/{other}", f"node {other} to measure its links")
         flows = _send(node, peer, token)
         report = Report(
             sent_bits_per_s=sum(flow.bits_per_s for flow in flows),
@@ -61,10 +65,13 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
             error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
         )
         board.publish(f"report/{node}", msgspec.json.encode(report).decode())
-        reports = [_report_of(board, other) for other in range(nodes)]
+        told = [
+            board.lookup(f"report/{other}", f"node {other}'s measurement of its links")
+            for other in range(nodes)
+        ]
     finally:
         listener.close()
-    return conclude(reports)
+    return conclude([msgspec.json.decode(text, type=Report) for text in told])
 
 
 def conclude(reports: Sequence[Report]) -> Links:
@@ -77,23 +84,6 @@ def conclude(reports: Sequence[Report]) -> Links:
         rate_bits_per_s=slowest * (HEADER_FACTOR + ACKNOWLEDGED),
         latency_s=statistics.median(report.round_trip_s for report in reports) / 2,
     )
-
-
-def _report_of(board: Board, node: int) -> Report:
-    told = board.lookup(f"report/{node}", f"node {node}'s measurement of its links")
-    return msgspec.json.decode(told, type=Report)
-
-
-def _peer(board: Board, node: int) -> Endpoint:
-    return msgspec.json.decode(
-        board.lookup(f"address/{node}", f"node {node}'s address"), type=Endpoint
-    )
-
-
-def _meet(board: Board, name: str, node: int, nodes: int) -> None:
-    board.publish(f"{name}/{node}", "")
-    for other in range(nodes):
-        board.lookup(f"{name}/{other}", f"node {other} to measure its links")
 
 
 def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:

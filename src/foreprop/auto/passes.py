@@ -5,10 +5,10 @@ What a pass may change is put back afterwards (`Untouched`).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,7 +79,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Watch:
-    """Notes when arrays are first used, and when their gradients are ready, while it is entered.
+    """Notes when arrays are first used, and when their gradients are ready, while it watches.
 
     First uses are seen as a session sees them (`path.waiting`): inside the model's forward
     pass every use counts, outside of it those that are differentiated.
@@ -92,29 +92,21 @@ class Watch:
         self.ready: dict[int, Mark] = {}
         self._model = model
         self._arrays = [_Array(number, p, self) for number, p in enumerate(parameters)]
-        self._clock = clock
+        self.mark = clock.mark
         self._in_forward = False
-        self._undo: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Watch:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
         model: Any = self._model
         watch: Any = self  # a hook's source, of which FirstForward uses one method
-        self._undo.append(self.forward_ended)
-        self._undo.append(watch_entries(self))
-        self._undo.append(model.register_forward_pre_hook(buffers.FirstForward(watch)).remove)
-        for array in self._arrays:
-            self._undo.append(array.hook())
-            make_wait(array.parameter, array)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.forward_ended)
+            undo.callback(watch_entries(self))
+            undo.callback(model.register_forward_pre_hook(buffers.FirstForward(watch)).remove)
+            for array in self._arrays:
+                undo.callback(array.hook())
+                make_wait(array.parameter, array)
+            yield
 
     def forward_started(self) -> None:
         """What was used before the model's first forward pass does not count."""
@@ -135,10 +127,7 @@ class Watch:
         for array in self._arrays:
             if is_waiting(array.parameter):
                 stop_waiting(array.parameter)
-                self.used[array.number] = self._clock.mark()
-
-    def mark(self) -> Mark:
-        return self._clock.mark()
+                self.used[array.number] = self.mark()
 
     def counts(self, result: Any) -> bool:
         """Whether an operation with this result is a use."""
@@ -164,15 +153,12 @@ class _Array:
         self._watch.ready[self.number] = self._watch.mark()  # of several passes the last one
 
     answer = staticmethod(no_answer)
+    meets_compiler = staticmethod(refuse_to_be_compiled)
 
     def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         self._asked = self._watch.mark()
         stop_waiting(self.parameter)
         return True
-
-    def meets_compiler(self) -> None:
-        """Compiled code is profiled by its passes, not by its arrays."""
-        refuse_to_be_compiled()
 
     def after_use(self, result: Any) -> None:
         if self._watch.counts(result):
@@ -214,7 +200,7 @@ class Passes:
 
     def run_watched(self, watch: Watch) -> PassRecord:
         """The same, and what the watch saw. Gradients stay until the next pass."""
-        with watch:
+        with watch.watching():
             started, turned, ended = self._marks(watch.forward_ended)
         seconds = self._clock.seconds
         return PassRecord(

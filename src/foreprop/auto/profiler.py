@@ -17,7 +17,7 @@ from foreprop.errors import ConfigError
 from foreprop.hooks.managed import is_managed
 from foreprop.path.optimizer import named_parameters
 from foreprop.path.servedgradient import count_rows
-from foreprop.tables.embeddings import EMBEDDINGS
+from foreprop.tables.embeddings import EMBEDDINGS, on_meta
 from foreprop.workload.profile import Profile, ProfiledArray
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -210,16 +210,11 @@ def _check_in_memory(model: torch.nn.Module) -> None:
                 f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
                 " before profile()"
             )
-    for kind, tensors in (
-        ("parameter", model.named_parameters()),
-        ("buffer", model.named_buffers()),
-    ):
-        for name, tensor in tensors:
-            if tensor.is_meta:
-                raise ConfigError(
-                    f"{kind} {name} is on the meta device, and profile() runs the model: measure a"
-                    " model that has it in memory, with fewer rows if it is a large table"
-                )
+    for what, _ in on_meta(model):
+        raise ConfigError(
+            f"{what} is on the meta device, and profile() runs the model: measure a"
+            " model that has it in memory, with fewer rows if it is a large table"
+        )
 
 
 def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:

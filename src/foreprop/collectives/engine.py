@@ -80,7 +80,7 @@ class RingEngine:
         self.sums = GradientSums(setup, self.settings, group, device)
         self.chunks = self.sums.chunks
         self._sizes_bytes = self.sums.chunk_sizes_bytes()
-        self._updates = RingUpdates(self.sums, updater, self._aggregation, len(names))
+        self._updates = RingUpdates(self.sums, updater, self._aggregation)
         self.ordering = Ordering(
             group, self.progress.raise_if_failed, self.chunks, self._sizes_bytes, len(names)
         )
@@ -92,6 +92,7 @@ class RingEngine:
             needs_norm=self._aggregation.needs_norm,
             shares_norm=self._send_sum is not None,
         )
+        self.is_complete = self._machine.is_complete
         self._work = threading.Condition()
         self._todo: deque[ReduceChunk | MeasureParameter | UpdateParameter] = deque()
         self._under_way = 0
@@ -128,20 +129,17 @@ class RingEngine:
         if order is not None:
             self._dispatch(OrderLearned(order, step + 1))
 
-    def is_complete(self, parameter: int) -> bool:
-        return self._machine.is_complete(parameter)
-
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter is updated; raises what went wrong meanwhile."""
         self.progress.raise_if_failed()
         self.ordering.needed(parameter, step)
-        if self._machine.is_complete(parameter):
+        if self.is_complete(parameter):
             return
         started = time.monotonic()
         self.progress.wait_for_parameter(
             parameter,
             step,
-            lambda: self._machine.is_complete(parameter),
+            lambda: self.is_complete(parameter),
             lambda: self._describe_wait(parameter, step),
             self.look_around,
         )

@@ -23,7 +23,7 @@ from foreprop.core.manifest import (
 )
 from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
-from foreprop.errors import InternalError, StepTimeout, TrainingLoopError
+from foreprop.errors import StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
 from foreprop.path.optimizer import describe_groups
 from foreprop.path.tensors import DTYPES, finish_sum
@@ -43,15 +43,9 @@ class _Settings(NamedTuple):
     since: int
     text: str
     """JSON."""
-    digest: list[int]
-    """Bits that can be summed: of equal ones each is summed to nothing or the number of ranks."""
+    digest: int
     scale: float
     """Of the loss."""
-
-
-def _settings(since: int, text: str, scale: float = 1.0) -> _Settings:
-    digest = zlib.crc32(text.encode())
-    return _Settings(since, text, [digest >> bit & 1 for bit in range(_DIGEST_BITS)], scale)
 
 
 class StepSettings:
@@ -63,11 +57,11 @@ class StepSettings:
     def __init__(self, board: Board, *, ranks: int) -> None:
         self._board = board
         self._ranks = ranks
-        self._kept = [_settings(0, "")]
+        self._kept = [_Settings(0, "", 0, 1.0)]
 
     def announce(self, step: int, text: str, scale: float = 1.0) -> None:
         """From ``step`` on the optimizer has these settings."""
-        self._kept = [self._kept[-1], _settings(step, text, scale)]
+        self._kept = [self._kept[-1], _Settings(step, text, zlib.crc32(text.encode()), scale)]
 
     def _at(self, step: int) -> _Settings:
         return next(settings for settings in reversed(self._kept) if settings.since <= step)
@@ -76,9 +70,12 @@ class StepSettings:
         return self._at(step).scale
 
     def digest_at(self, step: int, alike: int) -> list[int]:
-        """With what else must be the same on every rank, as a number."""
-        code = zlib.crc32(str(alike).encode()) if alike else 0
-        return [bit ^ (code >> n & 1) for n, bit in enumerate(self._at(step).digest)]
+        """Bits that can be summed: of equal ones each gives nothing or the number of ranks.
+
+        ``alike``: what else must be the same on every rank.
+        """
+        digest = self._at(step).digest ^ (zlib.crc32(str(alike).encode()) if alike else 0)
+        return [digest >> bit & 1 for bit in range(_DIGEST_BITS)]
 
     def how_they_differ(self, step: int) -> TrainingLoopError:
         """Every rank comes to this, and publishes what it has."""
@@ -117,7 +114,7 @@ class GradientSums:
         self._dtypes = [_sum_dtype(info.dtype, config.wire_dtype) for info in parameters]
         sizes = [info.elems for info in parameters]
         self.chunks = cut_chunks(sizes, config.chunk_elems, kinds=self._dtypes)
-        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
+        self._sums: dict[int, torch.Tensor] = {}
         """With the marks behind them; those of a family lie one behind the other."""
         self._families = _families(self.chunks)
 
@@ -146,12 +143,9 @@ class GradientSums:
 
     def _sum_of(self, parameter: int) -> torch.Tensor:
         """Made when it is first needed."""
-        if self._sums[parameter] is None:
+        if parameter not in self._sums:
             self._make_sums(self._families[parameter])
-        total = self._sums[parameter]
-        if total is None:
-            raise InternalError(f"{self._parameters[parameter].name} is not in its family")
-        return total
+        return self._sums[parameter]
 
     def _make_sums(self, family: Sequence[int]) -> None:
         ends = list(accumulate(self._parameters[p].elems + _MARKS for p in family))

@@ -40,7 +40,7 @@ def connect_both(setup: Setup) -> list[tuple[RingBackend | ServedBackend, Sequen
         ring.engine.close(failure=error)
         raise
     if ring.engine.chunks:
-        served.norm.share(ring.engine)
+        served.norm.share(ring.engine, ring.engine.use_norm)
     ring.engine.progress.beside.append(served.engine.progress)
     served.engine.progress.beside.append(ring.engine.progress)
     return [(ring, dense), (served, rows)]

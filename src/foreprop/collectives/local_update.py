@@ -123,12 +123,9 @@ class LocalUpdater:
     # The state, for checkpoints.
     def show_state(self) -> None:
         """Let the user's optimizer have the states, of the parameters that have one."""
-        for own, stand_in, parameter in zip(
-            self._own, self._stand_ins, self._parameters, strict=True
-        ):
-            state = own.state.get(stand_in) if stand_in is not None else None
-            if state:
-                self._optimizer.state[parameter] = state
+        for number, stand_in in enumerate(self._stand_ins):
+            if stand_in is not None and (state := self._own[number].state.get(stand_in)):
+                self._optimizer.state[self._parameters[number]] = state
 
     def take_state(self) -> None:
         """Go on from the states that the user's optimizer has, and from none where it has none."""
@@ -183,13 +180,11 @@ class RingUpdates:
     The calls for one parameter follow each other, on any threads.
     """
 
-    def __init__(
-        self, sums: GradientSums, updater: LocalUpdater, aggregation: Aggregation, parameters: int
-    ) -> None:
+    def __init__(self, sums: GradientSums, updater: LocalUpdater, aggregation: Aggregation) -> None:
         self._sums = sums
         self._updater = updater
         self._aggregation = aggregation
-        self._gradients: list[torch.Tensor | None] = [None] * parameters
+        self._gradients: dict[int, torch.Tensor | None] = {}
         """Measured and not applied yet."""
         self._coefficient = 1.0
         self._skip = False
@@ -201,12 +196,11 @@ class RingUpdates:
         self._skip = self._aggregation.skips(norm)
 
     def measure(self, parameter: int, step: int) -> SquareSum:
-        self._gradients[parameter] = None
         gradient = self._gradients[parameter] = self._sums.maybe_aggregate(parameter, step)
         return ZERO if gradient is None else square_sum(gradient)
 
     def update(self, parameter: int, step: int) -> None:
-        gradient, self._gradients[parameter] = self._gradients[parameter], None
+        gradient = self._gradients.pop(parameter, None)
         if not self._aggregation.needs_norm:
             gradient = self._sums.maybe_aggregate(parameter, step)
         if self._sums.flags[parameter] & Flag.GRADIENT:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from foreprop.errors import TrainingLoopError
+from foreprop.hooks.interception import Interception
 
 _UNSCALE_HINT = (
     "scaler.unscale_(optimizer) is called, and the scaler was given to parallelize(): servers"
@@ -69,35 +71,31 @@ class LossScale:
 
         ``norm`` waits for the global norm of the last step's gradients.
         """
-        scaler: Any = self._scaler
-        own_step, own_unscale, own_update = scaler.step, scaler.unscale_, scaler.update
 
-        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(own: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if optimizer is not self._optimizer or not self._held:
-                return own_step(optimizer, *args, **kwargs)
+                return own(optimizer, *args, **kwargs)
             return self._step(*args, **kwargs)
 
-        def unscale_(optimizer: torch.optim.Optimizer) -> None:
+        def unscale_(own: Any, optimizer: torch.optim.Optimizer) -> None:
             if optimizer is self._optimizer and self._held:
                 raise TrainingLoopError(_UNSCALE_HINT)
-            own_unscale(optimizer)
+            own(optimizer)
 
-        def update(new_scale: float | torch.Tensor | None = None) -> None:
+        def update(own: Any, new_scale: float | torch.Tensor | None = None) -> None:
             if self._held and new_scale is None:
                 self._set_verdict(norm)
-            own_update(new_scale)
+            own(new_scale)
 
-        ours = {"step": step, "unscale_": unscale_, "update": update}
-        before = {name: vars(scaler).get(name) for name in ours}
-        vars(scaler).update(ours)
+        releases = [
+            Interception(self._scaler, ours.__name__, partial(partial, ours)).hold()
+            for ours in (step, unscale_, update)
+        ]
 
         def give_back() -> None:
             self._held = False  # another session's may still call ours
-            for name, function in ours.items():
-                if vars(scaler).get(name) is function:
-                    vars(scaler).pop(name)
-                    if before[name] is not None:
-                        vars(scaler)[name] = before[name]
+            for release in releases:
+                release()
 
         return give_back
 

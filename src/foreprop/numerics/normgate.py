@@ -34,7 +34,6 @@ class NormGate:
         self._aggregation = manifest.knobs.aggregation
         self._machine = machine
         self._executor = executor
-        self._lock = executor.lock
         self._store = store
         self._settings_at = settings_at
         self._updates = updates
@@ -47,7 +46,7 @@ class NormGate:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         norm = decode_norm(header, payload)
         skip, coefficient = self._aggregation.skips(norm), self._aggregation.coefficient(norm)
-        with self._lock:
+        with self._executor.lock:
             instructions = self._machine.handle(NormArrived(peer.number, header.step, skip))
             self._updates.coefficient = coefficient
         if self._executor.host.index == 0:
@@ -59,10 +58,10 @@ class NormGate:
 
     def _sum(self, summed: SumSlice) -> Sequence[object]:
         """Do the one sum that is under way; returns what follows from it."""
-        with self._lock:
+        with self._executor.lock:
             scale = scale_of(self._settings_at(summed.step))
         part = self._store.aggregate(summed.slice, summed.ranks, scale)
-        with self._lock:
+        with self._executor.lock:
             return self._machine.handle(SliceSummed(part))
 
     def _send_part(self, known: SendNormPart) -> None:

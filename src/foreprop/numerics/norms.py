@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from foreprop.config import Config
 from foreprop.core.barrier import OUTSIDE, NormCombiner
@@ -26,20 +26,9 @@ if TYPE_CHECKING:  # servers and collectives need the norm, too
     from foreprop.path.requests import Outside
     from foreprop.path.worker import WorkerEngine
 
-    class NormOutside(Outside, Protocol):
-        """Parameters that no server has, but which have a part in the global norm."""
-
-        def use_norm(self, step: int, norm: float) -> None:
-            """The step's global norm is known. Any thread; must not block."""
-
-
 _LAYOUT = struct.Struct("!d")
 _KEPT_STEPS = 3
 NORM_BYTES = _LAYOUT.size
-
-
-def encode_norm(norm: float) -> bytes:
-    return _LAYOUT.pack(norm)
 
 
 def decode_norm(header: Header, payload: bytes | memoryview) -> float:
@@ -130,7 +119,7 @@ class WorkerNorm:
         self._owners |= {shard.server for shard in engine.shards}
         self._combiner = NormCombiner(self._owners)
         self._squares = MeasuredGradients(engine.slices, parameters=len(engine.parameters))
-        self._outside: NormOutside | None = None
+        self._use_outside: Callable[[int, float], None] | None = None
         engine.norm_of = self._norms.of
 
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -158,18 +147,21 @@ class WorkerNorm:
         with self._engine.lock:
             total = self._combiner.add(whose, step, part)
         if total is not None:
-            self._engine.send_to_all(Kind.NORM, step, CONTROL_PRIORITY, encode_norm(total.norm))
+            self._engine.send_to_all(Kind.NORM, step, CONTROL_PRIORITY, _LAYOUT.pack(total.norm))
             self._use(step, total.norm)
 
     def _use(self, step: int, norm: float) -> None:
         self._norms.note(step, norm)
-        if self._outside is not None:
-            self._outside.use_norm(step, norm)
+        if self._use_outside is not None:
+            self._use_outside(step, norm)
 
     # If it is also of parameters that no server has.
-    def share(self, outside: NormOutside) -> None:
-        """Before the first step: wait for their part, too; see `add_part`."""
-        self._outside = self._engine.inquiry.outside = outside
+    def share(self, outside: Outside, use_norm: Callable[[int, float], None]) -> None:
+        """Before the first step: wait for their part, too; see `add_part`.
+
+        ``use_norm`` is told each step's global norm, by any thread, and must not block.
+        """
+        self._engine.inquiry.outside, self._use_outside = outside, use_norm
         self._combiner = NormCombiner({OUTSIDE, *self._owners})
 
     def add_part(self, step: int, part: SquareSum) -> None:

@@ -36,9 +36,9 @@ from foreprop.path.tensors import DTYPES, Extent, GradientBuffer, add_up, sum_dt
 
 
 class Sums:
-    """Owns the server's answers to what the node has pushed; makes the sums."""
+    """Owns the server's welcome and its answers to what the node has pushed; makes the sums."""
 
-    kinds = frozenset({Kind.REPLY, Kind.NOTIFY})
+    kinds = frozenset({Kind.WELCOME, Kind.REPLY, Kind.NOTIFY})
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Sums:
 
     # From the server.
     def room(self, peer: Connection, header: Header) -> memoryview:
-        if header.kind == Kind.NOTIFY:
+        if header.kind != Kind.REPLY:
             return bounded(header, 0)
         if not self._machine.awaits(header.slice, header.step):
             raise RemoteProtocolError(
@@ -81,6 +81,9 @@ class Sums:
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         slice_, step = header.slice, header.step
+        if header.kind == Kind.WELCOME:
+            self._executor.answer_all(Kind.WELCOME, header)
+            return
         if header.kind == Kind.NOTIFY:
             self._executor.dispatch(NotifyArrived(slice_, step, SERVER, header.flags))
             return

@@ -22,6 +22,7 @@ from foreprop.path.tensors import state_limit_bytes
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.parts import KEPT_PULL_BYTES
 
+_ANSWER_TO = {Kind.STATE_PULL: Kind.STATE_REPLY, Kind.TABLE_PULL: Kind.TABLE_REPLY}
 _STATUS_LIMIT_BYTES = 65_536
 _STATUS_S = 1.0
 """How long a worker's question may take to leave."""
@@ -66,16 +67,7 @@ class Upward:
 class PassedStates:
     """Owns optimizer state and the rows of remote tables: the server has them."""
 
-    kinds = frozenset(
-        {
-            Kind.STATE,
-            Kind.STATE_PULL,
-            Kind.STATE_REPLY,
-            Kind.TABLE,
-            Kind.TABLE_PULL,
-            Kind.TABLE_REPLY,
-        }
-    )
+    kinds = frozenset({Kind.STATE, Kind.TABLE, *_ANSWER_TO, *_ANSWER_TO.values()})
 
     def __init__(self, manifest: Manifest, upward: Upward, rows: RelayRows) -> None:
         slices = manifest.slices()
@@ -98,15 +90,14 @@ class PassedStates:
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         kind = header.kind
-        if kind in (Kind.STATE_REPLY, Kind.TABLE_REPLY):
+        if kind in _ANSWER_TO.values():
             asker = self._upward.asker(header)
             self._upward.executor.answer(asker.number, kind, header, payload)
             return
         if kind in (Kind.STATE, Kind.TABLE):
             check_rank_zero(peer, header)
         else:
-            answer = Kind.STATE_REPLY if kind == Kind.STATE_PULL else Kind.TABLE_REPLY
-            self._upward.ask(answer, peer, header)
+            self._upward.ask(_ANSWER_TO[Kind(kind)], peer, header)
         self._upward.pass_on(header, payload)
 
 
@@ -120,7 +111,6 @@ class PassedBlobs:
         readers = executor.peers.count - upward.has_rank_zero
         self._blobs = Blobs(manifest, executor, readers=readers)
         self._manifest = manifest
-        self._lock = executor.lock
         self._upward = upward
         self._asked: set[tuple[int, int]] = set()  # which, step
 
@@ -136,14 +126,14 @@ class PassedBlobs:
         if header.kind == Kind.BLOB:
             check_rank_zero(peer, header)
             self._upward.pass_on(header, payload)
-        with self._lock:
+        with self._upward.executor.lock:
             self._asked.discard((header.slice, header.step))
             self._blobs.hand_out(header, payload)
 
     def _on_pull(self, peer: Connection, header: Header) -> None:
         """The node's first to ask asks the server, unless rank 0 is here and will say it."""
         key = (header.slice, header.step)
-        with self._lock:
+        with self._upward.executor.lock:
             found = self._blobs.pull(peer, header)
             asks = not (found or self._upward.has_rank_zero or key in self._asked)
             if asks:
@@ -202,7 +192,6 @@ class PassedStatuses:
         *,
         needs_norm: bool,
     ) -> None:
-        self._lock = upward.executor.lock
         self._upward = upward
         self._waits = waits
         self._link = link
@@ -220,7 +209,7 @@ class PassedStatuses:
             data = bytes(payload) + self._also_here()
             self._upward.asker(header).send_past_queue(Kind.STATUS_REPLY, data, **place)
             return
-        with self._lock:
+        with self._upward.executor.lock:
             passed_on = self._has_pushed(header.slice, header.step)
             text = "" if passed_on else self._waits.describe(header.slice, header.step)
         if passed_on:
@@ -235,22 +224,7 @@ class PassedStatuses:
     def _also_here(self) -> bytes:
         """What waits for the norm waits for all others, of which the server knows only sums."""
         if self._needs_norm:
-            with self._lock:
+            with self._upward.executor.lock:
                 for _, _, text in self._waits.incomplete():
                     return f"; on this node {text}".encode()
         return b""
-
-
-class Welcomes:
-    """Owns the server's welcome, which is for the workers."""
-
-    kinds = frozenset({Kind.WELCOME})
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def room(self, peer: Connection, header: Header) -> memoryview:
-        return bounded(header, 0)
-
-    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        self._executor.answer_all(Kind.WELCOME, header)

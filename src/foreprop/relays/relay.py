@@ -36,7 +36,6 @@ from foreprop.relays.passing import (
     PassedStates,
     PassedStatuses,
     Upward,
-    Welcomes,
 )
 from foreprop.relays.rows import RelayRows
 from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
@@ -46,20 +45,8 @@ _FIRST_PROCESS, _MOST_SERVERS = 1_000_000, 1_000
 """For numbers in traces that no worker or server has."""
 _CAUSE_S = 1.0
 """How long after the connection's end another process may still tell the reason."""
-_FROM_SERVERS = frozenset(
-    {
-        Kind.WELCOME,
-        Kind.REPLY,
-        Kind.NOTIFY,
-        Kind.ROWS_REPLY,
-        Kind.NORM_PART,
-        Kind.NORM,
-        Kind.BLOB_REPLY,
-        Kind.STATE_REPLY,
-        Kind.TABLE_REPLY,
-        Kind.STATUS_REPLY,
-    }
-)
+_ANSWERS = frozenset(kind for kind in Kind if kind.name.endswith("REPLY"))
+_FROM_SERVERS = _ANSWERS | {Kind.WELCOME, Kind.NOTIFY, Kind.NORM_PART, Kind.NORM}
 _FROM_WORKERS = frozenset(Kind) - _FROM_SERVERS | {Kind.NORM}
 
 
@@ -127,7 +114,6 @@ class RelayWork:
         needs_norm = manifest.knobs.aggregation.needs_norm
         about = (self._waits, self._link, self._has_pushed)
         yield PassedStatuses(upward, *about, needs_norm=needs_norm)
-        yield Welcomes(self._executor)
         goodbyes = Goodbyes(self._executor)
         goodbyes.others.append(self._rows.rank_left)
         yield goodbyes

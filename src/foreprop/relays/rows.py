@@ -8,6 +8,7 @@ it is answered when all are here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from foreprop.path.executor import Executor
 from foreprop.path.slices import SettingsAt
 from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.tables.parts import (
+    REQUESTS,
     RowPart,
     encode_part,
     encode_pull,
@@ -34,24 +36,10 @@ from foreprop.tables.parts import (
     sum_parts,
 )
 from foreprop.tables.service import ROW_KINDS, OwnShards
-from foreprop.tables.table import RowIndex
+from foreprop.tables.table import RowIndex, lazy_zeros
 
-_REQUESTS = 2**32
-"""How many numbers requests have, before they begin again."""
 _STEPS_KEPT = 2
 """A worker may ask for the next batch's rows while another still asks for this one's."""
-
-
-@dataclass(slots=True)
-class _RowFetch:
-    """Rows that the server has been asked for."""
-
-    number: int
-    fetched: _Fetched
-    step: int
-    rows: torch.Tensor
-    """As they come; bytes."""
-    arrived: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -60,41 +48,32 @@ class _OpenPull:
 
     worker: int
     header: Header
-    requests: list[_RowFetch]
-    """Which its rows come with."""
-    sources: torch.Tensor
-    """By row: which of these."""
     places: torch.Tensor
-    """By row: where in that."""
-
-    @property
-    def complete(self) -> bool:
-        return all(request.arrived for request in self.requests)
+    """Its rows', in what is fetched."""
+    awaited: set[int]
+    """The requests that some of them still come with."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Fetched:
     """A shard's rows as of one step, as far as this node has asked for them."""
 
+    step: int
+    memory: torch.Tensor
+    """By place, the rows' bytes as they come."""
     index: RowIndex = field(default_factory=RowIndex)
     """Which rows those are, and their places: one request's after the other's."""
-    requests: list[_RowFetch] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """Of each request, the first place."""
+    asked: dict[int, range] = field(default_factory=dict)
+    """By request that is not answered yet: the places of its rows."""
     waiting: list[_OpenPull] = field(default_factory=list)
 
-    def add(self, request: _RowFetch, numbers: torch.Tensor) -> None:
-        """Rows that have no place yet."""
-        self.starts.append(self.index.count)
-        self.index.add(numbers)
-        self.requests.append(request)
-
-    def find(self, numbers: torch.Tensor) -> tuple[list[_RowFetch], torch.Tensor, torch.Tensor]:
-        """Which requests these rows come with, by row which of those, and by row where in it."""
-        places, starts = self.index.find(numbers), torch.tensor(self.starts, dtype=torch.int64)
-        which = torch.searchsorted(starts, places, right=True) - 1
-        used, sources = torch.unique(which, return_inverse=True)
-        return [self.requests[i] for i in used.tolist()], sources, places - starts[which]
+    def awaited(self, places: torch.Tensor) -> set[int]:
+        """The requests that rows with these places come with, as far as they are not here."""
+        return {
+            request
+            for request, own in self.asked.items()
+            if bool(((places >= own.start) & (places < own.stop)).any())
+        }
 
 
 class RelayRows:
@@ -131,8 +110,8 @@ class RelayRows:
         self._pushed: dict[int, int] = {}
         """By shard, the last step whose push has been passed on."""
         self._fetched: dict[int, dict[int, _Fetched]] = {}  # by shard and step
-        self._requests: dict[int, _RowFetch] = {}
-        self._next_request = 0
+        self._requests: dict[int, _Fetched] = {}
+        self._request_numbers = itertools.count()
 
     def __contains__(self, number: int) -> bool:
         return number in self._shards
@@ -140,12 +119,13 @@ class RelayRows:
     # Frames.
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind == Kind.ROWS_REPLY:
-            request = self._requests.get(header.slice)
-            if request is None or request.step != header.step:
+            fetched = self._requests.get(header.slice)
+            if fetched is None or fetched.step != header.step:
                 raise RemoteProtocolError(
                     f"rows for request {header.slice}, step {header.step}, which is not awaited"
                 )
-            return bytes_of(request.rows)
+            places = fetched.asked[header.slice]
+            return bytes_of(fetched.memory[places.start : places.stop])
         return self._shards.room(header)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
@@ -186,13 +166,11 @@ class RelayRows:
         self._work(work)
 
     def _decide(self, instructions: Sequence[Any]) -> list[UpdateRows]:
-        work: list[UpdateRows] = []
+        """Fail if they say so; returns what is to be pushed on."""
         for instruction in instructions:
-            if isinstance(instruction, UpdateRows):
-                work.append(instruction)
-            elif isinstance(instruction, FailSession):
+            if isinstance(instruction, FailSession):
                 self._executor.execute([instruction])
-        return work
+        return [each for each in instructions if isinstance(each, UpdateRows)]
 
     def _work(self, work: list[UpdateRows]) -> None:
         while work:
@@ -223,11 +201,10 @@ class RelayRows:
         wire_dtype = self._wire_dtypes[shard.parameter]
         total = sum_parts(parts, shard.row_elems, torch.promote_types(wire_dtype, torch.float32))
         limit = part_rows(shard.row_elems, self._part_elems)
-        starts = range(0, max(1, len(total.numbers)), limit)
-        for start in starts:
-            some = slice(start, start + limit)
-            part = RowPart(total.numbers[some], total.rows[some].to(wire_dtype))
-            yield encode_part(part), Flag.MORE if start != starts[-1] else 0
+        numbers, rows = torch.split(total.numbers, limit), torch.split(total.rows, limit)
+        for some, own in zip(numbers, rows, strict=True):
+            more = Flag.MORE if some is not numbers[-1] else 0
+            yield encode_part(RowPart(some, own.to(wire_dtype))), more
 
     # Pulls.
     def _on_pull(self, worker: int, header: Header, payload: memoryview) -> None:
@@ -235,55 +212,55 @@ class RelayRows:
         with self._lock:
             fetched = self._fetched_as_of(shard, header.step, anew=bool(header.flags & Flag.ANEW))
             new = numbers[fetched.index.find(numbers) < 0]
-            request = self._register(shard, header.step, fetched, new) if len(new) else None
-            waiting = _OpenPull(worker, header, *fetched.find(numbers))
-            complete = waiting.complete  # by now; if not, who receives the last rows hands them out
+            if len(new):
+                request = self._register(fetched, new)
+            places = fetched.index.find(numbers)
+            pull = _OpenPull(worker, header, places, fetched.awaited(places))
+            complete = not pull.awaited  # if not, who receives the last rows hands them out
             if not complete:
-                fetched.waiting.append(waiting)
-        if request is not None:
+                fetched.waiting.append(pull)
+        if len(new):
             data = encode_pull(shard.number, new)
-            place = (header.step, header.priority, request.number)
+            place = (header.step, header.priority, request)
             self._executor.send(SERVER, Kind.ROWS_PULL, *place, data)
         if complete:
-            self._hand_out(waiting)
+            self._hand_out(pull, fetched)
 
     def _fetched_as_of(self, shard: Shard, step: int, *, anew: bool) -> _Fetched:
         steps = self._fetched.setdefault(shard.number, {})
         if anew or step not in steps:
-            steps[step] = _Fetched()
+            # the values at the start come in full
+            dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
+            shape = (shard.rows, shard.row_elems * dtype.itemsize)
+            steps[step] = _Fetched(step, lazy_zeros(shape, torch.uint8))
             for old in sorted(steps)[:-_STEPS_KEPT]:
                 del steps[old]
         return steps[step]
 
-    def _register(self, shard: Shard, step: int, fetched: _Fetched, new: torch.Tensor) -> _RowFetch:
-        number = self._next_request
-        self._next_request = (number + 1) % _REQUESTS
-        # the values at the start come in full
-        dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
-        rows = torch.empty(len(new), shard.row_elems * dtype.itemsize, dtype=torch.uint8)
-        self._requests[number] = request = _RowFetch(number, fetched, step, rows)
-        fetched.add(request, new)
-        return request
+    def _register(self, fetched: _Fetched, new: torch.Tensor) -> int:
+        """The request for rows that have no place yet."""
+        number = next(self._request_numbers) % REQUESTS
+        start = fetched.index.count
+        fetched.index.add(new)
+        fetched.asked[number] = range(start, fetched.index.count)
+        self._requests[number] = fetched
+        return number
 
     def _on_reply(self, header: Header) -> None:
         with self._lock:
-            request = self._requests.pop(header.slice)
-            request.arrived = True
-            fetched = request.fetched
-            complete = [waiting for waiting in fetched.waiting if waiting.complete]
-            fetched.waiting = [waiting for waiting in fetched.waiting if not waiting.complete]
-        for waiting in complete:
-            self._hand_out(waiting)
+            fetched = self._requests.pop(header.slice)
+            del fetched.asked[header.slice]
+            for pull in fetched.waiting:
+                pull.awaited.discard(header.slice)
+            complete = [pull for pull in fetched.waiting if not pull.awaited]
+            fetched.waiting = [pull for pull in fetched.waiting if pull.awaited]
+        for pull in complete:
+            self._hand_out(pull, fetched)
 
-    def _hand_out(self, waiting: _OpenPull) -> None:
-        _, _, _, step, slice_, priority, _ = waiting.header
-        width = waiting.requests[0].rows.shape[1] if waiting.requests else 0
-        rows = torch.empty(len(waiting.places), width, dtype=torch.uint8)
-        for number, request in enumerate(waiting.requests):
-            own = waiting.sources == number
-            rows[own] = request.rows[waiting.places[own]]
-        data = bytes(bytes_of(rows))
-        self._executor.send(waiting.worker, Kind.ROWS_REPLY, step, priority, slice_, data)
+    def _hand_out(self, pull: _OpenPull, fetched: _Fetched) -> None:
+        _, _, _, step, slice_, priority, _ = pull.header
+        data = bytes(bytes_of(fetched.memory.index_select(0, pull.places)))
+        self._executor.send(pull.worker, Kind.ROWS_REPLY, step, priority, slice_, data)
 
     # Reports and the end.
     def rank_left(self, worker: int) -> None:

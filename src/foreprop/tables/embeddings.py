@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,34 +126,35 @@ class Embeddings:
                     )
 
     def _may_be_either(self, config: Config) -> set[str]:
+        found: set[str] = set()
         if config.architecture != "auto":
-            return set()
-        return {
-            name
-            for name in self._modules
-            if not _matches(name, config.dense_parameters)
-            and not _matches(name, config.sparse_parameters)
-            and self._can_be_row_wise(name)
-        }
-
-    def _can_be_row_wise(self, name: str) -> bool:
-        try:
-            self._check_row_wise(name)
-        except ConfigError:
-            return False
-        return True
+            return found
+        for name in self._modules:
+            if _matches(name, config.dense_parameters) or _matches(name, config.sparse_parameters):
+                continue
+            with contextlib.suppress(ConfigError):
+                self._check_row_wise(name)
+                found.add(name)
+        return found
 
 
 def check_rest(model: torch.nn.Module, named: Named) -> None:
     """Raise `ConfigError` if something that the optimizer does not have is on the meta device."""
     ours = {id(parameter) for _, parameter, _ in named}
+    for what, tensor in on_meta(model):
+        if id(tensor) not in ours:
+            raise ConfigError(_meta_text(what))
+
+
+def on_meta(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors without memory, and what to call them."""
     for kind, tensors in (
         ("parameter", model.named_parameters()),
         ("buffer", model.named_buffers()),
     ):
         for name, tensor in tensors:
-            if tensor.is_meta and id(tensor) not in ours:
-                raise ConfigError(_meta_text(f"{kind} {name}"))
+            if tensor.is_meta:
+                yield f"{kind} {name}", tensor
 
 
 def _meta_text(what: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from foreprop.path.tensors import DTYPES, bytes_of
 from foreprop.path.worker import WorkerEngine
 from foreprop.tables.parts import (
     END,
+    REQUESTS,
     KeptRows,
     RowPart,
     cut_kept,
@@ -29,10 +31,6 @@ from foreprop.tables.parts import (
     kept_limit_bytes,
     part_rows,
 )
-
-_REQUESTS = 2**32
-"""How many numbers requests have, before they begin again."""
-_NO_PLACES = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +80,7 @@ class RowExchange:
         self._step_of: dict[int, int] = {}  # by parameter, of its last push
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
-        self._next_request = 0
+        self._request_numbers = itertools.count()
         self._kept: dict[int, bytes] = {}  # by shard, a part of what is kept
 
     # Pushing.
@@ -113,7 +111,7 @@ class RowExchange:
     def _send_parts(self, kind: Kind, parameter: int, step: int, whole: RowPart, flags: int) -> int:
         sent_bytes = 0
         for shard in self._shards_of[parameter]:
-            parts = self._parts(whole.numbers, shard) or [_NO_PLACES]
+            parts = self._parts(whole.numbers, shard)
             for places in parts:
                 rows = whole.rows.index_select(0, places)
                 data = encode_part(RowPart(whole.numbers[places] // self._servers, rows))
@@ -122,11 +120,10 @@ class RowExchange:
                 sent_bytes += len(data)
         return sent_bytes
 
-    def _parts(self, numbers: torch.Tensor, shard: Shard) -> list[torch.Tensor]:
-        """Which of these rows are the shard's, in parts of bounded size."""
+    def _parts(self, numbers: torch.Tensor, shard: Shard) -> Sequence[torch.Tensor]:
+        """Which of these rows are the shard's, in parts of bounded size: one, if there are none."""
         places = (numbers % self._servers == shard.server).nonzero()[:, 0]
-        limit = part_rows(shard.row_elems, self._part_elems)
-        return [places[start : start + limit] for start in range(0, len(places), limit)]
+        return torch.split(places, part_rows(shard.row_elems, self._part_elems))
 
     def _send(self, kind: Kind, shard: Shard, step: int, data: bytes, flags: int) -> None:
         about = (kind, step, self._engine.priority_of(shard.parameter), data)
@@ -147,7 +144,8 @@ class RowExchange:
         with self._lock:  # before anything can be answered
             for shard in shards:
                 for places in self._parts(numbers, shard):
-                    asked.append((shard, places, self._register(pull, shard, places)))
+                    if len(places):
+                        asked.append((shard, places, self._register(pull, shard, places)))
         for shard, places, request in asked:
             data = encode_pull(shard.number, numbers[places] // self._servers)
             about = (Kind.ROWS_PULL, step, self._engine.priority_of(parameter), data)
@@ -155,8 +153,7 @@ class RowExchange:
         return pull
 
     def _register(self, pull: Pull, shard: Shard, places: torch.Tensor) -> int:
-        request = self._next_request
-        self._next_request = (request + 1) % _REQUESTS
+        request = next(self._request_numbers) % REQUESTS
         # the values at the start come in full, so that all ranks begin with the same
         dtype = self._wire_dtypes[pull.parameter] if pull.step else pull.rows.dtype
         arriving = torch.empty(len(places), shard.row_elems, dtype=dtype)
@@ -254,11 +251,10 @@ class RowExchange:
         with self._engine.lock:
             self._counters.replies += 1
             self._counters.reply_bytes += header.payload_bytes
-        with self._lock:
-            request = self._requests.pop(header.slice)
+        request = self._requests[header.slice]
         request.pull.rows[request.places] = request.arriving.to(request.pull.rows.dtype)
         with self._lock:
-            del request.pull.missing[header.slice]
+            del self._requests[header.slice], request.pull.missing[header.slice]
             complete = not request.pull.missing
         if complete:
             self._progress.notify()

@@ -22,7 +22,7 @@ from foreprop.errors import ConfigError, ForepropError, StorageError
 
 INDEX = "tables.json"
 _PART = re.compile(r"table-\d+-\d+(-[0-9a-f]{8})?\.pt")
-_UNFINISHED = ".part"
+_UNFINISHED = re.compile(re.escape(INDEX) + r"-[0-9a-f]{8}\.part")
 
 
 class TableFolder:
@@ -44,46 +44,40 @@ class TableFolder:
             self._path.mkdir(parents=True, exist_ok=True)
             self._remove_all_but(self._named_by_index())
             described = write_parts()
-            self._write(INDEX, json.dumps({"tables": described}, indent=1).encode())
+            self._replace_index(json.dumps({"tables": described}, indent=1).encode())
             self._sync_folder()
-        except ForepropError:
-            self._give_up()
-            raise
-        except (OSError, RuntimeError) as error:  # torch makes the latter of the former
-            self._give_up()
+        except (ForepropError, OSError, RuntimeError) as error:  # torch's are the last
+            if not self._replaced:
+                self._remove(self._written)  # make room
+            if isinstance(error, ForepropError):
+                raise
             raise StorageError(
                 f"cannot save tables in {self._path}: {error}; what was saved there before can"
                 " still be loaded"
             ) from error
         self._remove_all_but(self._written)
 
-    def _give_up(self) -> None:
-        """Make room, unless the index has been replaced already."""
-        if not self._replaced:
-            self._remove(self._written)
-
     def write_part(self, table: int, number: int, parts: object) -> str:
         """Returns the file's name."""
         name = f"table-{table}-{number}-{self._token}.pt"
-        self._written.append(name)
-        with self._created(name) as file:
-            torch.save(parts, file)
-            _sync(file)
+        self._write(name, lambda file: torch.save(parts, file))
         return name
 
-    def _write(self, name: str, data: bytes) -> None:
-        """Replace a file: whoever reads it sees all of it or none, also after a power cut."""
-        unfinished = f"{name}-{self._token}{_UNFINISHED}"
-        self._written.append(unfinished)
-        with self._created(unfinished) as file:
-            file.write(data)
-            _sync(file)
+    def _replace_index(self, data: bytes) -> None:
+        """Whoever reads it sees all of it or none, also after a power cut."""
+        unfinished = f"{INDEX}-{self._token}.part"
+        self._write(unfinished, lambda file: file.write(data))
         self._sync_folder()  # the parts' names are there before the index that has them
-        os.replace(self._path / unfinished, self._path / name)
+        os.replace(self._path / unfinished, self._path / INDEX)
         self._replaced = True
 
-    def _created(self, name: str) -> BinaryIO:
-        return open(self._path / name, "xb")
+    def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        """A new file, which is on the disk afterwards."""
+        self._written.append(name)
+        with open(self._path / name, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _sync_folder(self) -> None:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
@@ -96,10 +90,9 @@ class TableFolder:
         """Of the files that a save has written; none if nobody knows which are needed."""
         if keep is None:
             return
-        unfinished = re.compile(re.escape(INDEX) + "-[0-9a-f]{8}" + re.escape(_UNFINISHED))
-        names = [path.name for path in self._path.iterdir()]
-        ours = [name for name in names if _PART.fullmatch(name) or unfinished.fullmatch(name)]
-        self._remove(set(ours) - set(keep))
+        names = {path.name for path in self._path.iterdir()}
+        ours = {name for name in names if _PART.fullmatch(name) or _UNFINISHED.fullmatch(name)}
+        self._remove(ours.difference(keep))
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -137,8 +130,3 @@ def _check_names(names: list[str]) -> None:
     for name in names:
         if not _PART.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a part, as table-0-0-0123abcd.pt")
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -6,6 +6,7 @@ tensors of the batch at hand; those that held its row numbers will tell the next
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:  # a loader asks no server
 Path = tuple[Any, ...]
 """How to get from a batch to one of its tensors: indices and keys."""
 
-_NONE_LEFT = object()
-"""No batch: None may be one."""
 _LEARNING_STEPS = 2
 
 
@@ -45,43 +44,13 @@ class Lookahead:
         if not self.users:
             yield from batches
             return
-        following = next(batches, _NONE_LEFT)
-        while following is not _NONE_LEFT:
-            current, following = following, next(batches, _NONE_LEFT)
-            self.current = current
-            self.upcoming = None if following is _NONE_LEFT else following
-            yield current
+        for self.current, self.upcoming in itertools.pairwise(itertools.chain(batches, [None])):
+            yield self.current
         self.current = self.upcoming = None
 
 
 lookahead = Lookahead()
 """The process's."""
-
-
-class RowSources:
-    """Where in a batch one embedding's row numbers are."""
-
-    def __init__(self) -> None:
-        self._paths: dict[Path, None] = {}
-
-    def learn(self, numbers: torch.Tensor, batch: Any) -> None:
-        """A look-up wanted these rows (ascending); the smallest tensor with all of them counts."""
-        found = [
-            (tensor.numel(), path)
-            for path, tensor in _integer_tensors(batch)
-            if bool(torch.isin(numbers, tensor).all())
-        ]
-        if found:
-            self._paths[min(found, key=lambda entry: entry[0])[1]] = None
-
-    def numbers_in(self, batch: Any, rows: int) -> torch.Tensor:
-        """The rows that the batch will look up, as far as known: ascending, below ``rows``."""
-        tensors = [tensor for path, tensor in _integer_tensors(batch) if path in self._paths]
-        if not tensors:
-            return torch.empty(0, dtype=torch.int64)
-        numbers = torch.unique(torch.cat([t.reshape(-1).to("cpu", torch.int64) for t in tensors]))
-        known: torch.Tensor = numbers[(numbers >= 0) & (numbers < rows)]
-        return known
 
 
 def _integer_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -107,15 +76,27 @@ class Prefetch:
         self._rows = rows
         self._session = session
         self._exchange = exchange
-        self._sources = RowSources()
+        self._paths: set[Path] = set()
+        """Where in a batch the table's row numbers are."""
 
     def learn(self, numbers: torch.Tensor) -> None:
-        """A look-up wants these rows, ascending: see where in the batch they are."""
-        if self._session.completed < _LEARNING_STEPS and lookahead.current is not None:
-            self._sources.learn(numbers, lookahead.current)
+        """A look-up wants these rows; the batch's smallest tensor with all of them counts."""
+        if self._session.completed >= _LEARNING_STEPS or lookahead.current is None:
+            return
+        found = [
+            (tensor.numel(), path)
+            for path, tensor in _integer_tensors(lookahead.current)
+            if bool(torch.isin(numbers, tensor).all())
+        ]
+        if found:
+            self._paths.add(min(found, key=lambda entry: entry[0])[1])
 
     def begin(self, step: int) -> None:
         """This step has been made: ask for the rows that the next batch will look up."""
-        numbers = self._sources.numbers_in(lookahead.upcoming, self._rows)
-        if len(numbers):
-            self.pulls.append(self._exchange.pull_rows(self._number, step, numbers))
+        tensors = _integer_tensors(lookahead.upcoming)
+        wanted = [t.flatten().to("cpu", torch.int64) for path, t in tensors if path in self._paths]
+        if wanted:
+            numbers = torch.unique(torch.cat(wanted))
+            numbers = numbers[(numbers >= 0) & (numbers < self._rows)]
+            if len(numbers):
+                self.pulls.append(self._exchange.pull_rows(self._number, step, numbers))

@@ -26,6 +26,8 @@ VALUES, STATE = "values", "state."
 """Names of a part's entries, beside `tensors.AVERAGE`: the values, and how those of the
 optimizer's state begin.
 """
+REQUESTS = 2**32
+"""How many numbers requests for rows have, before they begin again."""
 END = -1
 _KEPT_ELEMS = 1 << 20
 _FOLLOWING = struct.Struct("!q")
@@ -191,9 +193,7 @@ def cut_kept(
     """What of a table's part belongs to which shard, in the shards' numbers and in small parts."""
     for shard in shards:
         places = (part.numbers % servers == shard.server).nonzero()[:, 0]
-        limit = rows_at_once(shard)
-        for start in range(0, max(1, len(places)), limit):  # an empty one has numbers, too
-            some = places[start : start + limit]
+        for some in torch.split(places, rows_at_once(shard)):  # without rows it has numbers, too
             entries = {
                 key: v.index_select(0, some) if is_array(v) else v
                 for key, v in part.entries.items()

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional as F
 
+from foreprop.core.manifest import RowInit
 from foreprop.errors import ConfigError, InternalError
+from foreprop.link.connection import EMPTY
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import FirstUse
 from foreprop.path.servedgradient import ServedGradient
@@ -24,7 +26,7 @@ from foreprop.path.tensors import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
 from foreprop.tables.exchange import RowExchange
 from foreprop.tables.lookahead import Prefetch
-from foreprop.tables.parts import VALUES
+from foreprop.tables.parts import VALUES, part_rows
 from foreprop.tables.table import make_rows
 
 _Tensor = torch.Tensor
@@ -47,8 +49,6 @@ _classes: dict[type, type] = {}
 
 class RemoteTable:
     """The life of a table that no worker has."""
-
-    values = memoryview(b"")
 
     def __init__(
         self,
@@ -166,18 +166,16 @@ class RemoteTable:
     def whole(self) -> torch.Tensor:
         """All rows, as they are after the last step."""
         table = torch.empty(self.row_count, self.row_elems, dtype=self.parameter.dtype)
-        for numbers in self.in_parts():
+        for numbers in self._in_parts():
             table[numbers] = self._fetch(numbers)
         return table
 
     def whole_of(self, entry: str) -> torch.Tensor:
         """All rows' averages, or values in full (`tables.parts`)."""
-        init = self._session.infos[self.index].init
-        if init is None:
-            raise InternalError(f"{self.name} is not remote")
+        init = cast("RowInit", self._session.infos[self.index].init)
         dtype = self.parameter.dtype
         table = torch.empty(self.row_count, self.row_elems, dtype=dtype)
-        for numbers in self.in_parts():
+        for numbers in self._in_parts():
             table[numbers] = make_rows(init, numbers, self.row_elems, dtype)
         if entry != VALUES:
             table = start_average(table)
@@ -186,9 +184,9 @@ class RemoteTable:
             table[part.numbers] = part.entries.get(entry, part.entries[VALUES]).to(table.dtype)
         return table
 
-    def in_parts(self) -> Iterator[torch.Tensor]:
+    def _in_parts(self) -> Iterator[torch.Tensor]:
         """All row numbers, not too many at once."""
-        at_once = max(1, _AT_ONCE_ELEMS // max(1, self.row_elems))
+        at_once = part_rows(self.row_elems, _AT_ONCE_ELEMS)
         for start in range(0, self.row_count, at_once):
             yield torch.arange(start, min(start + at_once, self.row_count))
 
@@ -242,10 +240,6 @@ class RemoteTable:
         """Whether the coming step's gradient has been sent."""
         return self._gradient.left
 
-    def check_gradient(self, gradient: torch.Tensor) -> None:
-        if gradient.layout != torch.sparse_coo:
-            raise InternalError(f"a dense gradient of {self.name}, which is remote")
-
     def push(self, gradient: torch.Tensor | None, step: int) -> None:
         """Send its rows, or word that there are none."""
         self._gradient.pushed_step = step
@@ -268,15 +262,13 @@ class RemoteTable:
     def gradient_follows(self, held: torch.Tensor) -> None:
         """Nobody can hold the stand-in's gradient."""
 
-    def read_gradient(self, *, in_place: bool) -> None:
-        raise InternalError(f"the gradient that stands for that of {self.name} is used")
+    # The engine finds nothing to read or write here, and nobody can use the stand-in's gradient.
+    values = EMPTY
 
-    # The engine finds nothing to read or to write here.
-    def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
-        raise InternalError(f"the gradient of {self.name} is not sent as a whole")
+    def take_gradient(self, *_: Any, **__: Any) -> Any:
+        raise InternalError(f"{self.name} is used as if it were here, not on the servers")
 
-    def land_average(self, gradient: torch.Tensor) -> None:
-        raise InternalError(f"the workers do not update {self.name}")
+    land_average = check_gradient = read_gradient = take_gradient
 
     def before_offering(self) -> None:
         """Rank 0 has no values either: rows begin on the servers (`tables.table`)."""

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
+from foreprop.link.connection import EMPTY
 from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ParameterValue
 from foreprop.path.servedgradient import ServedGradient
@@ -63,16 +64,13 @@ class RowParameter:
         self.gradient_discarded = self._gradient.discarded
         self.check_stepped = self._gradient.check_stepped
 
-    # What the engine reads and writes: rows, but nothing of the whole.
-    @property
-    def values(self) -> memoryview:
-        return self._value.memory.values
+    # The engine reads and writes rows, but nothing of the whole.
+    values = EMPTY
 
-    def take_gradient(self, start_bytes: int, stop_bytes: int) -> Any:
-        raise InternalError(f"the gradient of {self.name} is not sent as a whole")
+    def take_gradient(self, *_: Any, **__: Any) -> Any:
+        raise InternalError(f"{self.name} is not sent or updated as a whole")
 
-    def land_average(self, gradient: torch.Tensor) -> None:
-        raise InternalError(f"the workers do not update {self.name}")
+    land_average = take_gradient
 
     # The start.
     def before_offering(self) -> None:

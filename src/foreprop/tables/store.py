@@ -128,17 +128,12 @@ class RowStore:
                 tensors.table.put(numbers, values)
         tensors.staged.clear()
 
-    def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[list[RowPart]]:
-        """Each rank's parts of this step, which the store forgets."""
+    def take_gradients(self, number: int, step: int, ranks: Sequence[int]) -> list[RowPart]:
+        """The ranks' parts of this step in their order, which the store forgets."""
         gradients = self._shards[number].gradients
-        taken = [gradients.pop((step, rank), []) for rank in ranks]
-        for key in [key for key in gradients if key[0] == step]:  # of ranks without a gradient
-            del gradients[key]
-        return taken
+        return [part for rank in ranks for part in gradients.pop((step, rank), ())]
 
-    def aggregate(
-        self, number: int, gradients: Sequence[list[RowPart]], scale: float = 1.0
-    ) -> SquareSum:
+    def aggregate(self, number: int, gradients: Sequence[RowPart], scale: float) -> SquareSum:
         """Do the first half of `update` ahead; returns the sum of the gradient's squares.
 
         ``scale`` is that of the loss.
@@ -150,7 +145,7 @@ class RowStore:
     def update(
         self,
         number: int,
-        gradients: Sequence[list[RowPart]],
+        gradients: Sequence[RowPart],
         groups: Sequence[Hyperparameters],
         coefficient: float = 1.0,
     ) -> None:
@@ -170,7 +165,11 @@ class RowStore:
         if total is not None and groups:
             if averages is not None:
                 averages.before_change(total.numbers)
-            self._apply(tensors, total, groups, coefficient)
+            clip(total.rows, self._aggregation, coefficient)
+            group = groups[self._manifest.parameters[tensors.shard.parameter].group]
+            values = tensors.table.take(total.numbers)
+            gradient = total.rows.to(values.dtype)
+            tensors.optimizer.step(total.numbers, values, gradient, group)
         if averages is not None:
             averages.end_step()
 
@@ -179,27 +178,13 @@ class RowStore:
             tensors.averages = RowAverages(tensors.table, self._aggregation.ema)
         return tensors.averages
 
-    def _apply(
-        self,
-        tensors: _ShardTensors,
-        total: RowPart,
-        groups: Sequence[Hyperparameters],
-        coefficient: float,
-    ) -> None:
-        clip(total.rows, self._aggregation, coefficient)
-        group = groups[self._manifest.parameters[tensors.shard.parameter].group]
-        values = tensors.table.take(total.numbers)
-        gradient = total.rows.to(values.dtype)
-        tensors.optimizer.step(total.numbers, values, gradient, group)
-
     def _total(
-        self, gradients: Sequence[list[RowPart]], tensors: _ShardTensors, scale: float = 1.0
+        self, parts: Sequence[RowPart], tensors: _ShardTensors, scale: float = 1.0
     ) -> RowPart | None:
         """The aggregated gradient, not clipped; None if nobody had one.
 
         One without rows is another matter: a step is counted.
         """
-        parts = [part for of_rank in gradients for part in of_rank]
         if not parts:
             return None
         shard = tensors.shard

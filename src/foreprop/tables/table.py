@@ -186,10 +186,8 @@ def make_rows(
     """Rows ``numbers`` (int64, of the whole table) as they begin: (len(numbers), row_elems)."""
     made = torch.empty(len(numbers), row_elems, dtype=dtype)
     at_once = max(1, _MADE_AT_ONCE_ELEMS // max(1, row_elems))
-    for start in range(0, len(numbers), at_once):
-        some = numbers[start : start + at_once]
-        values = torch.from_numpy(_made_values(init, some.numpy(), row_elems))
-        made[start : start + at_once] = values
+    for some, rows in zip(torch.split(numbers, at_once), torch.split(made, at_once), strict=True):
+        rows.copy_(torch.from_numpy(_made_values(init, some.numpy(), row_elems)))
     if init.padding_row is not None:
         made[numbers == init.padding_row] = 0
     return made

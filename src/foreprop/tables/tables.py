@@ -8,6 +8,7 @@ that a step has updated, or somebody has set; the others begin as they always do
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,12 @@ from foreprop.core.manifest import ParameterInfo
 from foreprop.errors import ConfigError
 from foreprop.hooks.modelhooks import CallingHook
 from foreprop.tables.folder import TableFolder
-from foreprop.tables.parts import VALUES, KeptRows
+from foreprop.tables.parts import VALUES, KeptRows, part_rows
 from foreprop.tables.remote import RemoteTable
 
 _PARTS_IN_A_FILE = 16
 _AT_ONCE_ELEMS = 1 << 20
 _MORE, _DONE, _FAILED = "more", "done", "failed: "
-_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 class RemoteTables:
@@ -109,7 +109,7 @@ class RemoteTables:
     def _send_in_parts(
         self, table: RemoteTable, numbers: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[None]:
-        at_once = max(1, _AT_ONCE_ELEMS // max(1, table.row_elems))
+        at_once = part_rows(table.row_elems, _AT_ONCE_ELEMS)
         for start in range(0, len(numbers), at_once):
             some = slice(start, start + at_once)
             part = KeptRows(numbers[some], {VALUES: rows[some]})
@@ -118,8 +118,9 @@ class RemoteTables:
 
     def _read(self, folder: Path) -> Iterator[None]:
         described = self._read_index(folder)
+        nothing = KeptRows(torch.empty(0, dtype=torch.int64), {})
         for name, table in self._by_name.items():
-            table.exchange.send_kept_rows(table.number, KeptRows(_NOTHING, {}), anew=True)
+            table.exchange.send_kept_rows(table.number, nothing, anew=True)
             for file in described[name]["files"]:
                 for part in _parts_in(folder / file):
                     table.exchange.send_kept_rows(table.number, part)
@@ -192,9 +193,8 @@ class RemoteTables:
     ) -> Iterator[RemovableHandle]:
         """Have the modules' state dicts ask here."""
         for name in self._by_name:
-            hooks = _TableHooks(self, name)
             for module in modules_of(name):
-                yield from hooks.attach(module)
+                yield from _watch(module, name, weakref.ref(self))
 
     # Changes, on all ranks alike.
     def _change(self, work: Callable[[], Iterator[None]]) -> None:
@@ -238,58 +238,43 @@ class RemoteTables:
 
 def _in_groups(parts: Iterator[KeptRows], size: int) -> Iterator[list[Any]]:
     """As plain tuples: files are to be read without this class."""
-    group: list[Any] = []
-    for part in parts:
-        group.append((part.numbers, dict(part.entries)))
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
+    plain = ((part.numbers, dict(part.entries)) for part in parts)
+    while group := list(itertools.islice(plain, size)):
         yield group
 
 
-def _parts_in(path: Path) -> Iterator[KeptRows]:
+def _parts_in(path: Path) -> list[KeptRows]:
     try:
         parts = torch.load(path, map_location="cpu", weights_only=True)
-        rows = [KeptRows(numbers, entries) for numbers, entries in parts]
+        return [KeptRows(numbers, entries) for numbers, entries in parts]
     except Exception as error:  # whatever torch makes of a file that is not its own
         raise ConfigError(f"{path} cannot be read as a part of tables: {error}") from error
-    yield from rows
 
 
-class _TableHooks:
-    """What a module's state_dict() has of its table, for as long as ``tables`` are there."""
+def _watch(module: Any, name: str, tables: weakref.ref[RemoteTables]) -> Iterator[RemovableHandle]:
+    """What the module's state_dict() has of its table, for as long as ``tables`` are there."""
 
-    def __init__(self, tables: RemoteTables, name: str) -> None:
-        self._tables = weakref.ref(tables)
-        self._name = name
+    def before_saving(*_: Any) -> None:
+        if (own := tables()) is not None:
+            own.check_whole(name)
 
-    def attach(self, module: Any) -> Iterator[RemovableHandle]:
-        yield module.register_state_dict_pre_hook(CallingHook(self._before_saving))
-        yield module.register_state_dict_post_hook(CallingHook(self._saved))
-        yield module.register_load_state_dict_pre_hook(CallingHook(self._before_loading))
+    def saved(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if (own := tables()) is not None:
+            own.show(name, state, f"{prefix}weight")
 
-    def _before_saving(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (tables := self._tables()) is not None:
-            tables.check_whole(self._name)
-
-    def _saved(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        if (tables := self._tables()) is not None:
-            tables.show(self._name, state, f"{prefix}weight")
-
-    def _before_loading(
-        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any
-    ) -> None:
+    def before_loading(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
         value = state.get(f"{prefix}weight")
-        if self._tables() is None or value is None or value.is_meta:
+        if tables() is None or value is None or value.is_meta:
             return
         raise ConfigError(
-            f"load_state_dict() has values for {self._name}, which is on the meta device, and would"
+            f"load_state_dict() has values for {name}, which is on the meta device, and would"
             " ignore them: use session.load_tables(folder), or session.set_rows(name, numbers,"
             " values), and leave it out here"
         )
+
+    yield module.register_state_dict_pre_hook(CallingHook(before_saving))
+    yield module.register_state_dict_post_hook(CallingHook(saved))
+    yield module.register_load_state_dict_pre_hook(CallingHook(before_loading))
 
 
 def _whole_text(name: str, info: ParameterInfo) -> str:
