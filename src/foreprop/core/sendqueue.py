@@ -201,6 +201,15 @@ def may_hold_back(order: Order, reply: Reply, *, needs_norm: bool = False) -> bo
     return (order, reply) == ("priority", "broadcast") and not needs_norm
 
 
+def holds_back(order: Order, reply: Reply, servers: int, *, needs_norm: bool = False) -> bool:
+    """Whether a worker's pushes wait for answers (`PushWindow`): where servers take turns.
+
+    Fewer connections hold so little (`core.sendbound`) that what runs ahead holds up nothing, and a
+    worker that waited for slower ones would leave its link idle.
+    """
+    return takes_turns(order, servers) and may_hold_back(order, reply, needs_norm=needs_norm)
+
+
 class PushWindow:
     """Holds a push back while the server owes the answers to enough that are more urgent.
 

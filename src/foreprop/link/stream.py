@@ -6,17 +6,24 @@ import contextlib
 import ipaddress
 import select
 import socket
+import struct
 import time
 from typing import Protocol
 
 import psutil
 
+from foreprop.core.sendbound import SendBound
 from foreprop.errors import ConfigError, TransportError
 
 TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 _EMULATED_BUFFER_BYTES = 65_536
 _INT_LIMIT = 2**31 - 1
+TCP_INFO: int | None = getattr(socket, "TCP_INFO", None)
+_TCP_INFO_BYTES = 152
+"""Of Linux's ``struct tcp_info``, as far as ``tcpi_min_rtt``; ``tcpi_rtt`` is at 68."""
+_U32 = struct.Struct("=I")
+_NO_ROUND_TRIP = 2**32 - 1
 
 
 def local_address(rendezvous_host: str, interface: str | None = None) -> str:
@@ -142,6 +149,17 @@ def bound_send_buffer(sock: socket.socket, window_bytes: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(window_bytes // 2, _INT_LIMIT))
 
 
+def round_trips_us(sock: socket.socket) -> tuple[int, int] | None:
+    """Of a connection, smoothed and the shortest, in microseconds; None if the kernel has none."""
+    if TCP_INFO is None:
+        return None
+    info = sock.getsockopt(socket.IPPROTO_TCP, TCP_INFO, _TCP_INFO_BYTES)
+    if len(info) < _TCP_INFO_BYTES:
+        return None
+    (smoothed_us,), (shortest_us,) = _U32.unpack_from(info, 68), _U32.unpack_from(info, 148)
+    return (smoothed_us, shortest_us) if 0 < shortest_us < _NO_ROUND_TRIP else None
+
+
 def stays_on_this_machine(sock: socket.socket) -> bool:
     """Whether both ends of a connection are here, so that it passes no link."""
     if sock.family == socket.AF_UNIX:
@@ -177,11 +195,15 @@ class Stream(Protocol):
 
 
 class SocketStream:
-    """A `Stream` over a connected socket; bytes never pass through Python objects."""
+    """A `Stream` over a connected socket; bytes never pass through Python objects.
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    ``bound``: what the kernel may hold unacknowledged is adapted to the path.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, bound: SendBound | None = None) -> None:
         self._sock = sock
         self._peer = peer
+        self._bound = bound
         self._room: select.poll | None = None
 
     def bound(self, window_bytes: int) -> None:
@@ -204,8 +226,15 @@ class SocketStream:
                 self._sock.sendall(payload[sent - len(header) :])
             if self._room is not None:
                 self._room.poll()
+            if self._bound is not None and payload:
+                self._adapt(self._bound)
         except OSError as error:
             raise TransportError(f"cannot send to {self._peer}: {error}") from error
+
+    def _adapt(self, bound: SendBound) -> None:
+        times_us = round_trips_us(self._sock)
+        if times_us is not None and bound.observe(*times_us):
+            bound_send_buffer(self._sock, bound.bytes)
 
     def receive_into(self, view: memoryview) -> int:
         try:

@@ -15,7 +15,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.sendqueue import PushWindow, may_hold_back
+from foreprop.core.sendqueue import PushWindow, holds_back
 from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError
 from foreprop.path.tensors import bytes_of
@@ -260,7 +260,8 @@ def push_window(
 ) -> PushWindow | None:
     """How far a worker may run ahead of the others, if it is held back at all."""
     knobs = manifest.knobs
-    if not may_hold_back(knobs.order, knobs.reply, needs_norm=knobs.aggregation.needs_norm):
+    needs_norm = knobs.aggregation.needs_norm
+    if not holds_back(knobs.order, knobs.reply, servers, needs_norm=needs_norm):
         return None
     itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in manifest.wire_dtypes()]
     sizes_bytes = [piece.elems * itemsizes[piece.parameter] for piece in slices]

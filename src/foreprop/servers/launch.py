@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from foreprop.cluster.rendezvous import agree_on_session, raw_board, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.core.sendbound import SendBound
 from foreprop.core.sendqueue import takes_turns, window_share_bytes
 from foreprop.errors import ConfigError, HandshakeError, RemoteProtocolError, TransportError
 from foreprop.link.connection import greeting
@@ -201,14 +202,18 @@ class Connections:
         direct = self.workers_per_push == 1
         sock = self._reach(server) if direct else self._reach_relay(server)
         self._sockets.append(sock)
-        stream: Stream = SocketStream(sock, self.server_names()[server])
-        if self.links is not None and direct:
-            stream = self.links.wrap_to_node(stream, self._node_of(server))
         try:
             window_bytes = self._window_bytes(sock)
         except OSError as error:
             raise self._ended(sock, error) from error
-        if window_bytes and direct and takes_turns(self._config.order, self.servers):
+        order, bound = self._config.order, None
+        waits = takes_turns(order, self.servers)
+        if window_bytes and order == "priority" and not waits:
+            bound = SendBound(window_bytes)
+        stream: Stream = SocketStream(sock, self.server_names()[server], bound)
+        if self.links is not None and direct:
+            stream = self.links.wrap_to_node(stream, self._node_of(server))
+        if window_bytes and direct and waits:
             stream.bound(window_bytes)
         return stream
 
