@@ -6,7 +6,7 @@ import io
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,11 +24,13 @@ from foreprop.core.manifest import (
     describe_mismatch,
 )
 from foreprop.errors import ConfigError, HandshakeError
-from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup, describe_wire_dtype
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import ManagedParameter
 
 
 class RingBackend:

@@ -9,9 +9,11 @@ slice, or of a shard of rows: they do not collide.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from foreprop.core.norm import SquareSum
+if TYPE_CHECKING:
+    from foreprop.core.norm import SquareSum
+
 
 CONTROL_PRIORITY = -1
 LAST_PRIORITY = 2**31 - 1

@@ -21,9 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.core.norm import SquareSum
 from foreprop.gradients.averaging import AverageReader, Averaging
-from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
 from foreprop.path.servedgradient import SeenGradient
 from foreprop.path.waiting import (
@@ -35,8 +33,10 @@ from foreprop.path.waiting import (
 )
 
 if TYPE_CHECKING:  # for loops in which the workers update
+    from foreprop.core.norm import SquareSum
     from foreprop.gradients.localstep import DeferredStep
     from foreprop.gradients.roundpart import RoundPart, Scaling
+    from foreprop.path.managedparameter import SessionState
 
 
 class AveragedParameter:

@@ -12,7 +12,6 @@ from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Mani
 from foreprop.core.wire import Kind
 from foreprop.hooks import buffers
 from foreprop.link.connection import Later
-from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
 from foreprop.path.worker import WorkerEngine
@@ -21,6 +20,7 @@ from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
 
 if TYPE_CHECKING:
     from foreprop.numerics.norms import WorkerNorm
+    from foreprop.path.managedparameter import ManagedParameter
     from foreprop.servers.servedstate import ServedState
     from foreprop.tables.exchange import RowExchange
 

@@ -22,7 +22,6 @@ from foreprop.core.manifest import (
     OptimizerInfo,
     ParameterInfo,
 )
-from foreprop.core.norm import SquareSum
 from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.buffers import packed_bytes
@@ -32,6 +31,7 @@ from foreprop.path.tensors import state_limit_bytes
 from foreprop.version import __version__
 
 if TYPE_CHECKING:  # what a training loads that uses it
+    from foreprop.core.norm import SquareSum
     from foreprop.hooks.buffers import ModelBuffers
     from foreprop.numerics.loss_scale import LossScale
 

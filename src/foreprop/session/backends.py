@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from foreprop.config import Config
-from foreprop.core.norm import SquareSum
-from foreprop.path.managedparameter import Engine, ManagedParameter
 from foreprop.path.progress import Counters
 from foreprop.servers.setup import Setup
 
 if TYPE_CHECKING:
     from foreprop.collectives.ring import RingBackend
+    from foreprop.core.norm import SquareSum
+    from foreprop.path.managedparameter import Engine, ManagedParameter
     from foreprop.servers.served import ServedBackend
     from foreprop.tables.exchange import RowExchange
 

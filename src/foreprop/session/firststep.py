@@ -11,12 +11,12 @@ from torch.utils.hooks import RemovableHandle
 from foreprop.gradients.update import Needs, SettingsMark, agree
 from foreprop.hooks.buffers import FirstForward
 from foreprop.hooks.modelhooks import before_forward
-from foreprop.path.managedparameter import Watched
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.waiting import is_differentiable
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
+    from foreprop.path.managedparameter import Watched
     from foreprop.session.training import Training
 
 

@@ -13,13 +13,11 @@ from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
-from foreprop.core.norm import SquareSum
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
 from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
-from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
 from foreprop.path.memory import Memory
 from foreprop.session.adopting import SettingsWatch, adopt
 from foreprop.session.backends import Backends, is_served
@@ -30,10 +28,12 @@ from foreprop.session.lifetime import Lifetime
 
 if TYPE_CHECKING:  # what only some sessions need
     from foreprop.auto.stepprobe import StepProbe
+    from foreprop.core.norm import SquareSum
     from foreprop.gradients.averaging import Averaging
     from foreprop.hooks.compute_trace import ComputeTrace
     from foreprop.numerics.loss_scale import LossScale
     from foreprop.observe.trace import TraceRecorder
+    from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
     from foreprop.tables.remote import RemoteTable

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, InternalError
-from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import FirstUse
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.tensors import start_average
@@ -26,6 +25,9 @@ from foreprop.tables.exchange import RowExchange
 from foreprop.tables.lookahead import Prefetch
 from foreprop.tables.parts import VALUES
 from foreprop.tables.table import make_rows
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import SessionState
 
 _Tensor = torch.Tensor
 _LOOK_UPS = {look_up: inspect.signature(look_up) for look_up in (F.embedding, F.embedding_bag)}
