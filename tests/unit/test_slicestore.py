@@ -20,10 +20,10 @@ from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.slicestore import SliceStore
+from foreprop.path.sums import GradientBuffer
 from foreprop.path.tensors import (
     DTYPES,
     GRADIENT,
-    GradientBuffer,
     bytes_of,
     decode_state,
     encode_state,

@@ -26,7 +26,8 @@ from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
 from foreprop.path.optimizer import describe_groups
-from foreprop.path.tensors import DTYPES, finish_sum
+from foreprop.path.sums import finish_sum
+from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup
 
 _DIGEST_BITS = 18

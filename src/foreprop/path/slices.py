@@ -32,7 +32,7 @@ from foreprop.link.connection import EMPTY, Connection, check_size, exactly, not
 from foreprop.observe.trace import Stage, TraceRecorder, span
 from foreprop.path.executor import Executor, Machine
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.tensors import GradientBuffer
+from foreprop.path.sums import GradientBuffer
 
 
 class SliceMachine(Machine, Protocol):

@@ -32,7 +32,8 @@ from foreprop.link.connection import EMPTY, Connection, bounded, exactly
 from foreprop.observe.trace import RelayStage, Stage, span
 from foreprop.path.executor import Executor
 from foreprop.path.slices import SettingsAt, Slices
-from foreprop.path.tensors import DTYPES, Extent, GradientBuffer, add_up, sum_dtype
+from foreprop.path.sums import Extent, GradientBuffer, add_up, sum_dtype
+from foreprop.path.tensors import DTYPES
 
 
 class Sums:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from foreprop.errors import ConfigError, InternalError
 from foreprop.path.parameter import FirstUse
 from foreprop.path.servedgradient import ServedGradient
-from foreprop.path.tensors import start_average
+from foreprop.path.sums import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
 from foreprop.tables.exchange import RowExchange
 from foreprop.tables.lookahead import Prefetch
