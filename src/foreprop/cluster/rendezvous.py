@@ -16,7 +16,6 @@ from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import HandshakeError, RemoteProtocolError, StepTimeout, TransportError
 from foreprop.link.failure import decode_failure, failure_of
-from foreprop.observe.trace import check_trace_folder
 
 Look = Callable[[], None]
 """Called now and then while something is waited for; raises what has happened meanwhile."""
@@ -231,6 +230,8 @@ def agree_on_session(
     `ConfigError` if this rank's traces cannot be written: better now than after the training.
     """
     if config.trace is not None:
+        from foreprop.observe.trace import check_trace_folder
+
         check_trace_folder(config.trace)
     if board.rank == 0:
         board.publish("", json.dumps([session_id, shape]))

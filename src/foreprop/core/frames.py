@@ -9,15 +9,29 @@ slice, or of a shard of rows: they do not collide.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from foreprop.core.norm import SquareSum
 
-
 CONTROL_PRIORITY = -1
 LAST_PRIORITY = 2**31 - 1
 NO_TOKEN = -1
+
+
+class Stage(Enum):
+    """What a slice passes, in this order: for traces and messages; see docs/path.md."""
+
+    GRADIENT_READY = "gradient_ready"
+    PUSH_QUEUED = "push_queued"
+    PUSH_SENT = "push_sent"
+    PUSH_RECEIVED = "push_received"
+    UPDATED = "updated"
+    REPLY_QUEUED = "reply_queued"
+    REPLY_SENT = "reply_sent"
+    REPLY_RECEIVED = "reply_received"
+    PARAMETER_READY = "parameter_ready"
 
 
 # Events: what has happened.

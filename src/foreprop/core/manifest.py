@@ -253,6 +253,13 @@ _DECODER = msgspec.json.Decoder(Manifest)
 _RING_DECODER = msgspec.json.Decoder(RingManifest)
 
 
+def slice_names(manifest: Manifest) -> list[str]:
+    """The parameters' names, by number of the slice or shard."""
+    slices = manifest.slices()
+    pieces = [*slices, *manifest.shards(len(slices))]
+    return [manifest.parameters[piece.parameter].name for piece in pieces]
+
+
 def decode_ring_manifest(data: bytes | memoryview) -> RingManifest:
     """Raises `RemoteProtocolError` for bytes that are not a manifest."""
     return _decode(_RING_DECODER, data)

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from foreprop.config import Config
-from foreprop.core.frames import CompleteParameter
+from foreprop.core.frames import CompleteParameter, Stage
 from foreprop.errors import ForepropError, StepTimeout
-from foreprop.observe.trace import Stage, TraceRecorder
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
 
 NOTHING = -1
 

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from foreprop.config import Config
-from foreprop.core.frames import CONTROL_PRIORITY, LAST_PRIORITY
+from foreprop.core.frames import CONTROL_PRIORITY, LAST_PRIORITY, Stage
 from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.link.connection import Connection, bounded
-from foreprop.observe.trace import Stage
 from foreprop.path.progress import NOTHING, Progress
 from foreprop.path.tensors import state_limit_bytes
 

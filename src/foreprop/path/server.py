@@ -15,19 +15,23 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from foreprop.config import Config
+from foreprop.core.frames import Stage
 from foreprop.core.peers import Peers
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import ForepropError, RemoteProtocolError, StorageError
 from foreprop.link.connection import Connection, unexpected_bytes
 from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import SocketStream, Stream, tune
-from foreprop.observe.trace import Stage, TraceRecorder, trace_path
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
 from foreprop.path.progress import StallReporter
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
 
 _FAREWELL_S = 2.0
 _MOST_POLL_S = 1.0
@@ -86,6 +90,8 @@ class Server:
         self._connections: list[Connection] = []
         self.trace: TraceRecorder | None = None
         if config.trace:
+            from foreprop.observe.trace import TraceRecorder, trace_path
+
             process = process or self.name
             path = trace_path(Path(config.trace), process.replace(" ", "-"), session_id)
             number = _FIRST_PROCESS + index if process_id is None else process_id

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from foreprop.config import Config
 from foreprop.core.frames import (
@@ -22,6 +23,7 @@ from foreprop.core.frames import (
     PullsDue,
     ReplyArrived,
     SendFrame,
+    Stage,
     ValuesAwaited,
     ValuesOffered,
 )
@@ -43,12 +45,14 @@ from foreprop.link.connection import (
 )
 from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
-from foreprop.observe.trace import Stage, TraceRecorder, names_of, span
 from foreprop.path.ending import GOODBYE_S, Ending
 from foreprop.path.executor import Executor
 from foreprop.path.memory import ParameterMemory, SliceMemory, push_window
 from foreprop.path.progress import Progress
 from foreprop.path.requests import Inquiry, Requests
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
 
 
 class WorkerEngine:
@@ -91,7 +95,6 @@ class WorkerEngine:
         self.index, self.trace = rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)
-        self._names = names_of(manifest)  # by slice, for the trace
         self._machine = WorkerMachine(
             self.slices,
             parameters=len(names),
@@ -304,10 +307,11 @@ class WorkerEngine:
                 sent = Header(
                     kind, frame.flags, self.rank, step, slice_, frame.priority, size_bytes
                 )
-                queued_ns = self._queued_ns[step & 1][self.slices[slice_].parameter]
-                about = (self.trace, Stage.PUSH_QUEUED, self._names, sent, queued_ns)
-                span(*about, stop_ns=started_ns)
-                span(self.trace, Stage.PUSH_SENT, self._names, sent, started_ns)
+                parameter = self.slices[slice_].parameter
+                span, name = self.trace.slice_span, self.parameters[parameter].name
+                queued_ns = self._queued_ns[step & 1][parameter]
+                span(Stage.PUSH_QUEUED, name, sent, queued_ns, stop_ns=started_ns)
+                span(Stage.PUSH_SENT, name, sent, started_ns)
         elif kind == Kind.VALUE and self._offered:
             with self.lock:
                 self._offered -= 1
@@ -334,8 +338,8 @@ class WorkerEngine:
                 self.counters.replies += 1
                 self.counters.reply_bytes += size_bytes
             if self.trace is not None:
-                began_ns = peer.receive_started_ns
-                span(self.trace, Stage.REPLY_RECEIVED, self._names, header, began_ns)
+                name = self.parameters[self.slices[slice_].parameter].name
+                self.trace.slice_span(Stage.REPLY_RECEIVED, name, header, peer.receive_started_ns)
             if self.memory.casts is not None:
                 self.memory.land(slice_, size_bytes)
             self._dispatch(ReplyArrived(slice_, step, peer.number))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from foreprop.config import Config
-from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.manifest import Manifest
+from foreprop.core.frames import CONTROL_PRIORITY, Stage
+from foreprop.core.manifest import Manifest, slice_names
 from foreprop.core.peers import SERVER, Peers, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
@@ -23,7 +23,6 @@ from foreprop.link.connection import Connection, FailureReports, FrameOwner, Ser
 from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
-from foreprop.observe.trace import Stage, names_of
 from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
 from foreprop.path.optimizer import unknown_optimizer
@@ -78,7 +77,7 @@ class RelayWork:
         link: Connection,
         close_link: Callable[[Failure | None], None],
     ) -> None:
-        self.names = names_of(manifest)
+        self.names = slice_names(manifest)
         self.close = close_link
         self._manifest = manifest
         self._link = link

@@ -11,7 +11,6 @@ import torch
 from foreprop.gradients.update import Needs
 from foreprop.hooks import managed
 from foreprop.hooks.buffers import SharedBuffers
-from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.servers.setup import Setup
 from foreprop.session.adopting import SettingsWatch
@@ -21,6 +20,7 @@ from foreprop.session.firststep import FirstStep
 if TYPE_CHECKING:
     from foreprop.config import Config
     from foreprop.gradients.averaging import Averaging
+    from foreprop.observe.trace import TraceRecorder
     from foreprop.path.managedparameter import ManagedParameter
     from foreprop.path.stalereaders import StaleReaders
     from foreprop.session.training import Training
@@ -129,6 +129,8 @@ def _setup(training: Training, row_wise: Collection[str]) -> Setup:
 def _make_trace(training: Training, session_id: str) -> TraceRecorder | None:
     folder = training.config.trace
     if folder is not None and training.trace is None:
+        from foreprop.observe.trace import TraceRecorder, trace_path
+
         rank = training.world.rank
         path = trace_path(Path(folder), f"worker-{rank}", session_id)
         training.trace = TraceRecorder(path, f"worker {rank}", rank)
