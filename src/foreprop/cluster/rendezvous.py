@@ -14,8 +14,14 @@ from collections.abc import Callable, Mapping
 
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.errors import HandshakeError, RemoteProtocolError, StepTimeout, TransportError
-from foreprop.link.failure import decode_failure, failure_of
+from foreprop.errors import (
+    HandshakeError,
+    RemoteProtocolError,
+    StepTimeout,
+    TransportError,
+    decode_failure,
+    failure_of,
+)
 
 Look = Callable[[], None]
 """Called now and then while something is waited for; raises what has happened meanwhile."""

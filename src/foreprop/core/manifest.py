@@ -256,7 +256,7 @@ _RING_DECODER = msgspec.json.Decoder(RingManifest)
 def slice_names(manifest: Manifest) -> list[str]:
     """The parameters' names, by number of the slice or shard."""
     slices = manifest.slices()
-    pieces = [*slices, *manifest.shards(len(slices))]
+    pieces: list[Slice | Shard] = [*slices, *manifest.shards(len(slices))]
     return [manifest.parameters[piece.parameter].name for piece in pieces]
 
 

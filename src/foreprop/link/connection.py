@@ -16,8 +16,13 @@ import numpy as np
 
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import MAX_CONTROL_BYTES, FrameReader, Header, Kind, encode_header
-from foreprop.errors import InternalError, RemoteProtocolError, TransportError
-from foreprop.link.failure import Failure, decode_failure
+from foreprop.errors import (
+    Failure,
+    InternalError,
+    RemoteProtocolError,
+    TransportError,
+    decode_failure,
+)
 from foreprop.link.stream import Stream
 
 

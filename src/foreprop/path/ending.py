@@ -15,9 +15,10 @@ from foreprop.errors import (
     RemoteProtocolError,
     StepTimeout,
     TransportError,
+    failure_of,
+    own_error,
 )
 from foreprop.link.connection import Connection
-from foreprop.link.failure import failure_of, own_error
 from foreprop.path.progress import NOTHING, Progress
 from foreprop.path.requests import Inquiry
 

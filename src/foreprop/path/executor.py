@@ -22,9 +22,8 @@ from foreprop.core.frames import (
 )
 from foreprop.core.peers import Peers
 from foreprop.core.wire import Header
-from foreprop.errors import InternalError, TransportError
+from foreprop.errors import Failure, InternalError, TransportError
 from foreprop.link.connection import Connection
-from foreprop.link.failure import Failure
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder

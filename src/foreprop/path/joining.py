@@ -15,9 +15,8 @@ from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
 from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import takes_turns, window_share_bytes
 from foreprop.core.wire import MAX_CONTROL_BYTES, Header, Kind
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import Failure, RemoteProtocolError
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, bounded
-from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
 from foreprop.path.executor import Host
 from foreprop.version import __version__

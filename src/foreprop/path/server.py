@@ -23,9 +23,8 @@ from foreprop.config import Config
 from foreprop.core.frames import Stage
 from foreprop.core.peers import Peers
 from foreprop.core.wire import Header, Kind
-from foreprop.errors import ForepropError, RemoteProtocolError, StorageError
+from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
 from foreprop.link.connection import Connection, unexpected_bytes
-from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import SocketStream, Stream, tune
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
 from foreprop.path.progress import StallReporter

@@ -33,7 +33,7 @@ from foreprop.core.sendqueue import Turns
 from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.errors import Failure, InternalError, RemoteProtocolError
 from foreprop.link.connection import (
     EMPTY,
     Connection,
@@ -43,7 +43,6 @@ from foreprop.link.connection import (
     bounded,
     owners_of,
 )
-from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
 from foreprop.path.ending import GOODBYE_S, Ending
 from foreprop.path.executor import Executor

@@ -18,9 +18,8 @@ from foreprop.core.manifest import Manifest, slice_names
 from foreprop.core.peers import SERVER, Peers, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import Failure, RemoteProtocolError, failure_of
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
-from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
 from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits

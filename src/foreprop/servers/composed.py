@@ -15,8 +15,8 @@ from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Header, Kind
+from foreprop.errors import Failure
 from foreprop.link.connection import Connection, Later, Service, owners_of
-from foreprop.link.failure import Failure
 from foreprop.path.calls import (
     AnnouncedNumbers,
     Blobs,
