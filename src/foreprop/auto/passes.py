@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from foreprop.auto.attribution import PassRecord
-from foreprop.hooks import buffers
 from foreprop.hooks.interception import watch_entries
+from foreprop.hooks.modelhooks import FirstForward
 from foreprop.path.waiting import (
     is_differentiable,
     is_waiting,
@@ -101,7 +101,7 @@ class Watch:
         watch: Any = self  # a hook's source, of which FirstForward uses one method
         self._undo.append(self.forward_ended)
         self._undo.append(watch_entries(self))
-        self._undo.append(model.register_forward_pre_hook(buffers.FirstForward(watch)).remove)
+        self._undo.append(model.register_forward_pre_hook(FirstForward(watch)).remove)
         for array in self._arrays:
             self._undo.append(array.hook())
             make_wait(array.parameter, array)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.collectives.ring import RingBackend
-from foreprop.hooks.buffers import ModelBuffers
+from foreprop.hooks.modelhooks import ModelBuffers
 from foreprop.path.memory import ParameterMemory
 from foreprop.servers.served import ServedBackend
 from foreprop.servers.setup import Setup

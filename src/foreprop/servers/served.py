@@ -10,7 +10,7 @@ import msgspec
 
 from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
-from foreprop.hooks import buffers
+from foreprop.hooks.modelhooks import pack, unpack_into
 from foreprop.link.connection import Later
 from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
@@ -101,12 +101,12 @@ class ServedBackend:
                     self.rows.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
                 for number, tensors in enumerate(shared, _FROZEN):
-                    self.engine.publish_blob(number, 0, buffers.pack(tensors))
+                    self.engine.publish_blob(number, 0, pack(tensors))
         else:
             for parameter in parameters:
                 parameter.receive_initial_value()
             for number, tensors in enumerate(shared, _FROZEN):
-                buffers.unpack_into(tensors, self.engine.fetch_blob(number, 0))
+                unpack_into(tensors, self.engine.fetch_blob(number, 0))
         if self._serves and self._optimizer.state:
             self.state.drop()
 

@@ -24,14 +24,14 @@ from foreprop.core.manifest import (
 )
 from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.errors import ConfigError
-from foreprop.hooks.buffers import packed_bytes
+from foreprop.hooks.modelhooks import packed_bytes
 from foreprop.path.memory import ParameterMemory
 from foreprop.path.tensors import state_limit_bytes
 from foreprop.version import __version__
 
 if TYPE_CHECKING:  # what a training loads that uses it
     from foreprop.core.norm import SquareSum
-    from foreprop.hooks.buffers import ModelBuffers
+    from foreprop.hooks.modelhooks import ModelBuffers
     from foreprop.numerics.loss_scale import LossScale
     from foreprop.observe.trace import TraceRecorder
 

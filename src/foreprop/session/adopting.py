@@ -16,13 +16,16 @@ import torch
 
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.gradients.optimizerstate import give_plain_state
-from foreprop.hooks import buffers
-from foreprop.hooks.interception import Interception, watch_entries, watch_scripts
-from foreprop.hooks.managed import watch_wrappers
+from foreprop.hooks.interception import Interception, watch_entries, watch_scripts, watch_wrappers
 from foreprop.hooks.modelhooks import (
     OWN_ATTRIBUTES,
+    BeforeForward,
+    BeforeLoadStateDict,
     BeforeModule,
+    BeforeStateDict,
     CallingHook,
+    StateDictBegins,
+    StateDictEnds,
     before_forward,
     before_loading,
     keep_copies_plain,
@@ -161,20 +164,20 @@ def _adopt_model(training: Training) -> None:
         training.compute_trace = trace
         training.life.add_undo(trace.remove)
     handles = [
-        before_loading(module, buffers.BeforeLoadStateDict(training))
+        before_loading(module, BeforeLoadStateDict(training))
         for module in model.modules()  # a part may be loaded by itself
         if next(module.parameters(recurse=False), None) is not None
     ]
     if training.config.wait == "modules":
         handles += [before_forward(module, BeforeModule()) for module in model.modules()]
     if training.config.whole_tables not in (None, "all"):
-        handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(training)))
-        handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(training)))
+        handles.append(model.register_state_dict_pre_hook(StateDictBegins(training)))
+        handles.append(model.register_state_dict_post_hook(StateDictEnds(training)))
     if training.remote is not None and training.user.embeddings is not None:
         handles += training.remote.watch(training.user.embeddings.modules_of)
     if training.user.buffers:
-        handles.append(before_forward(model, buffers.BeforeForward(training)))
-        handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(training)))
+        handles.append(before_forward(model, BeforeForward(training)))
+        handles.append(model.register_state_dict_pre_hook(BeforeStateDict(training)))
     training.life.add_undo(*(handle.remove for handle in handles))
 
 

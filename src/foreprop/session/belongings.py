@@ -11,8 +11,8 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, ParameterInfo, RowInit
 from foreprop.errors import ConfigError
-from foreprop.hooks.buffers import ModelBuffers
-from foreprop.hooks.managed import check_unmanaged, managed_ids
+from foreprop.hooks.interception import check_unmanaged, managed_ids
+from foreprop.hooks.modelhooks import ModelBuffers
 from foreprop.path.optimizer import named_parameters, others_named
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from foreprop.gradients.update import Needs
-from foreprop.hooks import managed
-from foreprop.hooks.buffers import SharedBuffers
+from foreprop.hooks.interception import claim_parameter
+from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.servers.setup import Setup
 from foreprop.session.adopting import SettingsWatch
@@ -61,7 +61,7 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
         raise
     for synchronised in training.parameters:
         synchronised.watch()
-        managed.claim(synchronised.name, synchronised.parameter, training)
+        claim_parameter(synchronised.name, synchronised.parameter, training)
     training.first.watch(user.model)
 
 

@@ -9,8 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.gradients.update import Needs, SettingsMark, agree
-from foreprop.hooks.buffers import FirstForward
-from foreprop.hooks.modelhooks import before_forward
+from foreprop.hooks.modelhooks import FirstForward, before_forward
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.waiting import is_differentiable
 

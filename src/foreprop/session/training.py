@@ -16,8 +16,8 @@ from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
 from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
-from foreprop.hooks import managed
-from foreprop.hooks.buffers import SharedBuffers
+from foreprop.hooks.interception import release_parameter
+from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.memory import Memory
 from foreprop.session.adopting import SettingsWatch, adopt
 from foreprop.session.backends import Backends, is_served
@@ -370,6 +370,6 @@ class Training:
             if averaged.parameter is parameter and averaged.index >= self.user.optimized:
                 averaging.parameters.remove(averaged)
                 averaged.give_away()
-                managed.release(parameter, self)
+                release_parameter(parameter, self)
                 return True
         return False
