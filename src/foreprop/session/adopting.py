@@ -1,22 +1,31 @@
-"""The user's model and optimizer become a session's, and are given back when it ends.
+"""The user's model and optimizer: they become a session's, and are given back when it ends.
 
-While it lasts, somebody may set the optimizer's numbers (`SettingsWatch`), or use a value that a
-reply has replaced (`give_advice`).
+`Belongings` says which of their parameters are synchronised, and as what. While the session lasts,
+somebody may use a value that a reply has replaced (`give_advice`).
 """
 
 from __future__ import annotations
 
 import functools
-import operator
+import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foreprop.errors import ConfigError, TrainingLoopError
+from foreprop.config import Config
+from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, ParameterInfo, RowInit
+from foreprop.errors import ConfigError
 from foreprop.gradients.optimizerstate import give_plain_state
-from foreprop.hooks.interception import Interception, watch_entries, watch_scripts, watch_wrappers
+from foreprop.hooks.interception import (
+    Interception,
+    check_unmanaged,
+    managed_ids,
+    watch_entries,
+    watch_scripts,
+    watch_wrappers,
+)
 from foreprop.hooks.modelhooks import (
     OWN_ATTRIBUTES,
     BeforeForward,
@@ -24,6 +33,7 @@ from foreprop.hooks.modelhooks import (
     BeforeModule,
     BeforeStateDict,
     CallingHook,
+    ModelBuffers,
     StateDictBegins,
     StateDictEnds,
     before_forward,
@@ -31,12 +41,122 @@ from foreprop.hooks.modelhooks import (
     keep_copies_plain,
     keep_copy_plain,
 )
-from foreprop.session.backends import Backends
+from foreprop.path.optimizer import named_parameters, others_named
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
+    from foreprop.tables.embeddings import Embeddings
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+Named = tuple[str, torch.nn.Parameter, int]
+"""A parameter's name, itself, and the number of its group in the optimizer."""
 
 
+class Belongings:
+    """What belongs to the user. Parameters go by their numbers: the optimizer's come first."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer or torch.optim.SGD(model.parameters())
+        self._own = list(named_parameters(model, self.optimizer))
+        self.optimized = len(self._own)
+        """The number of parameters that the optimizer has."""
+        self.embeddings = self._find_embeddings(config)
+        self.named: list[Named] = []
+        self.buffers = ModelBuffers(model)
+
+    def _find_embeddings(self, config: Config) -> Embeddings | None:
+        """None if the model has no tables, and nothing that would have to be one."""
+        model = self.model
+        tensors = itertools.chain(
+            model.parameters(), model.buffers(), (parameter for _, parameter, _ in self._own)
+        )
+        has_tables = any(isinstance(module, _EMBEDDINGS) for module in model.modules())
+        is_asked = config.sparse_parameters is not None
+        if not (has_tables or is_asked or any(tensor.is_meta for tensor in tensors)):
+            return None
+        from foreprop.tables.embeddings import Embeddings
+
+        return Embeddings(model, self._own, self.optimizer, config)
+
+    @property
+    def row_wise(self) -> Collection[str]:
+        """The names of the tables that servers hold row by row from the start."""
+        return () if self.embeddings is None else self.embeddings.row_wise
+
+    @property
+    def candidates(self) -> Collection[str]:
+        """The names of those that ``architecture="auto"`` decides about."""
+        return () if self.embeddings is None else self.embeddings.candidates
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the optimizer has other parameters than tables held row by row."""
+        return self.optimized > len(self.row_wise)
+
+    def take(self) -> None:
+        """Number the parameters. Raises `ConfigError` for those that cannot be synchronised."""
+        if self.embeddings is not None:
+            from foreprop.tables.embeddings import check_rest
+
+            check_rest(self.model, self._own)
+        check_unmanaged(self._own)
+        others = others_named(self.model, self.optimizer)
+        self.named = self._own + [entry for entry in others if id(entry[1]) not in managed_ids()]
+        self._managed_ids = {id(parameter) for _, parameter, _ in self.named} | managed_ids()
+
+    @property
+    def frozen(self) -> list[torch.nn.Parameter]:
+        """The model's parameters that no session has."""
+        return [p for p in self.model.parameters() if id(p) not in self._managed_ids]
+
+    def infos(self, row_wise: Collection[str], *, by_workers: bool) -> Iterator[ParameterInfo]:
+        """What all ranks must agree on. ``row_wise``: names; ``by_workers``: they update."""
+        tables = self.embeddings
+        sparse: Collection[str] = () if tables is None else tables.sparse
+        remote: Mapping[str, RowInit] = {} if tables is None else tables.remote
+        for name, parameter, group in self.named:
+            rows = name in row_wise
+            yield ParameterInfo(
+                dtype=_checked_dtype(name, parameter),
+                name=name,
+                shape=tuple(parameter.shape),
+                group=NO_GROUP if by_workers and not rows else group,
+                rows=rows,
+                sparse=name in sparse,
+                init=remote.get(name),
+            )
+
+    def make_sparse(self, names: Collection[str]) -> None:
+        """Have these tables' gradients be sparse, until `restore`."""
+        if self.embeddings is not None:
+            self.embeddings.make_sparse(names)
+
+    def restore(self) -> None:
+        """Embeddings' gradients are as the user had them."""
+        if self.embeddings is not None:
+            self.embeddings.restore()
+
+
+def _checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
+    """Raises `ConfigError` for a parameter that cannot be sent."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE_BYTES:
+        raise ConfigError(
+            f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"
+        )
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
+            " before parallelize()"
+        )
+    return dtype
+
+
+# The adoption.
 def adopt(training: Training) -> None:
     """Raises `ForepropError`; what has been adopted by then is given back with the rest."""
     add_undo = training.life.add_undo
@@ -179,89 +299,6 @@ def _adopt_model(training: Training) -> None:
         handles.append(before_forward(model, BeforeForward(training)))
         handles.append(model.register_state_dict_pre_hook(BeforeStateDict(training)))
     training.life.add_undo(*(handle.remove for handle in handles))
-
-
-_CONSTANT = frozenset({int, float, bool, str, type(None)})
-
-
-class SettingsWatch:
-    """One backend's. Training thread."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        backends: Backends,
-        *,
-        parameters: int,
-        is_scaled: bool,
-    ) -> None:
-        """``parameters``: that the optimizer had at `parallelize`.
-
-        ``is_scaled``: the loss's scale is one of the numbers, which no group has.
-        """
-        self.announced_step = 0
-        self._optimizer = optimizer
-        self._backends = backends
-        self._parameters = parameters
-        self._is_scaled = is_scaled
-        self._announced: Any = None
-        self._read: list[tuple[Any, ...]] | None = None
-        """The groups' values when they were announced; None if they could change by themselves."""
-
-    def announce(self, step: int) -> None:
-        """The step's first push is about to leave: servers must know what has changed."""
-        if not self._is_as_read():
-            numbers = self._backends.numbers()
-            if numbers != self._announced:
-                self._backends.announce(step)
-                self._announced = numbers
-            self._keep()
-        self.announced_step = step
-
-    def check_unchanged(self, step: int) -> None:
-        """At `step()`: what was announced still holds, if anything was."""
-        if self._is_as_read() or self.announced_step != step:
-            return
-        if self._backends.numbers() != self._announced:
-            raise TrainingLoopError(
-                "the optimizer's settings (lr, ...) were changed between backward() and"
-                " step(), when servers had been sent gradients with the old ones. Change them after"
-                " step(), as LR schedulers do, or before backward(); or set parallelize(...,"
-                " update='workers'), with which step() takes what it finds."
-            )
-
-    def _keep(self) -> None:
-        groups = self._optimizer.param_groups
-        self._read = [tuple(group.values()) for group in groups]
-        for group in groups:
-            if not all(name == "params" or _is_constant(value) for name, value in group.items()):
-                self._read = None
-                return
-
-    def _is_as_read(self) -> bool:
-        """Whether nobody can have set anything. Raises `ConfigError` for other parameters."""
-        groups, read = self._optimizer.param_groups, self._read
-        count = 0
-        for group in groups:
-            count += len(group["params"])
-        if count != self._parameters:
-            raise ConfigError(
-                f"the optimizer had {self._parameters} parameters at parallelize() and has"
-                f" {count} now; call add_param_group() before parallelize()"
-            )
-        if read is None or self._is_scaled or len(groups) != len(read):
-            return False
-        for group, values in zip(groups, read, strict=True):
-            if len(group) != len(values) or not all(map(operator.is_, group.values(), values)):
-                return False
-        return True
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether it is the same as long as it is the same object."""
-    if type(value) is tuple:
-        return all(type(part) in _CONSTANT for part in value)
-    return type(value) in _CONSTANT
 
 
 _SYMPTOM = "modified by an inplace operation"

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from foreprop.auto.planning import Outlook, Planning
 from foreprop.path.optimizer import can_be_served
-from foreprop.session.backends import needs_another_backend
-from foreprop.session.connecting import reconnect
+from foreprop.session.backends import needs_another_backend, reconnect
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
