@@ -30,7 +30,6 @@ from foreprop.core.frames import (
 from foreprop.core.manifest import Manifest
 from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
-from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import Failure, InternalError, RemoteProtocolError
@@ -39,6 +38,7 @@ from foreprop.link.connection import (
     Connection,
     FailureReports,
     FrameOwner,
+    Later,
     Service,
     bounded,
     owners_of,
@@ -48,10 +48,10 @@ from foreprop.path.ending import GOODBYE_S, Ending
 from foreprop.path.executor import Executor
 from foreprop.path.memory import ParameterMemory, SliceMemory, push_window
 from foreprop.path.progress import Progress
-from foreprop.path.requests import Inquiry, Requests
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
+    from foreprop.path.requests import Inquiry, Requests
 
 
 class WorkerEngine:
@@ -132,24 +132,13 @@ class WorkerEngine:
         self._executor.doers[CompleteParameter] = self.progress.parameter_complete
         self._executor.payload_of = self._payload_of
         self._executor.on_sent = self._on_sent
-        pieces: list[Slice | Shard] = [*self.slices, *self.shards]
-        about = (self.send_message, self.progress, self.config)
-        self.requests = Requests(self.manifest, pieces, *about)
-        self.inquiry = Inquiry(
-            self.manifest,
-            self.shards,
-            self._machine,
-            self.lock,
-            self._connections,
-            self._servers,
-            self.progress,
-            self._executor.sending_to,
-        )
+        self._requests = Later({Kind.BLOB_REPLY, Kind.STATE_REPLY}, self._make_requests)
+        self._inquiry = Later({Kind.STATUS_REPLY}, self._make_inquiry)
         self._ending = Ending(
             self._connections,
             self._servers,
             self.progress,
-            self.inquiry,
+            self._inquiry,
             rank=self.rank,
             config=self.config,
             begin_closing=lambda: self._dispatch(Closing()),
@@ -158,15 +147,42 @@ class WorkerEngine:
         self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self._ending.fail(failure.as_error()))
         # what a session asks of its engine, and others do
-        self.publish_blob, self.fetch_blob = self.requests.publish_blob, self.requests.fetch_blob
         self.give_up, self.close = self._ending.give_up, self._ending.close
         self.end = self._ending.finished.set
-        self.use(self, self.requests, self.inquiry, failures)
+        self.use(self, self._requests, self._inquiry, failures)
 
     def use(self, *services: Service) -> None:
         """These own frames from now on; before `join`."""
         self._services += services
         self._owners.update(owners_of(self._services))
+
+    # What only some sessions ask of servers.
+    def _make_requests(self) -> Requests:
+        from foreprop.path.requests import Requests
+
+        return Requests(self)
+
+    def _make_inquiry(self) -> Inquiry:
+        from foreprop.path.requests import Inquiry  # when something does not come
+
+        about = (self._machine, self._connections, self._servers)
+        return Inquiry(self, *about, self._executor.sending_to)
+
+    @property
+    def requests(self) -> Requests:
+        return self._requests.service
+
+    @property
+    def inquiry(self) -> Inquiry:
+        return self._inquiry.service
+
+    def publish_blob(self, which: int, step: int, data: bytes) -> None:
+        """Rank 0: leave a blob (see `Manifest.blob_bytes`) with server 0 for whoever asks."""
+        self.requests.publish_blob(which, step, data)
+
+    def fetch_blob(self, which: int, step: int) -> memoryview:
+        """Rank 0's blob of this step; blocks until it is there."""
+        return self.requests.fetch_blob(which, step)
 
     # The start.
     def join(self, look: Callable[[], None] = lambda: None) -> None:
