@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
+    SERVER,
     Finish,
     FrameSent,
     InstallValue,
@@ -21,8 +22,8 @@ from foreprop.core.frames import (
     SliceUpdated,
     UpdateSlice,
     ValueArrived,
+    workers_of_node,
 )
-from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.sendqueue import USUAL_TURNS
 from foreprop.core.wire import Flag, Kind

@@ -8,6 +8,7 @@ import pytest
 
 from foreprop.core.frames import (
     NO_TOKEN,
+    SERVER,
     FailSession,
     Finish,
     FrameSent,
@@ -22,8 +23,8 @@ from foreprop.core.frames import (
     SliceUpdated,
     UpdateSlice,
     ValueArrived,
+    workers_of_node,
 )
-from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Slice

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
+from foreprop.core.frames import SERVER, workers_of_node
 from foreprop.core.manifest import Manifest, ParameterInfo
-from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError

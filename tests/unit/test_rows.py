@@ -22,9 +22,9 @@ from foreprop.core.frames import (
     PushArrived,
     SendNormPart,
     ValueArrived,
+    each_worker,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import each_worker
 from foreprop.core.rows_machine import (
     AnswerRows,
     RowsMachine,

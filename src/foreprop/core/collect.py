@@ -12,11 +12,11 @@ from foreprop.core.frames import (
     NO_TOKEN,
     FailSession,
     MessageReady,
+    Peers,
     PullArrived,
     PushArrived,
     SendFrame,
 )
-from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import RemoteProtocolError

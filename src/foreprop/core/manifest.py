@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from foreprop.core.peers import Peers, each_worker, nodes
+from foreprop.core.frames import Peers, each_worker, nodes
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import (
     Granularity,

@@ -22,11 +22,13 @@ from typing import Any
 
 from foreprop.core.frames import (
     NO_TOKEN,
+    SERVER,
     Finish,
     FrameSent,
     MessageReady,
     NotifyArrived,
     PeerLeft,
+    Peers,
     PullArrived,
     PushArrived,
     ReplyArrived,
@@ -37,7 +39,6 @@ from foreprop.core.frames import (
     UpdateSlice,
     ValueArrived,
 )
-from foreprop.core.peers import SERVER, Peers
 from foreprop.core.sendqueue import Order, Reply, SendLanes
 from foreprop.core.server_machine import ServerInstruction, ServerMachine
 from foreprop.core.slicing import Slice

@@ -25,13 +25,13 @@ from foreprop.core.frames import (
     InstallValue,
     NormArrived,
     PeerLeft,
+    Peers,
     PullArrived,
     PushArrived,
     SendNormPart,
     ValueArrived,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import Peers
 from foreprop.core.slicing import Shard
 from foreprop.errors import InternalError, RemoteProtocolError
 

@@ -21,6 +21,7 @@ from typing import Any
 from foreprop.core.barrier import HeldSums, StepBarrier
 from foreprop.core.collect import PushCollector, Pushes, Replies, with_gradient
 from foreprop.core.frames import (
+    SERVER,
     FailSession,
     Finish,
     FrameSent,
@@ -28,6 +29,7 @@ from foreprop.core.frames import (
     MessageReady,
     NormArrived,
     PeerLeft,
+    Peers,
     PullArrived,
     PushArrived,
     SendFrame,
@@ -40,9 +42,9 @@ from foreprop.core.frames import (
     UpdateDeferred,
     UpdateSlice,
     ValueArrived,
+    each_worker,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import SERVER, Peers, each_worker
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag

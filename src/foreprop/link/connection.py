@@ -74,7 +74,7 @@ class Connection:
         self.rank = rank
         """The other side's in its frames, or -1 until it is known."""
         self.number = number
-        """The other side's in the session (`core.peers`), or -1 until it takes part."""
+        """The other side's in the session (`core.frames`), or -1 until it takes part."""
         self.last_push: tuple[int, int] | None = None
         """What it has pushed last, for messages: slice or shard, and step."""
         self.left = False

@@ -18,9 +18,9 @@ from foreprop.core.frames import (
     Finish,
     FrameSent,
     MessageReady,
+    Peers,
     SendFrame,
 )
-from foreprop.core.peers import Peers
 from foreprop.core.wire import Header
 from foreprop.errors import Failure, InternalError, TransportError
 from foreprop.link.connection import Connection

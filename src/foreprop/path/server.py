@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foreprop.config import Config
-from foreprop.core.frames import Stage
-from foreprop.core.peers import Peers
+from foreprop.core.frames import Peers, Stage
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
 from foreprop.link.connection import Connection, unexpected_bytes

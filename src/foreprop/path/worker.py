@@ -19,6 +19,7 @@ from foreprop.core.frames import (
     CompleteParameter,
     GradientReady,
     NotifyArrived,
+    Peers,
     PrioritiesLearned,
     PullsDue,
     ReplyArrived,
@@ -28,7 +29,6 @@ from foreprop.core.frames import (
     ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine

@@ -15,6 +15,7 @@ import torch
 
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
+    SERVER,
     Finish,
     NotifyArrived,
     ReplyArrived,
@@ -24,7 +25,6 @@ from foreprop.core.frames import (
     UpdateSlice,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from foreprop.core.frames import FailSession, PeerLeft, PushArrived
+from foreprop.core.frames import SERVER, FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import SERVER
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
 from foreprop.core.slicing import Shard
 from foreprop.core.wire import Flag, Header, Kind

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foreprop.core.barrier import StepBarrier
+from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest, slice_names
-from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Header, Kind

@@ -10,8 +10,10 @@ from typing import Any
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
+    SERVER,
     MessageReady,
     NotifyArrived,
+    Peers,
     PullArrived,
     PushArrived,
     ReplyArrived,
@@ -19,7 +21,6 @@ from foreprop.core.frames import (
     SliceUpdated,
     UpdateSlice,
 )
-from foreprop.core.peers import SERVER, Peers
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
