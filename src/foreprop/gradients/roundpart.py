@@ -17,9 +17,8 @@ from torch.autograd.graph import increment_version
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.averaging import Averaging
-from foreprop.path.memory import HeldGradient
+from foreprop.path.memory import HeldGradient, bytes_of
 from foreprop.path.parameter import check_same_kind
-from foreprop.path.tensors import bytes_of
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from foreprop.core.manifest import BUFFERS_BLOB
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import WAITS_AT_ENTRY, Interception, entered
-from foreprop.path.tensors import bytes_of
+from foreprop.path.memory import bytes_of
 from foreprop.path.waiting import used
 
 if TYPE_CHECKING:

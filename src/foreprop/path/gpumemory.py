@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foreprop.path.memory import Ready, StagedMemory
-from foreprop.path.tensors import bytes_of
+from foreprop.path.memory import Ready, StagedMemory, bytes_of
 
 
 class Copier(Protocol):

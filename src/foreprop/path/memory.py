@@ -18,13 +18,22 @@ from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.sendqueue import PushWindow, may_hold_back
 from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError
-from foreprop.path.tensors import bytes_of
 
 if TYPE_CHECKING:
     from foreprop.path.gpumemory import Stager
 
 Ready = Callable[[Any], None]
 """Takes a gradient's bytes: a memoryview, or of a parameter that stays on its GPU a tensor."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous CPU tensor's bytes."""
+    if not tensor.is_contiguous():
+        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
+    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 class Memory(Protocol):

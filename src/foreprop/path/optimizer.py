@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters, Manifest
-from foreprop.errors import ConfigError, TrainingLoopError
+from foreprop.errors import ConfigError
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How, not what: servers use the plain loop, whose bits do not depend on where a slice begins."""
@@ -153,6 +152,21 @@ def others_named(
             yield name, parameter, NO_GROUP
 
 
+def checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
+    """Raises `ConfigError` for a parameter that cannot be sent."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE_BYTES:
+        raise ConfigError(
+            f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"
+        )
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
+            " before parallelize()"
+        )
+    return dtype
+
+
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
     for cls in (
@@ -213,90 +227,3 @@ def describe_groups(
                     f" {b.get(name)} on rank {rank}: every rank must set the same value"
                 )
     return f"step {step}: ranks {first} and {rank} have different parameter groups"
-
-
-# While it is trained with.
-_CONSTANT = frozenset({int, float, bool, str, type(None)})
-
-
-class SettingsWatch:
-    """One backend's. Training thread."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        numbers: Callable[[], Any],
-        announce: Callable[[int], None],
-        *,
-        parameters: int,
-        is_scaled: bool,
-    ) -> None:
-        """``announce`` tells the servers ``numbers()``, which count from a step on.
-
-        ``parameters``: that the optimizer had at `parallelize`.
-        ``is_scaled``: the loss's scale is one of the numbers, which no group has.
-        """
-        self.announced_step = 0
-        self._optimizer = optimizer
-        self._numbers = numbers
-        self._send = announce
-        self._parameters = parameters
-        self._is_scaled = is_scaled
-        self._announced: Any = None
-        self._read: list[tuple[Any, ...]] | None = None
-        """The groups' values when they were announced; None if they could change by themselves."""
-
-    def announce(self, step: int) -> None:
-        """The step's first push is about to leave: servers must know what has changed."""
-        if not self._is_as_read():
-            numbers = self._numbers()
-            if numbers != self._announced:
-                self._send(step)
-                self._announced = numbers
-            self._keep()
-        self.announced_step = step
-
-    def check_unchanged(self, step: int) -> None:
-        """At `step()`: what was announced still holds, if anything was."""
-        if self._is_as_read() or self.announced_step != step:
-            return
-        if self._numbers() != self._announced:
-            raise TrainingLoopError(
-                "the optimizer's settings (lr, ...) were changed between backward() and"
-                " step(), when servers had been sent gradients with the old ones. Change them after"
-                " step(), as LR schedulers do, or before backward(); or set parallelize(...,"
-                " update='workers'), with which step() takes what it finds."
-            )
-
-    def _keep(self) -> None:
-        groups = self._optimizer.param_groups
-        self._read = [tuple(group.values()) for group in groups]
-        for group in groups:
-            if not all(name == "params" or _is_constant(value) for name, value in group.items()):
-                self._read = None
-                return
-
-    def _is_as_read(self) -> bool:
-        """Whether nobody can have set anything. Raises `ConfigError` for other parameters."""
-        groups, read = self._optimizer.param_groups, self._read
-        count = 0
-        for group in groups:
-            count += len(group["params"])
-        if count != self._parameters:
-            raise ConfigError(
-                f"the optimizer had {self._parameters} parameters at parallelize() and has"
-                f" {count} now; call add_param_group() before parallelize()"
-            )
-        if read is None or self._is_scaled or len(groups) != len(read):
-            return False
-        for group, values in zip(groups, read, strict=True):
-            if len(group) != len(values) or not all(map(operator.is_, group.values(), values)):
-                return False
-        return True
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether it is the same as long as it is the same object."""
-    if type(value) is tuple:
-        return all(type(part) in _CONSTANT for part in value)
-    return type(value) in _CONSTANT

@@ -20,6 +20,7 @@ from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
+from foreprop.path.memory import bytes_of
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.sums import (
     Extent,
@@ -38,7 +39,6 @@ from foreprop.path.tensors import (
     DTYPES,
     GRADIENT,
     MASTER,
-    bytes_of,
     decode_state,
     encode_state,
     is_array,

@@ -14,7 +14,7 @@ import torch
 from foreprop.core.manifest import Aggregation, Reduction
 from foreprop.core.norm import BIN_BITS, BINS, ZERO, SquareSum
 from foreprop.core.slicing import Slice
-from foreprop.path.tensors import bytes_of
+from foreprop.path.memory import bytes_of
 
 _VECTOR_ELEMS = 64
 """A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""

@@ -1,4 +1,4 @@
-"""Tensors as bytes: their memory, and the state of an optimizer or an average, without pickle."""
+"""The state of an optimizer, or an average, as it travels: without pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, TypeGuard
 import msgspec
 import torch
 
-from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.errors import RemoteProtocolError
+from foreprop.path.memory import bytes_of
 
 DTYPES = {
     "float64": torch.float64,
@@ -26,16 +27,6 @@ MASTER = "master"
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's bytes."""
-    if not tensor.is_contiguous():
-        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
-    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def is_array(value: Any) -> TypeGuard[torch.Tensor]:

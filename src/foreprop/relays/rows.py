@@ -22,8 +22,9 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.path.executor import Executor
+from foreprop.path.memory import bytes_of
 from foreprop.path.slices import SettingsAt
-from foreprop.path.tensors import DTYPES, bytes_of
+from foreprop.path.tensors import DTYPES
 from foreprop.tables.parts import (
     RowPart,
     encode_part,

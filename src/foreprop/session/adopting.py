@@ -1,13 +1,15 @@
 """The user's model and optimizer: they become a session's, and are given back when it ends.
 
 `Belongings` says which of their parameters are synchronised, and as what. While the session lasts,
-somebody may use a value that a reply has replaced (`give_advice`).
+somebody may set the optimizer's numbers (`SettingsWatch`), or use a value that a reply has replaced
+(`give_advice`).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, ParameterInfo, RowInit
-from foreprop.errors import ConfigError
+from foreprop.core.manifest import NO_GROUP, ParameterInfo, RowInit
+from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.gradients.optimizerstate import give_plain_state
 from foreprop.hooks.interception import (
     Interception,
@@ -41,7 +43,8 @@ from foreprop.hooks.modelhooks import (
     keep_copies_plain,
     keep_copy_plain,
 )
-from foreprop.path.optimizer import named_parameters, others_named
+from foreprop.path.looprules import UPDATED_ADVICE, UPDATED_SYMPTOM
+from foreprop.path.optimizer import checked_dtype, named_parameters, others_named
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
@@ -121,7 +124,7 @@ class Belongings:
         for name, parameter, group in self.named:
             rows = name in row_wise
             yield ParameterInfo(
-                dtype=_checked_dtype(name, parameter),
+                dtype=checked_dtype(name, parameter),
                 name=name,
                 shape=tuple(parameter.shape),
                 group=NO_GROUP if by_workers and not rows else group,
@@ -139,21 +142,6 @@ class Belongings:
         """Embeddings' gradients are as the user had them."""
         if self.embeddings is not None:
             self.embeddings.restore()
-
-
-def _checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
-    """Raises `ConfigError` for a parameter that cannot be sent."""
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    if dtype not in ITEMSIZE_BYTES:
-        raise ConfigError(
-            f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"
-        )
-    if torch.nn.parameter.is_lazy(parameter):
-        raise ConfigError(
-            f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
-            " before parallelize()"
-        )
-    return dtype
 
 
 # The adoption.
@@ -301,15 +289,90 @@ def _adopt_model(training: Training) -> None:
     training.life.add_undo(*(handle.remove for handle in handles))
 
 
-_SYMPTOM = "modified by an inplace operation"
-_ADVICE = (
-    "foreprop: if the modified tensor is a parameter, this backward pass needs a value that the"
-    " parameter's update replaces. Run a forward pass of its own for each backward pass after"
-    " optimizer.step() (no retain_graph=True across steps). If one step has more backward passes"
-    " than the first had, set parallelize(..., update='workers'), or backward_passes=N to the"
-    " largest number. Give a use that takes no gradient a copy of its own:"
-    " parameter.detach().clone() instead of parameter.detach()."
-)
+_CONSTANT = frozenset({int, float, bool, str, type(None)})
+
+
+class SettingsWatch:
+    """One backend's. Training thread."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        numbers: Callable[[], Any],
+        announce: Callable[[int], None],
+        *,
+        parameters: int,
+        is_scaled: bool,
+    ) -> None:
+        """``announce`` tells the servers ``numbers()``, which count from a step on.
+
+        ``parameters``: that the optimizer had at `parallelize`.
+        ``is_scaled``: the loss's scale is one of the numbers, which no group has.
+        """
+        self.announced_step = 0
+        self._optimizer = optimizer
+        self._numbers = numbers
+        self._send = announce
+        self._parameters = parameters
+        self._is_scaled = is_scaled
+        self._announced: Any = None
+        self._read: list[tuple[Any, ...]] | None = None
+        """The groups' values when they were announced; None if they could change by themselves."""
+
+    def announce(self, step: int) -> None:
+        """The step's first push is about to leave: servers must know what has changed."""
+        if not self._is_as_read():
+            numbers = self._numbers()
+            if numbers != self._announced:
+                self._send(step)
+                self._announced = numbers
+            self._keep()
+        self.announced_step = step
+
+    def check_unchanged(self, step: int) -> None:
+        """At `step()`: what was announced still holds, if anything was."""
+        if self._is_as_read() or self.announced_step != step:
+            return
+        if self._numbers() != self._announced:
+            raise TrainingLoopError(
+                "the optimizer's settings (lr, ...) were changed between backward() and"
+                " step(), when servers had been sent gradients with the old ones. Change them after"
+                " step(), as LR schedulers do, or before backward(); or set parallelize(...,"
+                " update='workers'), with which step() takes what it finds."
+            )
+
+    def _keep(self) -> None:
+        groups = self._optimizer.param_groups
+        self._read = [tuple(group.values()) for group in groups]
+        for group in groups:
+            if not all(name == "params" or _is_constant(value) for name, value in group.items()):
+                self._read = None
+                return
+
+    def _is_as_read(self) -> bool:
+        """Whether nobody can have set anything. Raises `ConfigError` for other parameters."""
+        groups, read = self._optimizer.param_groups, self._read
+        count = 0
+        for group in groups:
+            count += len(group["params"])
+        if count != self._parameters:
+            raise ConfigError(
+                f"the optimizer had {self._parameters} parameters at parallelize() and has"
+                f" {count} now; call add_param_group() before parallelize()"
+            )
+        if read is None or self._is_scaled or len(groups) != len(read):
+            return False
+        for group, values in zip(groups, read, strict=True):
+            if len(group) != len(values) or not all(map(operator.is_, group.values(), values)):
+                return False
+        return True
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is the same as long as it is the same object."""
+    if type(value) is tuple:
+        return all(type(part) in _CONSTANT for part in value)
+    return type(value) in _CONSTANT
 
 
 def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,8 +381,10 @@ def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
-            if _SYMPTOM in str(error) and _ADVICE not in getattr(error, "__notes__", ()):
-                error.add_note(_ADVICE)
+            if UPDATED_SYMPTOM in str(error) and UPDATED_ADVICE not in getattr(
+                error, "__notes__", ()
+            ):
+                error.add_note(UPDATED_ADVICE)
             raise
 
     return wrapper

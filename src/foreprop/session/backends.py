@@ -19,10 +19,10 @@ import torch
 from foreprop.config import Config
 from foreprop.hooks.interception import claim_parameter
 from foreprop.hooks.modelhooks import SharedBuffers
-from foreprop.path.optimizer import SettingsWatch
 from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.progress import Counters
 from foreprop.servers.setup import Setup
+from foreprop.session.adopting import SettingsWatch
 from foreprop.session.firststep import FirstStep, Needs
 
 if TYPE_CHECKING:

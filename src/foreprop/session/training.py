@@ -18,7 +18,7 @@ from foreprop.gradients.optimizerstate import ShownState
 from foreprop.hooks.interception import release_parameter
 from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.memory import Memory
-from foreprop.session.adopting import Belongings, adopt
+from foreprop.session.adopting import Belongings, SettingsWatch, adopt
 from foreprop.session.backends import Backends, connect, is_served, stale_readers_for
 from foreprop.session.firststep import FirstStep, Needs, UpdateChoice, settled_beforehand
 from foreprop.session.lifetime import Lifetime
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.numerics.loss_scale import LossScale
     from foreprop.observe.trace import TraceRecorder
     from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
-    from foreprop.path.optimizer import SettingsWatch
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
     from foreprop.tables.remote import RemoteTable
