@@ -16,13 +16,8 @@ from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, 
 from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
-from foreprop.core.manifest import (
-    RingKnobs,
-    RingManifest,
-    WireDtype,
-    decode_ring_manifest,
-    describe_mismatch,
-)
+from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
+from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 
 from foreprop.config import Config
+from foreprop.core.agreement import decode_manifest, describe_mismatch
 from foreprop.core.frames import Peers
-from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
+from foreprop.core.manifest import Manifest
 from foreprop.core.sendqueue import takes_turns, window_share_bytes
 from foreprop.core.wire import MAX_CONTROL_BYTES, Header, Kind
 from foreprop.errors import Failure, RemoteProtocolError
