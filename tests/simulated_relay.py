@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     SERVER,
@@ -19,8 +20,6 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
     ValueArrived,
     workers_of_node,
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     NO_TOKEN,
     SERVER,
@@ -20,8 +21,6 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
     ValueArrived,
     workers_of_node,
 )

@@ -1,10 +1,12 @@
 """The words of workers, servers and relays: their names, frames, events, and instructions.
 
 Theory of operation. A machine is told events, in the past tense, and answers with instructions, in
-the imperative. What means the same to several machines has one name. What only relays, rows or
-rings know stands beside their machines. A ``rank`` is the number that a server knows a worker or a
-relay by (`Peers`): without local aggregation, a worker's rank. A ``slice`` is the number of a
-slice, or of a shard of rows: they do not collide.
+the imperative. What means the same to several machines has one name. What only servers know stands
+in `core.collect`, and what only relays, rows or rings know beside their machines.
+
+A ``rank`` is the number that a server knows a worker or a relay by (`Peers`): without local
+aggregation, a worker's rank. A ``slice`` is the number of a slice, or of a shard of rows: they do
+not collide.
 """
 
 from __future__ import annotations
@@ -231,33 +233,6 @@ class PullsDue(NamedTuple):
     """The next step starts: with ``reply="pull"`` now is the time to ask for the parameters."""
 
 
-# Events that only servers know.
-class SliceUpdated(NamedTuple):
-    """The update under way is done."""
-
-    squares: SquareSum | None = None
-    """Of the aggregated gradient, if it was to be measured."""
-
-
-class UpdateDeferred(NamedTuple):
-    """The update under way is done elsewhere; `UpdateAnswered` will say that it is done."""
-
-
-class UpdateAnswered(NamedTuple):
-    """A deferred update is done."""
-
-    slice: int
-    step: int
-    flags: int
-    """Of the answer: maybe ``UNCHANGED``."""
-
-
-class SliceSummed(NamedTuple):
-    """The sum under way is done; ``part`` is that of its squares."""
-
-    part: SquareSum
-
-
 # Instructions: what the shell is to do.
 class SendFrame(NamedTuple):
     peer: int
@@ -300,30 +275,3 @@ class FailSession(NamedTuple):
 
 class Finish(NamedTuple):
     """All is done, and everybody has said goodbye who should: end."""
-
-
-# Instructions that only servers get.
-class UpdateSlice(NamedTuple):
-    slice: int
-    step: int
-    ranks: tuple[int, ...]
-    """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
-    gradient: bool = False
-    """The workers update: the aggregated gradient is the answer, and the values stay."""
-    measure: bool = False
-    """Say in `SliceUpdated` what its squares add up to."""
-
-
-class SumSlice(NamedTuple):
-    """Add up the gradients, and keep the sum for the update."""
-
-    slice: int
-    step: int
-    ranks: tuple[int, ...]
-
-
-class SendSquares(NamedTuple):
-    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
-
-    step: int
-    squares: tuple[SquareSum, ...]

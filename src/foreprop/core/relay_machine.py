@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from foreprop.core.collect import SliceUpdated, UpdateAnswered, UpdateDeferred, UpdateSlice
 from foreprop.core.frames import (
     NO_TOKEN,
     SERVER,
@@ -33,10 +34,6 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateAnswered,
-    UpdateDeferred,
-    UpdateSlice,
     ValueArrived,
 )
 from foreprop.core.sendqueue import Order, Reply, SendLanes

@@ -19,7 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import PushCollector, Pushes, Replies, with_gradient
+from foreprop.core.collect import (
+    PushCollector,
+    Pushes,
+    Replies,
+    SendSquares,
+    SliceSummed,
+    SliceUpdated,
+    SumSlice,
+    UpdateAnswered,
+    UpdateDeferred,
+    UpdateSlice,
+    with_gradient,
+)
 from foreprop.core.frames import (
     SERVER,
     FailSession,
@@ -34,13 +46,6 @@ from foreprop.core.frames import (
     PushArrived,
     SendFrame,
     SendNormPart,
-    SendSquares,
-    SliceSummed,
-    SliceUpdated,
-    SumSlice,
-    UpdateAnswered,
-    UpdateDeferred,
-    UpdateSlice,
     ValueArrived,
     each_worker,
 )

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from foreprop.core.collect import SendSquares, SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     InstallValue,
     PullArrived,
     PushArrived,
     SendFrame,
-    SendSquares,
-    SliceUpdated,
     Stage,
-    UpdateSlice,
     ValueArrived,
 )
 from foreprop.core.manifest import Hyperparameters

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     SERVER,
@@ -20,9 +21,7 @@ from foreprop.core.frames import (
     NotifyArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
     Stage,
-    UpdateSlice,
 )
 from foreprop.core.manifest import Manifest
 from foreprop.core.relay_machine import RelayMachine

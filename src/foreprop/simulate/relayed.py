@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
@@ -18,8 +19,6 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
 )
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Kind
