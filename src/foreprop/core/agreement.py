@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from foreprop.core.manifest import ITEMSIZE_BYTES, MOST_PROCESSES, NO_GROUP, Manifest, RingManifest
+from foreprop.core.manifest import (
+    ITEMSIZE_BYTES,
+    MOST_PROCESSES,
+    NO_GROUP,
+    SCALE,
+    Manifest,
+    RingManifest,
+)
 from foreprop.errors import RemoteProtocolError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -96,3 +103,22 @@ def _are_structs(value: Any) -> bool:
         and bool(value)
         and all(isinstance(item, dict) for item in value)
     )
+
+
+def describe_groups(
+    step: int,
+    ranks: tuple[int, int],
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+) -> str:
+    """How the second rank's settings differ from the first's; by parameter group."""
+    first, rank = ranks
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        for name in a:
+            if a[name] != b.get(name):
+                whose = "" if name == SCALE else f" of parameter group {number}"
+                return (
+                    f"step {step}: {name}{whose} is {a[name]} on rank {first} and"
+                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
+                )
+    return f"step {step}: ranks {first} and {rank} have different parameter groups"

@@ -7,7 +7,7 @@ allow-list with plain numbers.
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -17,11 +17,12 @@ from foreprop.core.slicing import (
     Granularity,
     Partition,
     Placement,
-    Shard,
     Slice,
-    plan_shards,
     plan_slices,
 )
+
+if TYPE_CHECKING:
+    from foreprop.core.shards import Shard
 
 Reduction = Literal["mean", "sum"]
 
@@ -87,6 +88,9 @@ WireDtype = Literal["bfloat16", "float16"]
 
 BUFFERS_BLOB = 0
 """The number of the blob that holds all buffers; the ones after it are frozen parameters."""
+
+SCALE = "grad_scale"
+"""What a loss is multiplied by: the one number of a group of its own, after the others."""
 
 Number = bool | int | float | None | list[float]
 Hyperparameters = dict[str, Number]
@@ -233,6 +237,10 @@ class AnyManifest(
             for number, info in enumerate(self.parameters)
             if info.rows
         ]
+        if not tables:
+            return ()
+        from foreprop.core.shards import plan_shards
+
         remote = {n for n, info in enumerate(self.parameters) if info.init is not None}
         servers = self.knobs.servers
         return plan_shards(tables, servers=servers, first_number=slices, remote=remote)

@@ -32,7 +32,7 @@ from foreprop.core.frames import (
     ValueArrived,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import InternalError, RemoteProtocolError
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from foreprop.core.frames import CONTROL_PRIORITY, LAST_PRIORITY, Stage
-from foreprop.core.slicing import Shard, Slice
+from foreprop.core.shards import Shard
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.link.connection import Connection, bounded

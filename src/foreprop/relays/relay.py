@@ -23,7 +23,7 @@ from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
 from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
-from foreprop.path.optimizer import unknown_optimizer
+from foreprop.path.joining import unknown_optimizer
 from foreprop.path.server import Server
 from foreprop.path.slices import Slices
 from foreprop.relays.nodesums import RelayStore, Sums

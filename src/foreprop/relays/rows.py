@@ -17,7 +17,7 @@ import torch
 from foreprop.core.frames import SERVER, FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Manifest
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection

@@ -27,7 +27,7 @@ from foreprop.path.calls import (
     Waits,
 )
 from foreprop.path.executor import Executor, Host
-from foreprop.path.optimizer import unknown_optimizer
+from foreprop.path.joining import unknown_optimizer
 from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 

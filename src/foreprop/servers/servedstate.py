@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foreprop.core.slicing import Shard, Slice
+from foreprop.core.shards import Shard
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
 from foreprop.link.connection import Later
 from foreprop.path.sums import start_average

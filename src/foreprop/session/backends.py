@@ -212,14 +212,6 @@ def connect_backends(setup: Setup) -> Backends:
     return Backends([(RingBackend(setup), numbers)])
 
 
-def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
-    """Whether a session must connect anew for these settings, its parameters being as they are."""
-    if is_served(after) != is_served(before):
-        return True
-    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
-    return is_served(after) and len(sizes) > 1
-
-
 def is_served(config: Config) -> bool:
     """Whether servers have the dense parameters, too, and not collectives."""
     return config.architecture not in ("ring", "hybrid", "auto")
@@ -362,23 +354,3 @@ def remote_tables(training: Training) -> RemoteTables:
         world=training.world,
         config=training.config,
     )
-
-
-def reconnect(training: Training, row_wise: Collection[str]) -> None:
-    """End the present backend and go on with another one where it was."""
-    training.checkpoints.pull_state()
-    optimizer = training.user.optimizer
-    state = dict(optimizer.state)
-    training.flush()
-    training.norm_before = training.grad_norm
-    has_averages = training.config.ema is not None
-    averages = training.checkpoints.ema_state_dict() if has_averages else {}
-    training.life.disconnect(None)
-    training.life.let_go()
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    training.completed_before += training.completed
-    training.user.make_sparse(row_wise)
-    connect(training, row_wise, training.first.needs)
-    if has_averages:
-        training.checkpoints.load_ema_state_dict(averages)

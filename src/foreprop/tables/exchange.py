@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded

@@ -15,7 +15,7 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
 from foreprop.path.sums import clip, finish_sum, square_sum, start_average, sum_dtype
