@@ -26,7 +26,6 @@ from foreprop.errors import Failure, ForepropError, RemoteProtocolError, Storage
 from foreprop.link.connection import Connection, unexpected_bytes
 from foreprop.link.stream import SocketStream, Stream, tune
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
-from foreprop.path.progress import StallReporter
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
@@ -99,7 +98,7 @@ class Server:
     def run(self, listener: socket.socket) -> Failure | None:
         """Serve until every worker has left or the session has failed; returns the failure."""
         listener.setblocking(False)
-        reporter = StallReporter(self)
+        reporter = StallReporter(self, self._config.stall_report_s)
         selector = selectors.DefaultSelector()
         selector.register(listener, selectors.EVENT_READ)
         selector.register(self._wake[0], selectors.EVENT_READ)
@@ -369,6 +368,25 @@ class Server:
                 return -1, 0, f"waits: {self._describe_staying(staying)}"
             return next(work.incomplete(), None)
 
-    @property
-    def stall_report_s(self) -> float:
-        return self._config.stall_report_s
+
+class StallReporter:
+    """Says on standard error, once per wait, whom this server waits for."""
+
+    def __init__(self, server: Server, after_s: float) -> None:
+        self._server = server
+        self._after_s = after_s
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._reported = False
+
+    def look(self) -> None:
+        stalled = self._server.stalled()
+        key = stalled[:2] if stalled else None
+        now = time.monotonic()
+        if stalled is None or key != self._seen:
+            self._seen, self._since, self._reported = key, now, False
+        elif not self._reported and now - self._since > self._after_s:
+            self._reported = True
+            where = self._server.name + (f", step {stalled[1]}" if stalled[1] else "")
+            text = f"foreprop: {where}: for {now - self._since:.0f} s {stalled[2]}"
+            print(text, file=sys.stderr, flush=True)
