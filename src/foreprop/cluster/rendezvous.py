@@ -196,18 +196,6 @@ def session_board(world: World, config: Config, part: str = "") -> Board:
     return Board(world, key, timeout_s=config.join_timeout_s, report_s=config.stall_report_s)
 
 
-def raw_board(world: World, config: Config, key: str, look: Look) -> Board:
-    """Likewise, where `foreprop server` looks: in the raw store."""
-    return Board(
-        world,
-        key,
-        timeout_s=config.join_timeout_s,
-        report_s=config.stall_report_s,
-        look=look,
-        raw=True,
-    )
-
-
 def step_board(
     world: World,
     config: Config,
