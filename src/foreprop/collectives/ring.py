@@ -170,7 +170,7 @@ class OutgoingMemory:
 
     def __init__(self, memory: Memory) -> None:
         self.stage_gradient = memory.stage_gradient
-        self.is_staged = memory.is_staged
+        self.is_staged = True  # landing marks what the update has made of the parameter
         self.await_staged = memory.await_staged
 
     def before_sending_values(self) -> None:
