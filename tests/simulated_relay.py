@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
+    SERVER,
     Finish,
     FrameSent,
     InstallValue,
@@ -18,11 +20,9 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
     ValueArrived,
+    workers_of_node,
 )
-from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.sendqueue import USUAL_TURNS
 from foreprop.core.wire import Flag, Kind

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foreprop.core.barrier import NormCombiner, StepBarrier
+from foreprop.core.collect import SendSquares, SliceSummed, SliceUpdated, SumSlice, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     Closing,
@@ -33,11 +34,6 @@ from foreprop.core.frames import (
     ReplyArrived,
     SendFrame,
     SendNormPart,
-    SendSquares,
-    SliceSummed,
-    SliceUpdated,
-    SumSlice,
-    UpdateSlice,
     ValueArrived,
     ValuesAwaited,
     ValuesOffered,

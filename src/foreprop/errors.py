@@ -1,6 +1,11 @@
-"""The one error tree. Every message names the field or peer, the value, and what to do."""
+"""The one error tree. Every message names the field or peer, the value, and what to do.
+
+`Failure` is an error as it travels between processes: who, when, what.
+"""
 
 from __future__ import annotations
+
+import msgspec
 
 
 class ForepropError(Exception):
@@ -50,3 +55,86 @@ class StorageError(ForepropError, OSError):
 
 class InternalError(ForepropError):
     """An invariant does not hold; carries the last events (the machine's story)."""
+
+
+# As it travels.
+_KINDS: dict[str, type[ForepropError]] = {
+    kind.__name__: kind
+    for kind in (
+        ConfigError,
+        HandshakeError,
+        InternalError,
+        PeerLost,
+        RemoteProtocolError,
+        StepTimeout,
+        StorageError,
+        TrainingLoopError,
+        TransportError,
+    )
+}
+_MESSAGE_LIMIT = 10_000
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a session ended. ``peer`` names the process to blame, empty if there is none."""
+
+    kind: str
+    message: str
+    peer: str = ""
+    step: int = -1
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    def as_error(self) -> ForepropError:
+        kind = _KINDS.get(self.kind, InternalError)
+        if kind is PeerLost:
+            return PeerLost(self.message, peer=self.peer, step=self.step)
+        return kind(self.message)
+
+
+_DECODER = msgspec.json.Decoder(Failure)
+
+
+def decode_failure(data: bytes | memoryview) -> Failure:
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a failure report: {error}") from error
+
+
+def failure_of(error: BaseException, *, by: str = "") -> Failure:
+    """What to tell the others about an error of ours; ``by`` names this process in it.
+
+    An error that is not foreprop's own ends this process, so to the others it is a peer lost.
+    """
+    kind = type(error).__name__
+    peer, step = (error.peer, error.step) if isinstance(error, PeerLost) else ("", -1)
+    text = str(error) or repr(error)
+    if by and not isinstance(error, ForepropError):
+        peer, text = by, f"{by} ended: {kind}" + f": {error}" * bool(str(error))
+        kind = "PeerLost"
+    elif by and not text.startswith(("rank ", "server ")):
+        text = f"{by}: {text}"
+    if kind not in _KINDS:
+        kind = "TransportError" if isinstance(error, OSError) else "InternalError"
+    return Failure(
+        kind=kind,
+        message=_printable(text[:_MESSAGE_LIMIT]),
+        peer=peer,
+        step=step,
+    )
+
+
+def own_error(error: BaseException, rank: int) -> ForepropError:
+    """For this rank's later calls: an error of its own, which has ended the session."""
+    if isinstance(error, ForepropError):
+        return error
+    wrapped = failure_of(error, by=f"rank {rank}").as_error()
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _printable(text: str) -> str:
+    """Without lone surrogates (of file names that are not UTF-8), which cannot be sent."""
+    return text.encode(errors="backslashreplace").decode()

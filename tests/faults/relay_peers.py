@@ -12,7 +12,7 @@ import msgspec
 
 from foreprop.config import Config
 from foreprop.core.wire import Kind
-from foreprop.link.failure import Failure
+from foreprop.errors import Failure
 from foreprop.link.stream import SocketStream, listen
 from foreprop.relays.relay import Relay
 from tests.faults.wire_peers import GROUP, SESSION, Client, FakeServer, gradient, manifest_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from foreprop.core.wire import Flag, Kind
-from foreprop.link.failure import Failure
+from foreprop.errors import Failure
 from tests.faults.relay_peers import node
 from tests.faults.wire_peers import Client, FakeServer, gradient
 

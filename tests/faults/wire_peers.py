@@ -15,8 +15,8 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
+from foreprop.errors import Failure, decode_failure
 from foreprop.link.connection import greeting
-from foreprop.link.failure import Failure, decode_failure
 from foreprop.link.stream import SocketStream, listen
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine

@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from foreprop.core.barrier import OUTSIDE, NormCombiner, StepBarrier
-from foreprop.core.frames import (
-    NormArrived,
-    PushArrived,
-    SendFrame,
-    SendNormPart,
-    SliceSummed,
-    SliceUpdated,
-    SumSlice,
-    UpdateSlice,
-)
+from foreprop.core.collect import SliceSummed, SliceUpdated, SumSlice, UpdateSlice
+from foreprop.core.frames import NormArrived, PushArrived, SendFrame, SendNormPart
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.sendqueue import Reply
 from foreprop.core.server_machine import ServerMachine

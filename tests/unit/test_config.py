@@ -15,7 +15,6 @@ from foreprop.config import (
     PRESETS,
     Config,
     Preset,
-    cache_directory,
     child_environment,
     launch_info,
     parse_setting,
@@ -317,10 +316,3 @@ def test_a_server_inherits_nothing_of_torchrun_or_our_settings(
     environment = child_environment()
     assert environment["UNRELATED"] == environment["OMP_NUM_THREADS"] == "1"
     assert not [n for n in environment if "RANK" in n or n.startswith(("FOREPROP", "TORCHELASTIC"))]
-
-
-def test_the_cache_directory_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "foreprop"
-    monkeypatch.setenv("FOREPROP_DATA", str(tmp_path / "data"))
-    assert cache_directory() == tmp_path / "data"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from foreprop.core.wire import Header, Kind, decode_header, encode_header
-from foreprop.errors import InternalError, RemoteProtocolError, TransportError
+from foreprop.errors import Failure, InternalError, RemoteProtocolError, TransportError
 from foreprop.link.connection import Connection, FailureReports, Later, bounded, owners_of
-from foreprop.link.failure import Failure
 from foreprop.link.stream import SocketStream
 from foreprop.servers.composed import ServerComposer
 from tests.faults.wire_peers import engine, manifest_of

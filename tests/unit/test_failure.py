@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from foreprop.errors import (
     ConfigError,
+    Failure,
     ForepropError,
     HandshakeError,
     InternalError,
@@ -17,8 +18,9 @@ from foreprop.errors import (
     StepTimeout,
     TrainingLoopError,
     TransportError,
+    decode_failure,
+    failure_of,
 )
-from foreprop.link.failure import Failure, decode_failure, failure_of
 
 
 @pytest.mark.parametrize(

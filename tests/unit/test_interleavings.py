@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from foreprop.config import PRESETS
 from foreprop.core import worker_machine as worker
 from foreprop.core.barrier import NormCombiner
-from foreprop.core.frames import SendFrame, SendSquares
+from foreprop.core.collect import SendSquares
+from foreprop.core.frames import SendFrame
 from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import AT_ONCE, PushWindow, SendLanes, Turns, may_hold_back
 from foreprop.core.server_machine import ServerMachine

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreprop.core.slicing import Shard, plan_shards
+from foreprop.core.shards import Shard, plan_shards
 from foreprop.errors import RemoteProtocolError
 from foreprop.tables import parts
 from foreprop.tables.parts import (

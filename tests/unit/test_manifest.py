@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.config import Config
+from foreprop.core.agreement import decode_manifest, decode_ring_manifest, describe_mismatch
 from foreprop.core.manifest import (
     Aggregation,
     Manifest,
@@ -19,9 +20,6 @@ from foreprop.core.manifest import (
     ParameterInfo,
     RingKnobs,
     RingManifest,
-    decode_manifest,
-    decode_ring_manifest,
-    describe_mismatch,
 )
 from foreprop.errors import RemoteProtocolError
 

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from foreprop.path.gpumemory import AsyncStagedMemory, Stager
-from foreprop.path.memory import DirectMemory, MemoryFactory, StagedMemory
+from foreprop.path.gpumemory import AsyncStagedMemory, StagedMemory, Stager
+from foreprop.path.memory import DirectMemory, MemoryFactory
 
 
 class FakeEvent:

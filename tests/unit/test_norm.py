@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foreprop.core.norm import ENCODED_BYTES, ZERO, SquareSum, decode_square_sum
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.tensors import square_sum
+from foreprop.path.sums import square_sum
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

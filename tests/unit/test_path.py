@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import foreprop
-from foreprop.observe.trace import Stage, merge_traces
+from foreprop.core.frames import Stage
+from foreprop.observe.trace import merge_traces
 from tests.cluster import worlds
 
 PAGE = Path(__file__).parents[2] / "docs" / "path.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.peers import each_worker, nodes, workers_of_node
+from foreprop.core.frames import each_worker, nodes, workers_of_node
 from foreprop.errors import RemoteProtocolError
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     NO_TOKEN,
+    SERVER,
     FailSession,
     Finish,
     FrameSent,
@@ -19,11 +21,9 @@ from foreprop.core.frames import (
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
     ValueArrived,
+    workers_of_node,
 )
-from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Slice

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from foreprop.core.frames import SERVER, workers_of_node
 from foreprop.core.manifest import Manifest, ParameterInfo
-from foreprop.core.peers import SERVER, workers_of_node
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import EMPTY

@@ -9,10 +9,11 @@ import pytest
 from torch.distributed import HashStore
 
 from foreprop.cluster import rendezvous
-from foreprop.cluster.rendezvous import Board, agree_on_session, raw_board, session_board
+from foreprop.cluster.rendezvous import Board, agree_on_session, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.errors import ConfigError, HandshakeError, RemoteProtocolError, StepTimeout
+from foreprop.servers.dedicated import raw_board
 
 
 def worlds(size: int) -> list[World]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.rounds import Rounds
 from foreprop.core.wire import MOST_ROUNDS, ROUND_SHIFT
+from foreprop.gradients.averaging import Rounds
 
 
 def make_step(rounds: Rounds, passes: int, *, discards: int = 0, learning: bool = False) -> int:

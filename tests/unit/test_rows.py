@@ -22,9 +22,9 @@ from foreprop.core.frames import (
     PushArrived,
     SendNormPart,
     ValueArrived,
+    each_worker,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import each_worker
 from foreprop.core.rows_machine import (
     AnswerRows,
     RowsMachine,
@@ -33,7 +33,7 @@ from foreprop.core.rows_machine import (
     SumRows,
     UpdateRows,
 )
-from foreprop.core.slicing import Shard, plan_shards, rows_of
+from foreprop.core.shards import Shard, plan_shards, rows_of
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 from foreprop.tables.parts import (

@@ -6,15 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from foreprop.core.frames import (
-    FailSession,
-    FrameSent,
-    PullArrived,
-    PushArrived,
-    SendFrame,
-    SliceUpdated,
-    UpdateSlice,
-)
+from foreprop.core.collect import SliceUpdated, UpdateSlice
+from foreprop.core.frames import FailSession, FrameSent, PullArrived, PushArrived, SendFrame
 from foreprop.core.sendqueue import Reply
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
@@ -18,8 +19,6 @@ from foreprop.core.frames import (
     PullArrived,
     PushArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
     ValueArrived,
 )
 from foreprop.core.sendqueue import Order, Reply

@@ -18,17 +18,11 @@ from foreprop.config import Config
 from foreprop.core.manifest import Hyperparameters, Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.path.memory import bytes_of
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.tensors import (
-    DTYPES,
-    GRADIENT,
-    GradientBuffer,
-    bytes_of,
-    decode_state,
-    encode_state,
-    state_limit_bytes,
-)
+from foreprop.path.sums import GradientBuffer
+from foreprop.path.tensors import DTYPES, GRADIENT, decode_state, encode_state, state_limit_bytes
 from tests.tiers import long_cases
 
 ELEMS = 203

@@ -8,10 +8,8 @@ import torch
 from foreprop.config import Config
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.numerics.wirecasts import WireCasts
-from foreprop.path.tensors import (
-    DTYPES,
-    bytes_of,
-)
+from foreprop.path.memory import bytes_of
+from foreprop.path.tensors import DTYPES
 
 ELEMS = 100_000
 """More than torch gives to one thread at a time."""

@@ -17,7 +17,7 @@ import foreprop
 from foreprop.cluster.world import solitary_world
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks import wrappers
-from foreprop.hooks.managed import bare_model, bare_optimizer, watch_wrappers
+from foreprop.hooks.interception import bare_model, bare_optimizer, watch_wrappers
 
 pytestmark = pytest.mark.leaks_ok(
     reason="gloo keeps descriptors until the last DDP that uses it is collected"

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from foreprop.auto.attribution import PassRecord
-from foreprop.hooks import buffers
 from foreprop.hooks.interception import watch_entries
+from foreprop.hooks.modelhooks import FirstForward
 from foreprop.path.waiting import (
     is_differentiable,
     is_waiting,
@@ -102,7 +102,7 @@ class Watch:
         with contextlib.ExitStack() as undo:
             undo.callback(self.forward_ended)
             undo.callback(watch_entries(self))
-            undo.callback(model.register_forward_pre_hook(buffers.FirstForward(watch)).remove)
+            undo.callback(model.register_forward_pre_hook(FirstForward(watch)).remove)
             for array in self._arrays:
                 undo.callback(array.hook())
                 make_wait(array.parameter, array)

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,10 +31,12 @@ from foreprop.model.deployment import Deployment
 from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deployment_for
 from foreprop.model.planner import choose as choose_candidate
 from foreprop.model.refined import step_s
-from foreprop.path.managedparameter import Watched
 from foreprop.quantities import rate_text, time_text
 from foreprop.simulate.slicesize import choose_slice_elems
 from foreprop.workload.profile import Profile
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import Watched
 
 MEASURED_STEPS = 4
 """The first of them, which shows the order of first uses, is not watched."""

@@ -14,7 +14,7 @@ from foreprop.auto.attribution import Attribution, attribute
 from foreprop.auto.passes import Clock, HostClock, Passes, Untouched, Watch, clock_of
 from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
-from foreprop.hooks.managed import is_managed
+from foreprop.hooks.interception import is_managed
 from foreprop.path.optimizer import named_parameters
 from foreprop.path.servedgradient import count_rows
 from foreprop.tables.embeddings import EMBEDDINGS, on_meta

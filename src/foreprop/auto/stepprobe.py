@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
 from foreprop.cluster.rendezvous import Board
-from foreprop.path.managedparameter import Watched
 from foreprop.workload.profile import Profile
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import Watched
 
 
 class StepProbe:

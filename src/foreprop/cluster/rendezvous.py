@@ -14,9 +14,14 @@ from collections.abc import Callable, Mapping
 
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.errors import HandshakeError, RemoteProtocolError, StepTimeout, TransportError
-from foreprop.link.failure import decode_failure, failure_of
-from foreprop.observe.trace import check_trace_folder
+from foreprop.errors import (
+    HandshakeError,
+    RemoteProtocolError,
+    StepTimeout,
+    TransportError,
+    decode_failure,
+    failure_of,
+)
 
 Look = Callable[[], None]
 """Called now and then while something is waited for; raises what has happened meanwhile."""
@@ -191,18 +196,6 @@ def session_board(world: World, config: Config, part: str = "") -> Board:
     return Board(world, key, timeout_s=config.join_timeout_s, report_s=config.stall_report_s)
 
 
-def raw_board(world: World, config: Config, key: str, look: Look) -> Board:
-    """Likewise, where `foreprop server` looks: in the raw store."""
-    return Board(
-        world,
-        key,
-        timeout_s=config.join_timeout_s,
-        report_s=config.stall_report_s,
-        look=look,
-        raw=True,
-    )
-
-
 def step_board(
     world: World,
     config: Config,
@@ -231,6 +224,8 @@ def agree_on_session(
     `ConfigError` if this rank's traces cannot be written: better now than after the training.
     """
     if config.trace is not None:
+        from foreprop.observe.trace import check_trace_folder
+
         check_trace_folder(config.trace)
     if board.rank == 0:
         board.publish("", json.dumps([session_id, shape]))

@@ -39,8 +39,7 @@ from foreprop.core.ring_machine import (
     UpdateParameter,
     UseNorm,
 )
-from foreprop.errors import ForepropError, InternalError, StepTimeout
-from foreprop.link.failure import own_error
+from foreprop.errors import ForepropError, InternalError, StepTimeout, own_error
 from foreprop.numerics.norms import GradientNorms
 from foreprop.observe.trace import RingStage
 from foreprop.path.progress import NOTHING, Progress

@@ -14,6 +14,7 @@ import torch
 from foreprop.cluster.rendezvous import Board
 from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.group import Group
+from foreprop.core.agreement import describe_groups
 from foreprop.core.manifest import (
     ITEMSIZE_BYTES,
     ParameterInfo,
@@ -25,8 +26,8 @@ from foreprop.core.order import Chunk, Piece, cut_chunks
 from foreprop.core.wire import Flag
 from foreprop.errors import StepTimeout, TrainingLoopError
 from foreprop.numerics.finite import check_finite
-from foreprop.path.optimizer import describe_groups
-from foreprop.path.tensors import DTYPES, finish_sum
+from foreprop.path.sums import finish_sum
+from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup
 
 _DIGEST_BITS = 18

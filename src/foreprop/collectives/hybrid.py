@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foreprop.collectives.ring import RingBackend
-from foreprop.core.norm import SquareSum
-from foreprop.hooks.buffers import ModelBuffers
+from foreprop.hooks.modelhooks import ModelBuffers
 from foreprop.path.memory import ParameterMemory
 from foreprop.servers.served import ServedBackend
 from foreprop.servers.setup import Setup
+
+if TYPE_CHECKING:
+    from foreprop.core.norm import SquareSum
 
 
 def connect_both(setup: Setup) -> list[tuple[RingBackend | ServedBackend, Sequence[int]]]:

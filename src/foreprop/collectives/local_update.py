@@ -20,7 +20,7 @@ from foreprop.core.manifest import NO_GROUP, Aggregation
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.wire import Flag
 from foreprop.numerics.moving_average import LocalAverages
-from foreprop.path.tensors import clip, square_sum
+from foreprop.path.sums import clip, square_sum
 from foreprop.servers.setup import Setup
 
 Groups = tuple[Mapping[str, Any], ...]

@@ -6,7 +6,7 @@ import io
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,19 +16,16 @@ from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, 
 from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
-from foreprop.core.manifest import (
-    RingKnobs,
-    RingManifest,
-    WireDtype,
-    decode_ring_manifest,
-    describe_mismatch,
-)
+from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
+from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
-from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup, describe_wire_dtype
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import ManagedParameter
 
 
 class RingBackend:
@@ -173,7 +170,7 @@ class OutgoingMemory:
 
     def __init__(self, memory: Memory) -> None:
         self.stage_gradient = memory.stage_gradient
-        self.is_staged = memory.is_staged
+        self.is_staged = True  # landing marks what the update has made of the parameter
         self.await_staged = memory.await_staged
 
     def before_sending_values(self) -> None:

@@ -2,7 +2,6 @@
 
 from foreprop.config.environment import (
     LaunchInfo,
-    cache_directory,
     child_environment,
     did_you_mean,
     environment_for_hosts,
@@ -27,7 +26,6 @@ __all__ = [
     "LaunchInfo",
     "LocalAggregation",
     "Preset",
-    "cache_directory",
     "child_environment",
     "did_you_mean",
     "environment_for_hosts",

@@ -14,7 +14,6 @@ import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from foreprop.errors import ConfigError
@@ -121,15 +120,6 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def cache_directory() -> Path:
-    """Where downloaded data sets are kept."""
-    chosen = os.environ.get("FOREPROP_DATA")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "foreprop"
 
 
 def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:

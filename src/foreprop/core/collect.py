@@ -1,26 +1,85 @@
 """What has been pushed to a server or relay, and who is owed a reply.
 
-Slices, shards of rows and a node's sums are collected alike: see `PushCollector`.
+Slices, shards of rows and a node's sums are collected alike: see `PushCollector`. Here are also the
+events and instructions that only servers know.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from foreprop.core.frames import (
     NO_TOKEN,
     FailSession,
     MessageReady,
+    Peers,
     PullArrived,
     PushArrived,
     SendFrame,
 )
-from foreprop.core.peers import Peers
+from foreprop.core.norm import SquareSum
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import RemoteProtocolError
 
+
+# Events that only servers know.
+class SliceUpdated(NamedTuple):
+    """The update under way is done."""
+
+    squares: SquareSum | None = None
+    """Of the aggregated gradient, if it was to be measured."""
+
+
+class UpdateDeferred(NamedTuple):
+    """The update under way is done elsewhere; `UpdateAnswered` will say that it is done."""
+
+
+class UpdateAnswered(NamedTuple):
+    """A deferred update is done."""
+
+    slice: int
+    step: int
+    flags: int
+    """Of the answer: maybe ``UNCHANGED``."""
+
+
+class SliceSummed(NamedTuple):
+    """The sum under way is done; ``part`` is that of its squares."""
+
+    part: SquareSum
+
+
+# Instructions that only servers get.
+class UpdateSlice(NamedTuple):
+    slice: int
+    step: int
+    ranks: tuple[int, ...]
+    """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
+    gradient: bool = False
+    """The workers update: the aggregated gradient is the answer, and the values stay."""
+    measure: bool = False
+    """Say in `SliceUpdated` what its squares add up to."""
+
+
+class SumSlice(NamedTuple):
+    """Add up the gradients, and keep the sum for the update."""
+
+    slice: int
+    step: int
+    ranks: tuple[int, ...]
+
+
+class SendSquares(NamedTuple):
+    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
+
+    step: int
+    squares: tuple[SquareSum, ...]
+
+
+# What has been pushed.
 Round = tuple[int, int]
 """A step, and which of its rounds."""
 

@@ -1,21 +1,118 @@
-"""The words of workers, servers and relays: frames to send, events, and instructions.
+"""The words of workers, servers and relays: their names, frames, events, and instructions.
 
 Theory of operation. A machine is told events, in the past tense, and answers with instructions, in
-the imperative. What means the same to several machines has one name. What only relays, rows or
-rings know stands beside their machines. A ``rank`` is the number that a server knows a worker or a
-relay by (`core.peers`): without local aggregation, a worker's rank. A ``slice`` is the number of a
-slice, or of a shard of rows: they do not collide.
+the imperative. What means the same to several machines has one name. What only servers know stands
+in `core.collect`, and what only relays, rows or rings know beside their machines.
+
+A ``rank`` is the number that a server knows a worker or a relay by (`Peers`): without local
+aggregation, a worker's rank. A ``slice`` is the number of a slice, or of a shard of rows: they do
+not collide.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
-from foreprop.core.norm import SquareSum
+from foreprop.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from foreprop.core.norm import SquareSum
 
 CONTROL_PRIORITY = -1
 LAST_PRIORITY = 2**31 - 1
 NO_TOKEN = -1
+
+
+class Stage(Enum):
+    """What a slice passes, in this order: for traces and messages; see docs/path.md."""
+
+    GRADIENT_READY = "gradient_ready"
+    PUSH_QUEUED = "push_queued"
+    PUSH_SENT = "push_sent"
+    PUSH_RECEIVED = "push_received"
+    UPDATED = "updated"
+    REPLY_QUEUED = "reply_queued"
+    REPLY_SENT = "reply_sent"
+    REPLY_RECEIVED = "reply_received"
+    PARAMETER_READY = "parameter_ready"
+
+
+# Who pushes to a server or a relay, and what they are called in messages.
+SERVER = -1
+"""In the place of a peer's number: a relay's server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Workers, or relays that each stand for a node's workers; numbered in the order of sums.
+
+    A machine knows them by these numbers, the wire by the rank of their first worker.
+    """
+
+    ranks: tuple[range, ...]
+    """By number: the ranks that it stands for."""
+    are_nodes: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.ranks)
+
+    def first_rank(self, peer: int) -> int:
+        return self.ranks[peer].start
+
+    def number_of(self, rank: int) -> int:
+        """The peer whose first rank this is; raises `RemoteProtocolError`."""
+        for peer, ranks in enumerate(self.ranks):
+            if ranks.start == rank:
+                return peer
+        raise RemoteProtocolError(f"rank {rank} is not among {self.listed(range(self.count))}")
+
+    def name(self, peer: int) -> str:
+        """``rank 3``, or ``node 1 (ranks 2, 3)``."""
+        if not self.are_nodes:
+            return f"rank {self.first_rank(peer)}"
+        return f"node {peer} ({_ranks(self.ranks[peer])})"
+
+    def names(self, peers: Iterable[int]) -> str:
+        """``ranks 1, 3``, or ``node 0 (ranks 0, 1), node 1 (ranks 2, 3)``."""
+        if not self.are_nodes:
+            return _ranks([self.first_rank(peer) for peer in peers])
+        return ", ".join(map(self.name, peers))
+
+    def listed(self, peers: Iterable[int]) -> str:
+        """``ranks [1, 3]``, or ``nodes [0, 1]``."""
+        if self.are_nodes:
+            return f"nodes {list(peers)}"
+        return f"ranks {[self.first_rank(peer) for peer in peers]}"
+
+
+def _ranks(ranks: range | list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def each_worker(world_size: int) -> Peers:
+    """Every worker by itself."""
+    return Peers(tuple(range(rank, rank + 1) for rank in range(world_size)))
+
+
+def nodes(world_size: int, workers_per_node: int) -> Peers:
+    """The nodes' relays; the last node may have fewer workers."""
+    starts = range(0, world_size, workers_per_node)
+    return Peers(
+        tuple(range(start, min(start + workers_per_node, world_size)) for start in starts),
+        are_nodes=True,
+    )
+
+
+def workers_of_node(node: int, world_size: int, workers_per_node: int) -> Peers:
+    """A relay's: the workers of its node."""
+    ranks = nodes(world_size, workers_per_node).ranks
+    if not 0 <= node < len(ranks):
+        raise RemoteProtocolError(f"there is no node {node} among {len(ranks)}")
+    return Peers(tuple(range(rank, rank + 1) for rank in ranks[node]))
 
 
 # Events: what has happened.
@@ -136,33 +233,6 @@ class PullsDue(NamedTuple):
     """The next step starts: with ``reply="pull"`` now is the time to ask for the parameters."""
 
 
-# Events that only servers know.
-class SliceUpdated(NamedTuple):
-    """The update under way is done."""
-
-    squares: SquareSum | None = None
-    """Of the aggregated gradient, if it was to be measured."""
-
-
-class UpdateDeferred(NamedTuple):
-    """The update under way is done elsewhere; `UpdateAnswered` will say that it is done."""
-
-
-class UpdateAnswered(NamedTuple):
-    """A deferred update is done."""
-
-    slice: int
-    step: int
-    flags: int
-    """Of the answer: maybe ``UNCHANGED``."""
-
-
-class SliceSummed(NamedTuple):
-    """The sum under way is done; ``part`` is that of its squares."""
-
-    part: SquareSum
-
-
 # Instructions: what the shell is to do.
 class SendFrame(NamedTuple):
     peer: int
@@ -205,30 +275,3 @@ class FailSession(NamedTuple):
 
 class Finish(NamedTuple):
     """All is done, and everybody has said goodbye who should: end."""
-
-
-# Instructions that only servers get.
-class UpdateSlice(NamedTuple):
-    slice: int
-    step: int
-    ranks: tuple[int, ...]
-    """The ranks that had a gradient, ascending; the others count as zeros. Empty: no update."""
-    gradient: bool = False
-    """The workers update: the aggregated gradient is the answer, and the values stay."""
-    measure: bool = False
-    """Say in `SliceUpdated` what its squares add up to."""
-
-
-class SumSlice(NamedTuple):
-    """Add up the gradients, and keep the sum for the update."""
-
-    slice: int
-    step: int
-    ranks: tuple[int, ...]
-
-
-class SendSquares(NamedTuple):
-    """Tell every worker the sums of squares of all slices, in the order of their numbers."""
-
-    step: int
-    squares: tuple[SquareSum, ...]

@@ -7,23 +7,22 @@ allow-list with plain numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from foreprop.core.peers import Peers, each_worker, nodes
+from foreprop.core.frames import Peers, each_worker, nodes
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import (
     Granularity,
     Partition,
     Placement,
-    Shard,
     Slice,
-    plan_shards,
     plan_slices,
 )
-from foreprop.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from foreprop.core.shards import Shard
 
 Reduction = Literal["mean", "sum"]
 
@@ -79,8 +78,6 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return 1.0 if coefficient > 1.0 else coefficient  # not a number stays that
 
 
-T = TypeVar("T", bound=msgspec.Struct)
-
 ITEMSIZE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The parameter types that can be synchronised."""
 
@@ -91,6 +88,9 @@ WireDtype = Literal["bfloat16", "float16"]
 
 BUFFERS_BLOB = 0
 """The number of the blob that holds all buffers; the ones after it are frozen parameters."""
+
+SCALE = "grad_scale"
+"""What a loss is multiplied by: the one number of a group of its own, after the others."""
 
 Number = bool | int | float | None | list[float]
 Hyperparameters = dict[str, Number]
@@ -237,6 +237,10 @@ class AnyManifest(
             for number, info in enumerate(self.parameters)
             if info.rows
         ]
+        if not tables:
+            return ()
+        from foreprop.core.shards import plan_shards
+
         remote = {n for n, info in enumerate(self.parameters) if info.init is not None}
         servers = self.knobs.servers
         return plan_shards(tables, servers=servers, first_number=slices, remote=remote)
@@ -248,87 +252,9 @@ class AnyManifest(
 Manifest: TypeAlias = AnyManifest[Knobs]
 RingManifest: TypeAlias = AnyManifest[RingKnobs]
 
-_DECODER = msgspec.json.Decoder(Manifest)
-"""Made here: threads that use a type for the first time at once find it half-built (a crash)."""
-_RING_DECODER = msgspec.json.Decoder(RingManifest)
 
-
-def decode_ring_manifest(data: bytes | memoryview) -> RingManifest:
-    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
-    return _decode(_RING_DECODER, data)
-
-
-def _decode(decoder: msgspec.json.Decoder[T], data: bytes | memoryview) -> T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a manifest: {error}") from error
-
-
-def decode_manifest(data: bytes | memoryview) -> Manifest:
-    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
-    manifest = _decode(_DECODER, data)
-    for info in manifest.parameters:
-        if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
-            raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
-        if info.rows and len(info.shape) != 2:
-            raise RemoteProtocolError(f"parameter {info.name!r} has no rows: {info.shape}")
-        if info.init is not None and not (info.rows and 0 <= info.init.key < 2**64):
-            raise RemoteProtocolError(f"parameter {info.name!r} has no rows to make: {info.init}")
-        least = 0 if info.rows else NO_GROUP
-        if not least <= info.group < len(manifest.optimizer.groups):
-            raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
-    if manifest.world_size > MOST_PROCESSES or manifest.knobs.servers > MOST_PROCESSES:
-        raise RemoteProtocolError(
-            f"not a manifest: world_size {manifest.world_size}, servers {manifest.knobs.servers};"
-            f" at most {MOST_PROCESSES}"
-        )
-    knobs = manifest.knobs
-    workers = (manifest.world_size, manifest.workers_per_push)
-    counts = (*workers, knobs.servers, knobs.slice_elems, knobs.big_array_elems)
-    if min(counts) < 1 or min(manifest.blob_bytes, default=0) < 0:
-        raise RemoteProtocolError(
-            f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"
-            f" {knobs}"
-        )
-    return manifest
-
-
-def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:
-    """The first few differing fields with both sides' values; None if both agree."""
-    lines = [
-        f"{field}: {us} has {mine!r}, {them} has {other!r}"
-        for field, mine, other in _differences(
-            "", msgspec.to_builtins(ours), msgspec.to_builtins(theirs)
-        )
-    ]
-    if not lines:
-        return None
-    more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
-    return "; ".join(lines[:5]) + more
-
-
-_ABSENT = "nothing"
-
-
-def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(mine, dict) and isinstance(other, dict):
-        for key in dict.fromkeys((*mine, *other)):
-            label = f"{path}.{key}" if path else str(key)
-            yield from _differences(label, mine.get(key, _ABSENT), other.get(key, _ABSENT))
-    elif path == "parameters" and len(mine) != len(other):
-        yield "number of parameters", len(mine), len(other)
-    elif _are_structs(mine) and _are_structs(other) and len(mine) == len(other):
-        for i, (a, b) in enumerate(zip(mine, other, strict=True)):
-            name = f" ({a['name']})" if path == "parameters" else ""
-            yield from _differences(f"{path}[{i}]{name}", a, b)
-    elif mine != other and not (mine != mine and other != other):
-        yield path, mine, other
-
-
-def _are_structs(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(item, dict) for item in value)
-    )
+def slice_names(manifest: Manifest) -> list[str]:
+    """The parameters' names, by number of the slice or shard."""
+    slices = manifest.slices()
+    pieces: list[Slice | Shard] = [*slices, *manifest.shards(len(slices))]
+    return [manifest.parameters[piece.parameter].name for piece in pieces]

@@ -20,24 +20,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from foreprop.core.collect import SliceUpdated, UpdateAnswered, UpdateDeferred, UpdateSlice
 from foreprop.core.frames import (
     NO_TOKEN,
+    SERVER,
     Finish,
     FrameSent,
     MessageReady,
     NotifyArrived,
     PeerLeft,
+    Peers,
     PullArrived,
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateAnswered,
-    UpdateDeferred,
-    UpdateSlice,
     ValueArrived,
 )
-from foreprop.core.peers import SERVER, Peers
 from foreprop.core.sendqueue import Order, Reply, SendLanes
 from foreprop.core.server_machine import ServerInstruction, ServerMachine
 from foreprop.core.slicing import Slice

@@ -25,14 +25,14 @@ from foreprop.core.frames import (
     InstallValue,
     NormArrived,
     PeerLeft,
+    Peers,
     PullArrived,
     PushArrived,
     SendNormPart,
     ValueArrived,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import Peers
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import InternalError, RemoteProtocolError
 
 

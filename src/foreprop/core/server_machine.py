@@ -19,19 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foreprop.core.barrier import HeldSums, StepBarrier
-from foreprop.core.collect import PushCollector, Pushes, Replies, with_gradient
-from foreprop.core.frames import (
-    FailSession,
-    Finish,
-    FrameSent,
-    InstallValue,
-    MessageReady,
-    NormArrived,
-    PeerLeft,
-    PullArrived,
-    PushArrived,
-    SendFrame,
-    SendNormPart,
+from foreprop.core.collect import (
+    PushCollector,
+    Pushes,
+    Replies,
     SendSquares,
     SliceSummed,
     SliceUpdated,
@@ -39,10 +30,26 @@ from foreprop.core.frames import (
     UpdateAnswered,
     UpdateDeferred,
     UpdateSlice,
+    with_gradient,
+)
+from foreprop.core.frames import (
+    SERVER,
+    FailSession,
+    Finish,
+    FrameSent,
+    InstallValue,
+    MessageReady,
+    NormArrived,
+    PeerLeft,
+    Peers,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+    SendNormPart,
     ValueArrived,
+    each_worker,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.peers import SERVER, Peers, each_worker
 from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import ROUND_SHIFT, Flag

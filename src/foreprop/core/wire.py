@@ -74,7 +74,7 @@ class Flag(IntEnum):
 
 
 ROUND_SHIFT = 10
-"""Above a push's flags: how many rounds of this step it follows (`core.rounds`)."""
+"""Above a push's flags: how many rounds of this step it follows (`gradients.averaging`)."""
 MOST_ROUNDS = 1 << 6
 
 

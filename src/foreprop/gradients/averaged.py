@@ -5,7 +5,7 @@ or edits ``p.grad`` finds the average over the ranks, as with DDP. What autograd
 as early as with ``update="servers"``, in the same slices; the answers land beside the gradient,
 never in it. So a gradient that is accumulated into after it has left, because a step had another
 backward pass or was skipped, is still this rank's own: it is averaged again, in another *round*
-(`core.rounds`), and nothing is lost but the overlap.
+(`gradients.averaging`), and nothing is lost but the overlap.
 
 After `optimizer.step()` the parameter waits instead, until its average is here and the user's own
 optimizer has been applied to it (`gradients.localstep`).
@@ -21,9 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.core.norm import SquareSum
 from foreprop.gradients.averaging import AverageReader, Averaging
-from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ValueMark
 from foreprop.path.servedgradient import SeenGradient
 from foreprop.path.waiting import (
@@ -35,8 +33,10 @@ from foreprop.path.waiting import (
 )
 
 if TYPE_CHECKING:  # for loops in which the workers update
+    from foreprop.core.norm import SquareSum
     from foreprop.gradients.localstep import DeferredStep
     from foreprop.gradients.roundpart import RoundPart, Scaling
+    from foreprop.path.managedparameter import SessionState
 
 
 class AveragedParameter:

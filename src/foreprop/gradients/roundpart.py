@@ -17,13 +17,12 @@ from torch.autograd.graph import increment_version
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.averaging import Averaging
-from foreprop.path.managedparameter import SessionState
-from foreprop.path.memory import HeldGradient
+from foreprop.path.memory import HeldGradient, bytes_of
 from foreprop.path.parameter import check_same_kind
-from foreprop.path.tensors import bytes_of
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
+    from foreprop.path.managedparameter import SessionState
 
 Scaling = tuple[Callable[[Any, Any], Any], Any]
 """A tensor's method, and the number or the tensor of one element to call it with."""

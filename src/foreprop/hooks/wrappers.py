@@ -2,7 +2,7 @@
 
 A model in DistributedDataParallel would be averaged twice. While a session is open, the forward
 pass of such a wrapper goes straight to the module in it, so that its reducer never begins. The
-class does that (`hooks.managed`), so nothing of it is in a wrapper that is saved or copied.
+class does that (`hooks.interception`), so nothing of it is in a wrapper that is saved or copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.hooks.managed import EXCHANGING, is_managed
+from foreprop.hooks.interception import EXCHANGING, is_managed
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")

@@ -16,8 +16,13 @@ import numpy as np
 
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import MAX_CONTROL_BYTES, FrameReader, Header, Kind, encode_header
-from foreprop.errors import InternalError, RemoteProtocolError, TransportError
-from foreprop.link.failure import Failure, decode_failure
+from foreprop.errors import (
+    Failure,
+    InternalError,
+    RemoteProtocolError,
+    TransportError,
+    decode_failure,
+)
 from foreprop.link.stream import Stream
 
 
@@ -69,7 +74,7 @@ class Connection:
         self.rank = rank
         """The other side's in its frames, or -1 until it is known."""
         self.number = number
-        """The other side's in the session (`core.peers`), or -1 until it takes part."""
+        """The other side's in the session (`core.frames`), or -1 until it takes part."""
         self.last_push: tuple[int, int] | None = None
         """What it has pushed last, for messages: slice or shard, and step."""
         self.left = False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foreprop.errors import ConfigError
-from foreprop.path.tensors import move_average, start_average
+from foreprop.path.sums import move_average, start_average
 
 
 class LocalAverages:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from foreprop.core.frames import CONTROL_PRIORITY, NormArrived, SendNormPart, SliceSummed, SumSlice
+from foreprop.core.collect import SliceSummed, SumSlice
+from foreprop.core.frames import CONTROL_PRIORITY, NormArrived, SendNormPart
 from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Header, Kind
 from foreprop.link.connection import Connection, exactly

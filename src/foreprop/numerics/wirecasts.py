@@ -14,7 +14,8 @@ import torch
 
 from foreprop.core.manifest import Manifest
 from foreprop.core.slicing import Slice
-from foreprop.path.tensors import DTYPES, bytes_of
+from foreprop.path.memory import bytes_of
+from foreprop.path.tensors import DTYPES
 
 _AT_ONCE_ELEMS = 32_768
 """torch divides a longer copy among threads, of which every thread here would get a team."""

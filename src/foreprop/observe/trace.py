@@ -1,6 +1,6 @@
 """Records what happened when, as a Chrome trace that Perfetto and chrome://tracing open.
 
-A slice passes the stages of `Stage`, in this order; see docs/path.md.
+A slice passes the stages of `core.frames.Stage`, in that order.
 """
 
 from __future__ import annotations
@@ -9,25 +9,13 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from foreprop.core.manifest import Manifest
+from foreprop.core.frames import Stage
 from foreprop.core.wire import Header
 from foreprop.errors import ConfigError, StorageError
-
-
-class Stage(Enum):
-    GRADIENT_READY = "gradient_ready"
-    PUSH_QUEUED = "push_queued"
-    PUSH_SENT = "push_sent"
-    PUSH_RECEIVED = "push_received"
-    UPDATED = "updated"
-    REPLY_QUEUED = "reply_queued"
-    REPLY_SENT = "reply_sent"
-    REPLY_RECEIVED = "reply_received"
-    PARAMETER_READY = "parameter_ready"
 
 
 class RelayStage(Enum):
@@ -92,6 +80,27 @@ class TraceRecorder:
             self._thread_names[thread] = threading.current_thread().name
         self._events.append(
             (category, name, start_ns, stop, thread, step, size_bytes, slice_, priority)
+        )
+
+    def slice_span(
+        self,
+        stage: Stage | RelayStage,
+        name: str,
+        about: Header,
+        started_ns: int,
+        *,
+        stop_ns: int | None = None,
+    ) -> None:
+        """A stage of a slice, whose parameter is called ``name``."""
+        self.span(
+            stage.value,
+            name,
+            started_ns,
+            stop_ns=stop_ns,
+            step=about.step,
+            size_bytes=about.payload_bytes,
+            slice_=about.slice,
+            priority=about.priority,
         )
 
     def write(self) -> None:
@@ -169,33 +178,3 @@ def merge_traces(directory: Path, target: Path) -> int:
         events += json.loads(path.read_text())["traceEvents"]
     target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return len(events)
-
-
-def names_of(manifest: Manifest) -> list[str]:
-    """The parameters', by number of the slice or shard."""
-    slices = manifest.slices()
-    of_slices = [piece.parameter for piece in slices]
-    of_shards = [shard.parameter for shard in manifest.shards(len(slices))]
-    return [manifest.parameters[number].name for number in of_slices + of_shards]
-
-
-def span(
-    trace: TraceRecorder,
-    stage: Stage | RelayStage,
-    names: Sequence[str],
-    about: Header,
-    started_ns: int,
-    *,
-    stop_ns: int | None = None,
-) -> None:
-    """A stage of a slice, for the trace."""
-    trace.span(
-        stage.value,
-        names[about.slice],
-        started_ns,
-        stop_ns=stop_ns,
-        step=about.step,
-        size_bytes=about.payload_bytes,
-        slice_=about.slice,
-        priority=about.priority,
-    )

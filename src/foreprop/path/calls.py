@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from foreprop.core.agreement import describe_groups
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import PeerLeft
 from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest
@@ -14,7 +15,7 @@ from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Collecting, Connection, bounded, exactly, nothing
 from foreprop.path.executor import Executor
-from foreprop.path.optimizer import describe_groups, with_scale
+from foreprop.path.optimizer import with_scale
 
 
 class StateStore(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from foreprop.config import Config
 from foreprop.core.wire import Header, Kind
@@ -15,11 +16,14 @@ from foreprop.errors import (
     RemoteProtocolError,
     StepTimeout,
     TransportError,
+    failure_of,
+    own_error,
 )
-from foreprop.link.connection import Connection
-from foreprop.link.failure import failure_of, own_error
+from foreprop.link.connection import Connection, Later
 from foreprop.path.progress import NOTHING, Progress
-from foreprop.path.requests import Inquiry
+
+if TYPE_CHECKING:
+    from foreprop.path.requests import Inquiry
 
 _NAMED_S = 2.0
 """After `step_timeout_s` a server says by itself who has not closed the session."""
@@ -40,7 +44,7 @@ class Ending:
         connections: Sequence[Connection],
         names: Sequence[str],
         progress: Progress,
-        inquiry: Inquiry,
+        inquiry: Later[Inquiry],
         *,
         rank: int,
         config: Config,
@@ -96,8 +100,8 @@ class Ending:
         why = why or f"its connection to rank {self._rank} closed"
         awaited = self._progress.awaited
         if awaited == NOTHING:
-            awaited = next(iter(self._inquiry.incomplete()), NOTHING)
-        step, what = self._inquiry.describe_last(awaited)
+            awaited = next(iter(self._inquiry.service.incomplete()), NOTHING)
+        step, what = self._inquiry.service.describe_last(awaited)
         self.fail(
             PeerLost(
                 f"{self._servers[peer.number]} is gone: {why}; rank {self._rank} was waiting for"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
@@ -18,14 +18,15 @@ from foreprop.core.frames import (
     Finish,
     FrameSent,
     MessageReady,
+    Peers,
     SendFrame,
 )
-from foreprop.core.peers import Peers
 from foreprop.core.wire import Header
-from foreprop.errors import InternalError, TransportError
+from foreprop.errors import Failure, InternalError, TransportError
 from foreprop.link.connection import Connection
-from foreprop.link.failure import Failure
-from foreprop.observe.trace import TraceRecorder
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
 
 Transmit = Callable[[SendFrame], None]
 Sent = Callable[[int], Sequence[SendFrame]]

@@ -1,9 +1,9 @@
-"""Where the bytes of a GPU's parameter are. Only this module knows about streams and events.
+"""Where the bytes of a GPU's parameter are, or of one that is not contiguous.
 
-It is staged through pinned host memory, and its gradient is ready when the copy's event has
-completed, not when the hook ran: a thread waits for the events, in order, and the backward pass
-goes on. With collectives between GPUs it stays where it is, and the same thread waits until the
-gradient is there.
+Only this module knows about streams and events. A GPU's parameter is staged through pinned host
+memory, and its gradient is ready when the copy's event has completed, not when the hook ran: a
+thread waits for the events, in order, and the backward pass goes on. With collectives between GPUs
+it stays where it is, and the same thread waits until the gradient is there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foreprop.path.memory import Ready, StagedMemory
-from foreprop.path.tensors import bytes_of
+from foreprop.path.memory import Ready, bytes_of
 
 
 class Copier(Protocol):
@@ -52,6 +51,34 @@ class CudaCopier:
             event = self._cuda.Event()
             event.record(self._stream)
         return event
+
+
+class StagedMemory:
+    """Another layout, or a device without streams: through contiguous host memory."""
+
+    is_staged = True
+    receives_values = True
+
+    def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
+        self._parameter = parameter
+        shape, dtype = parameter.shape, parameter.dtype
+        self._values = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self.gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self.values = bytes_of(self._values)
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        self.gradient.copy_(gradient)
+        ready(bytes_of(self.gradient))
+
+    def await_staged(self) -> None:
+        pass
+
+    def before_sending_values(self) -> None:
+        self._values.copy_(self._parameter.detach())
+
+    def land(self) -> None:
+        with torch.no_grad():
+            self._parameter.copy_(self._values, non_blocking=True)
 
 
 class AsyncStagedMemory:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hmac
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from foreprop.config import Config
-from foreprop.core.manifest import Manifest, decode_manifest, describe_mismatch
-from foreprop.core.peers import Peers
+from foreprop.core.agreement import decode_manifest, describe_mismatch
+from foreprop.core.frames import Peers
+from foreprop.core.manifest import NO_GROUP, Manifest
 from foreprop.core.sendqueue import takes_turns, window_share_bytes
 from foreprop.core.wire import MAX_CONTROL_BYTES, Header, Kind
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import Failure, RemoteProtocolError
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, bounded
-from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
 from foreprop.path.executor import Host
+from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.version import __version__
 
 MAX_GREETING_BYTES = 256
@@ -264,3 +265,13 @@ class Joining:
             if text is not None:
                 return f"{first} and {them} do not agree: {text}"
         return None
+
+
+def unknown_optimizer(manifest: Manifest, by_rows: Collection[str] = ()) -> str | None:
+    """What to say of an optimizer that servers do not apply; ``by_rows`` are those for rows."""
+    name = manifest.optimizer.name
+    for info in manifest.parameters:
+        allowed = by_rows if info.rows else ELEMENTWISE_OPTIMIZERS
+        if info.group != NO_GROUP and name not in allowed:
+            return f"optimizer {name!r} is not one that servers apply"
+    return None

@@ -89,3 +89,15 @@ def changed_while_pending(name: str) -> TrainingLoopError:
         " it, on every rank alike; or set parallelize(..., update='workers'), with which"
         " the update is made first."
     )
+
+
+UPDATED_SYMPTOM = "modified by an inplace operation"
+"""In what PyTorch says of a value that an update has replaced."""
+UPDATED_ADVICE = (
+    "foreprop: if the modified tensor is a parameter, this backward pass needs a value that the"
+    " parameter's update replaces. Run a forward pass of its own for each backward pass after"
+    " optimizer.step() (no retain_graph=True across steps). If one step has more backward passes"
+    " than the first had, set parallelize(..., update='workers'), or backward_passes=N to the"
+    " largest number. Give a use that takes no gradient a copy of its own:"
+    " parameter.detach().clone() instead of parameter.detach()."
+)

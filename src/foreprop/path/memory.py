@@ -1,8 +1,7 @@
 """Where a parameter's bytes are: its own memory, or host memory that stands for it.
 
-A contiguous CPU parameter is sent from and received into directly. Another layout is staged through
-contiguous memory, a GPU's parameter through pinned memory (`path.gpumemory`). `SliceMemory` finds
-the bytes of each slice in it.
+A contiguous CPU parameter is sent from and received into directly. Another layout, or a GPU's
+parameter, is staged (`path.gpumemory`). `SliceMemory` finds the bytes of each slice in it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,22 @@ from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.sendqueue import PushWindow, holds_back
 from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError
-from foreprop.path.tensors import bytes_of
 
 if TYPE_CHECKING:
     from foreprop.path.gpumemory import Stager
 
 Ready = Callable[[Any], None]
 """Takes a gradient's bytes: a memoryview, or of a parameter that stays on its GPU a tensor."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous CPU tensor's bytes."""
+    if not tensor.is_contiguous():
+        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
+    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 class Memory(Protocol):
@@ -74,34 +82,6 @@ class DirectMemory:
         pass
 
 
-class StagedMemory:
-    """Another layout, or a device without streams: through contiguous host memory."""
-
-    is_staged = True
-    receives_values = True
-
-    def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
-        self._parameter = parameter
-        shape, dtype = parameter.shape, parameter.dtype
-        self._values = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-        self.gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-        self.values = bytes_of(self._values)
-
-    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        self.gradient.copy_(gradient)
-        ready(bytes_of(self.gradient))
-
-    def await_staged(self) -> None:
-        pass
-
-    def before_sending_values(self) -> None:
-        self._values.copy_(self._parameter.detach())
-
-    def land(self) -> None:
-        with torch.no_grad():
-            self._parameter.copy_(self._values, non_blocking=True)
-
-
 class NoMemory:
     """Of a remote table, which is on the meta device: the servers have its rows."""
 
@@ -144,6 +124,8 @@ class MemoryFactory:
             if self._stays:
                 return DeviceMemory(self._stagers[device])
             return AsyncStagedMemory(parameter, self._stagers[device])
+        from foreprop.path.gpumemory import StagedMemory
+
         return StagedMemory(parameter)
 
     def stop(self) -> None:

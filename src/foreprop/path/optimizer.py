@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, Hyperparameters, Manifest
+from foreprop.core.manifest import ITEMSIZE_BYTES, NO_GROUP, SCALE, Hyperparameters
 from foreprop.errors import ConfigError
 
 _IMPLEMENTATION_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -152,6 +152,21 @@ def others_named(
             yield name, parameter, NO_GROUP
 
 
+def checked_dtype(name: str, parameter: torch.nn.Parameter) -> str:
+    """Raises `ConfigError` for a parameter that cannot be sent."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZE_BYTES:
+        raise ConfigError(
+            f"parameter {name} is {dtype}; parameters must be one of {sorted(ITEMSIZE_BYTES)}"
+        )
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ConfigError(
+            f"parameter {name} is not initialised yet (a lazy module): run one forward pass"
+            " before parallelize()"
+        )
+    return dtype
+
+
 ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls
     for cls in (
@@ -171,20 +186,6 @@ ELEMENTWISE_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
 """Each updates every element from that element alone, so it gives the same bits on slices."""
 
 
-def unknown_optimizer(manifest: Manifest, by_rows: Collection[str] = ()) -> str | None:
-    """What to say of an optimizer that servers do not apply; ``by_rows`` are those for rows."""
-    name = manifest.optimizer.name
-    for info in manifest.parameters:
-        allowed = by_rows if info.rows else ELEMENTWISE_OPTIMIZERS
-        if info.group != NO_GROUP and name not in allowed:
-            return f"optimizer {name!r} is not one that servers apply"
-    return None
-
-
-SCALE = "grad_scale"
-"""What a loss is multiplied by: the one number of a group of its own, after the others."""
-
-
 def with_scale(
     groups: Sequence[Hyperparameters], scale: float | None
 ) -> tuple[Hyperparameters, ...]:
@@ -193,22 +194,3 @@ def with_scale(
 
 def scale_of(groups: Sequence[Mapping[str, Any]]) -> float:
     return float(groups[-1].get(SCALE, 1.0)) if groups else 1.0
-
-
-def describe_groups(
-    step: int,
-    ranks: tuple[int, int],
-    ours: Sequence[Mapping[str, Any]],
-    theirs: Sequence[Mapping[str, Any]],
-) -> str:
-    """How the second rank's settings differ from the first's; by parameter group."""
-    first, rank = ranks
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        for name in a:
-            if a[name] != b.get(name):
-                whose = "" if name == SCALE else f" of parameter group {number}"
-                return (
-                    f"step {step}: {name}{whose} is {a[name]} on rank {first} and"
-                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
-                )
-    return f"step {step}: ranks {first} and {rank} have different parameter groups"

@@ -8,7 +8,7 @@ ordinary one again at its first use.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,7 +16,6 @@ from torch.autograd.graph import increment_version
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError
 from foreprop.path import looprules
-from foreprop.path.managedparameter import FirstUses, SessionState, Watched
 from foreprop.path.memory import HeldGradient
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.waiting import (
@@ -26,6 +25,9 @@ from foreprop.path.waiting import (
     refuse_to_be_compiled,
     stop_waiting,
 )
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import FirstUses, SessionState, Watched
 
 GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 """Whoever has used it can change the value, and leave no trace."""

@@ -5,55 +5,33 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from foreprop.config import Config
-from foreprop.core.frames import CONTROL_PRIORITY, LAST_PRIORITY
-from foreprop.core.manifest import Manifest
-from foreprop.core.slicing import Shard, Slice
+from foreprop.core.frames import CONTROL_PRIORITY, LAST_PRIORITY, Stage
+from foreprop.core.shards import Shard
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.link.connection import Connection, bounded
-from foreprop.observe.trace import Stage
-from foreprop.path.progress import NOTHING, Progress
+from foreprop.path.progress import NOTHING
 from foreprop.path.tensors import state_limit_bytes
 
-
-class SendMessage(Protocol):
-    def __call__(
-        self,
-        server: int,
-        kind: Kind,
-        step: int,
-        priority: int,
-        data: bytes,
-        *,
-        slice_: int = 0,
-        flags: int = 0,
-    ) -> None:
-        """Queue a frame for a server."""
+if TYPE_CHECKING:
+    from foreprop.path.worker import WorkerEngine
 
 
 class Requests:
-    """Owns blobs and optimizer state, as they come back; ``pieces`` are all slices and shards."""
+    """Owns blobs and optimizer state, as they come back, by slice or shard."""
 
     kinds = frozenset({Kind.BLOB_REPLY, Kind.STATE_REPLY})
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        pieces: Sequence[Slice | Shard],
-        send: SendMessage,
-        progress: Progress,
-        config: Config,
-    ) -> None:
-        self._pieces = pieces
-        self._blob_bytes = manifest.blob_bytes
-        self._send = send
-        self._progress = progress
-        self._config = config
+    def __init__(self, engine: WorkerEngine) -> None:
+        self._pieces: list[Slice | Shard] = [*engine.slices, *engine.shards]
+        self._blob_bytes = engine.manifest.blob_bytes
+        self._send = engine.send_message
+        self._progress = engine.progress
+        self._timeout_s = engine.config.step_timeout_s
         self._blobs: dict[int, memoryview] = {}
         self._states: dict[int, bytes] = {}
 
@@ -84,7 +62,7 @@ class Requests:
         what = "frozen parameters" if which else "buffers"
         self._progress.wait_until(
             lambda: which in self._blobs,
-            self._config.step_timeout_s,
+            self._timeout_s,
             lambda: f"rank 0's {what} of step {step}",
         )
         return self._blobs.pop(which)
@@ -106,7 +84,7 @@ class Requests:
             self._send(self._pieces[number].server, *about, slice_=number, flags=flags)
         self._progress.wait_until(
             lambda: all(number in self._states for number in numbers),
-            self._config.step_timeout_s,
+            self._timeout_s,
             lambda: f"the optimizer state after step {step}",
         )
         return {number: self._states.pop(number) for number in numbers}
@@ -132,24 +110,21 @@ class Inquiry:
 
     def __init__(
         self,
-        manifest: Manifest,
-        shards: Sequence[Shard],
+        engine: WorkerEngine,
         machine: WorkerMachine,
-        lock: threading.RLock,
         connections: Sequence[Connection],
         servers: Sequence[str],
-        progress: Progress,
         sending_to: Callable[[], Sequence[int]],
     ) -> None:
         self.outside: Outside | None = None
-        self._needs_norm = manifest.knobs.aggregation.needs_norm
-        self._names = [info.name for info in manifest.parameters]
-        self._shards = shards
+        self._needs_norm = engine.manifest.knobs.aggregation.needs_norm
+        self._names = [info.name for info in engine.parameters]
+        self._shards = engine.shards
         self._machine = machine
-        self._lock = lock
+        self._lock = engine.lock
         self._connections = connections
         self._servers = servers
-        self._progress = progress
+        self._progress = engine.progress
         self._sending_to = sending_to
         self._answers: dict[int, bytes] = {}  # by slice or shard
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.path import looprules
-from foreprop.path.managedparameter import Pusher, SessionState
 from foreprop.path.waiting import Pending, forget, is_waiting, make_wait, no_answer, stop_waiting
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import Pusher, SessionState
 
 
 class SeenGradient:

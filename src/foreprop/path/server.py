@@ -15,19 +15,20 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from foreprop.config import Config
-from foreprop.core.peers import Peers
+from foreprop.core.frames import Peers, Stage
 from foreprop.core.wire import Header, Kind
-from foreprop.errors import ForepropError, RemoteProtocolError, StorageError
+from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
 from foreprop.link.connection import Connection, unexpected_bytes
-from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import SocketStream, Stream, tune
-from foreprop.observe.trace import Stage, TraceRecorder, trace_path
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
-from foreprop.path.progress import StallReporter
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
 
 _FAREWELL_S = 2.0
 _MOST_POLL_S = 1.0
@@ -86,6 +87,8 @@ class Server:
         self._connections: list[Connection] = []
         self.trace: TraceRecorder | None = None
         if config.trace:
+            from foreprop.observe.trace import TraceRecorder, trace_path
+
             process = process or self.name
             path = trace_path(Path(config.trace), process.replace(" ", "-"), session_id)
             number = _FIRST_PROCESS + index if process_id is None else process_id
@@ -95,7 +98,7 @@ class Server:
     def run(self, listener: socket.socket) -> Failure | None:
         """Serve until every worker has left or the session has failed; returns the failure."""
         listener.setblocking(False)
-        reporter = StallReporter(self)
+        reporter = StallReporter(self, self._config.stall_report_s)
         selector = selectors.DefaultSelector()
         selector.register(listener, selectors.EVENT_READ)
         selector.register(self._wake[0], selectors.EVENT_READ)
@@ -365,6 +368,25 @@ class Server:
                 return -1, 0, f"waits: {self._describe_staying(staying)}"
             return next(work.incomplete(), None)
 
-    @property
-    def stall_report_s(self) -> float:
-        return self._config.stall_report_s
+
+class StallReporter:
+    """Says on standard error, once per wait, whom this server waits for."""
+
+    def __init__(self, server: Server, after_s: float) -> None:
+        self._server = server
+        self._after_s = after_s
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+        self._reported = False
+
+    def look(self) -> None:
+        stalled = self._server.stalled()
+        key = stalled[:2] if stalled else None
+        now = time.monotonic()
+        if stalled is None or key != self._seen:
+            self._seen, self._since, self._reported = key, now, False
+        elif not self._reported and now - self._since > self._after_s:
+            self._reported = True
+            where = self._server.name + (f", step {stalled[1]}" if stalled[1] else "")
+            text = f"foreprop: {where}: for {now - self._since:.0f} s {stalled[2]}"
+            print(text, file=sys.stderr, flush=True)

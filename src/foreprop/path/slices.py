@@ -9,19 +9,18 @@ most urgent is next. On a relay it adds up the node's gradients instead (`relays
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from foreprop.core.collect import SendSquares, SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     InstallValue,
     PullArrived,
     PushArrived,
     SendFrame,
-    SendSquares,
-    SliceUpdated,
-    UpdateSlice,
+    Stage,
     ValueArrived,
 )
 from foreprop.core.manifest import Hyperparameters
@@ -29,10 +28,12 @@ from foreprop.core.norm import encode_square_sums
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.link.connection import EMPTY, Connection, check_size, exactly, nothing
-from foreprop.observe.trace import Stage, TraceRecorder, span
 from foreprop.path.executor import Executor, Machine
 from foreprop.path.slicestore import SliceStore
-from foreprop.path.tensors import GradientBuffer
+from foreprop.path.sums import GradientBuffer
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
 
 
 class SliceMachine(Machine, Protocol):
@@ -116,7 +117,8 @@ class Slices:
             instructions = self._machine.handle(event)
         peer.last_push = (slice_, step)
         if self._trace is not None:
-            span(self._trace, Stage.PUSH_RECEIVED, self._names, header, peer.receive_started_ns)
+            name, began_ns = self._names[slice_], peer.receive_started_ns
+            self._trace.slice_span(Stage.PUSH_RECEIVED, name, header, began_ns)
         self._executor.execute(instructions)
 
     def _on_value(self, event: ValueArrived, buffer: GradientBuffer | None) -> None:
@@ -218,6 +220,6 @@ class Updates:
             peer, kind, step, slice_, priority, flags, _ = frame
             sent = Header(kind, flags, peer, step, slice_, priority, size_bytes)
             queued_ns = self._updated_ns.get((slice_, step), started_ns)
-            names = self._names
-            span(self._trace, Stage.REPLY_QUEUED, names, sent, queued_ns, stop_ns=started_ns)
-            span(self._trace, Stage.REPLY_SENT, names, sent, started_ns)
+            span, name = self._trace.slice_span, self._names[slice_]
+            span(Stage.REPLY_QUEUED, name, sent, queued_ns, stop_ns=started_ns)
+            span(Stage.REPLY_SENT, name, sent, started_ns)

@@ -20,27 +20,29 @@ from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.errors import RemoteProtocolError
+from foreprop.path.memory import bytes_of
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
+from foreprop.path.sums import (
+    Extent,
+    GradientBuffer,
+    add_up,
+    clip,
+    extent_of,
+    finish_sum,
+    move_average,
+    square_sum,
+    start_average,
+    sum_dtype,
+)
 from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     GRADIENT,
     MASTER,
-    Extent,
-    GradientBuffer,
-    add_up,
-    bytes_of,
-    clip,
     decode_state,
     encode_state,
-    extent_of,
-    finish_sum,
     is_array,
-    move_average,
-    square_sum,
-    start_average,
     state_limit_bytes,
-    sum_dtype,
 )
 
 

@@ -1,23 +1,16 @@
-"""What is done with tensors on servers and relays: bytes, sums, norms, averages.
-
-The state of an optimizer or an average travels without pickle. Gradients are added up in one
-order, that of the ranks, so no bit depends on who comes first.
-"""
+"""The state of an optimizer, or an average, as it travels: without pickle."""
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import msgspec
 import torch
 
-from foreprop.core.manifest import Aggregation, Reduction
-from foreprop.core.norm import BIN_BITS, BINS, ZERO, SquareSum
-from foreprop.core.slicing import Slice
-from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.errors import RemoteProtocolError
+from foreprop.path.memory import bytes_of
 
 DTYPES = {
     "float64": torch.float64,
@@ -36,54 +29,8 @@ _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's bytes."""
-    if not tensor.is_contiguous():
-        raise InternalError("a tensor's bytes can only be viewed if it is contiguous")
-    # one of no or one element is contiguous with any stride, but only bytes side by side are bytes
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
-
-
 def is_array(value: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-_VECTOR_ELEMS = 64
-"""A multiple of what torch's kernels take at a time: two AVX-512 registers of half precision."""
-
-
-class Extent(NamedTuple):
-    """Where a slice lies in its tensor, which reaches from vector to vector of the parameter."""
-
-    lead_elems: int
-    elems: int
-    total_elems: int
-
-    def zeros(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(self.total_elems, dtype=dtype)
-
-    def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice's own elements of a tensor of ``total_elems``."""
-        return tensor[self.lead_elems : self.lead_elems + self.elems]
-
-
-def extent_of(piece: Slice, parameter_elems: int) -> Extent:
-    first = piece.start_elems // _VECTOR_ELEMS * _VECTOR_ELEMS
-    last = min(-(-piece.stop_elems // _VECTOR_ELEMS) * _VECTOR_ELEMS, parameter_elems)
-    return Extent(piece.start_elems - first, piece.elems, last - first)
-
-
-class GradientBuffer:
-    """Room for one pushed gradient; goes back to its pool after the update."""
-
-    __slots__ = ("extent", "tensor", "view")
-
-    def __init__(self, extent: Extent, dtype: torch.dtype) -> None:
-        self.extent = extent
-        self.tensor = extent.zeros(dtype)
-        self.view = bytes_of(extent.part(self.tensor))
 
 
 class _StateEntry(msgspec.Struct, frozen=True):
@@ -151,81 +98,3 @@ def decode_state(data: memoryview, *, elems: int) -> dict[str, Any]:
     if rest:
         raise RemoteProtocolError(f"{len(rest)} bytes too many after an optimizer state")
     return state
-
-
-_AT_ONCE_ELEMS = 65_536
-"""Few enough for the cache, and for the sum of a bin to stay below 2**53, where it is exact."""
-_LEAST_TOP = -36
-"""So that 2**(-_LEAST_TOP * BIN_BITS) is finite; lower squares are of float64 only, and nothing."""
-
-
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def sum_dtype(dtype: torch.dtype, *, workers: int) -> torch.dtype:
-    """What gradients of several workers are added up in: half precision would lose small ones."""
-    return torch.float32 if dtype in _HALVES and workers > 1 else dtype
-
-
-def add_up(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum in the given order, in the first one's memory unless ``dtype`` is another."""
-    total = gradients[0].to(dtype)
-    for gradient in gradients[1:]:
-        total += gradient
-    return total
-
-
-def finish_sum(
-    total: torch.Tensor, reduction: Reduction, *, workers: int, scale: float = 1.0
-) -> None:
-    """The ranks' gradients have been added up: make the mean, and take out the loss's scale."""
-    if workers > 1 and reduction == "mean":
-        total /= workers
-    if scale != 1.0:
-        total *= 1.0 / scale
-
-
-def start_average(parameter: torch.Tensor) -> torch.Tensor:
-    """A moving average that begins with the parameter's value; in float32 at least."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(wide, copy=True)
-
-
-def move_average(average: torch.Tensor, parameter: torch.Tensor, decay: float) -> None:
-    """``average = decay * average + (1 - decay) * parameter``."""
-    average.lerp_(parameter.detach().to(average.dtype), 1 - decay)
-
-
-def square_sum(gradient: torch.Tensor) -> SquareSum:
-    """Of all elements; the same for any way of cutting the gradient."""
-    flat, total = gradient.reshape(-1), ZERO
-    for start in range(0, flat.numel(), _AT_ONCE_ELEMS):
-        total = total.plus(_square_sum_of(flat[start : start + _AT_ONCE_ELEMS]))
-    return total
-
-
-def _square_sum_of(part: torch.Tensor) -> SquareSum:
-    rest = part.to(torch.float64, copy=True).square_()  # exact, unless the gradient is float64
-    largest = float(rest.max())
-    if not math.isfinite(largest):
-        return SquareSum(beyond=float(rest[~rest.isfinite()].sum()))
-    if not largest:
-        return ZERO
-    top = max((math.frexp(largest)[1] - 1) // BIN_BITS, _LEAST_TOP)
-    rest *= math.ldexp(1.0, -top * BIN_BITS)
-    whole = torch.empty_like(rest)
-    bins = []
-    for _ in range(BINS):
-        torch.floor(rest, out=whole)
-        bins.append(int(whole.sum()))
-        rest.sub_(whole).mul_(2.0**BIN_BITS)
-    return SquareSum(top, (bins[0], bins[1], bins[2]))
-
-
-def clip(gradient: torch.Tensor, aggregation: Aggregation, coefficient: float = 1.0) -> None:
-    """By norm, whose ``coefficient`` it is, or element by element, as ``torch.nn.utils`` does."""
-    if coefficient != 1.0:
-        gradient *= coefficient
-    limit = aggregation.clip_grad_value
-    if limit is not None:
-        gradient.clamp_(-limit, limit)

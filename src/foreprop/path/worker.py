@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from foreprop.config import Config
 from foreprop.core.frames import (
@@ -18,37 +19,39 @@ from foreprop.core.frames import (
     CompleteParameter,
     GradientReady,
     NotifyArrived,
+    Peers,
     PrioritiesLearned,
     PullsDue,
     ReplyArrived,
     SendFrame,
+    Stage,
     ValuesAwaited,
     ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import Peers
 from foreprop.core.sendqueue import Turns
-from foreprop.core.slicing import Shard, Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.errors import Failure, InternalError, RemoteProtocolError
 from foreprop.link.connection import (
     EMPTY,
     Connection,
     FailureReports,
     FrameOwner,
+    Later,
     Service,
     bounded,
     owners_of,
 )
-from foreprop.link.failure import Failure
 from foreprop.link.stream import Stream
-from foreprop.observe.trace import Stage, TraceRecorder, names_of, span
 from foreprop.path.ending import GOODBYE_S, Ending
 from foreprop.path.executor import Executor
 from foreprop.path.memory import ParameterMemory, SliceMemory, push_window
 from foreprop.path.progress import Progress
-from foreprop.path.requests import Inquiry, Requests
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
+    from foreprop.path.requests import Inquiry, Requests
 
 
 class WorkerEngine:
@@ -91,7 +94,6 @@ class WorkerEngine:
         self.index, self.trace = rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)
-        self._names = names_of(manifest)  # by slice, for the trace
         self._machine = WorkerMachine(
             self.slices,
             parameters=len(names),
@@ -130,24 +132,13 @@ class WorkerEngine:
         self._executor.doers[CompleteParameter] = self.progress.parameter_complete
         self._executor.payload_of = self._payload_of
         self._executor.on_sent = self._on_sent
-        pieces: list[Slice | Shard] = [*self.slices, *self.shards]
-        about = (self.send_message, self.progress, self.config)
-        self.requests = Requests(self.manifest, pieces, *about)
-        self.inquiry = Inquiry(
-            self.manifest,
-            self.shards,
-            self._machine,
-            self.lock,
-            self._connections,
-            self._servers,
-            self.progress,
-            self._executor.sending_to,
-        )
+        self._requests = Later({Kind.BLOB_REPLY, Kind.STATE_REPLY}, self._make_requests)
+        self._inquiry = Later({Kind.STATUS_REPLY}, self._make_inquiry)
         self._ending = Ending(
             self._connections,
             self._servers,
             self.progress,
-            self.inquiry,
+            self._inquiry,
             rank=self.rank,
             config=self.config,
             begin_closing=lambda: self._dispatch(Closing()),
@@ -156,15 +147,42 @@ class WorkerEngine:
         self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self._ending.fail(failure.as_error()))
         # what a session asks of its engine, and others do
-        self.publish_blob, self.fetch_blob = self.requests.publish_blob, self.requests.fetch_blob
         self.give_up, self.close = self._ending.give_up, self._ending.close
         self.end = self._ending.finished.set
-        self.use(self, self.requests, self.inquiry, failures)
+        self.use(self, self._requests, self._inquiry, failures)
 
     def use(self, *services: Service) -> None:
         """These own frames from now on; before `join`."""
         self._services += services
         self._owners.update(owners_of(self._services))
+
+    # What only some sessions ask of servers.
+    def _make_requests(self) -> Requests:
+        from foreprop.path.requests import Requests
+
+        return Requests(self)
+
+    def _make_inquiry(self) -> Inquiry:
+        from foreprop.path.requests import Inquiry  # when something does not come
+
+        about = (self._machine, self._connections, self._servers)
+        return Inquiry(self, *about, self._executor.sending_to)
+
+    @property
+    def requests(self) -> Requests:
+        return self._requests.service
+
+    @property
+    def inquiry(self) -> Inquiry:
+        return self._inquiry.service
+
+    def publish_blob(self, which: int, step: int, data: bytes) -> None:
+        """Rank 0: leave a blob (see `Manifest.blob_bytes`) with server 0 for whoever asks."""
+        self.requests.publish_blob(which, step, data)
+
+    def fetch_blob(self, which: int, step: int) -> memoryview:
+        """Rank 0's blob of this step; blocks until it is there."""
+        return self.requests.fetch_blob(which, step)
 
     # The start.
     def join(self, look: Callable[[], None] = lambda: None) -> None:
@@ -304,10 +322,11 @@ class WorkerEngine:
                 sent = Header(
                     kind, frame.flags, self.rank, step, slice_, frame.priority, size_bytes
                 )
-                queued_ns = self._queued_ns[step & 1][self.slices[slice_].parameter]
-                about = (self.trace, Stage.PUSH_QUEUED, self._names, sent, queued_ns)
-                span(*about, stop_ns=started_ns)
-                span(self.trace, Stage.PUSH_SENT, self._names, sent, started_ns)
+                parameter = self.slices[slice_].parameter
+                span, name = self.trace.slice_span, self.parameters[parameter].name
+                queued_ns = self._queued_ns[step & 1][parameter]
+                span(Stage.PUSH_QUEUED, name, sent, queued_ns, stop_ns=started_ns)
+                span(Stage.PUSH_SENT, name, sent, started_ns)
         elif kind == Kind.VALUE and self._offered:
             with self.lock:
                 self._offered -= 1
@@ -334,8 +353,8 @@ class WorkerEngine:
                 self.counters.replies += 1
                 self.counters.reply_bytes += size_bytes
             if self.trace is not None:
-                began_ns = peer.receive_started_ns
-                span(self.trace, Stage.REPLY_RECEIVED, self._names, header, began_ns)
+                name = self.parameters[self.slices[slice_].parameter].name
+                self.trace.slice_span(Stage.REPLY_RECEIVED, name, header, peer.receive_started_ns)
             if self.memory.casts is not None:
                 self.memory.land(slice_, size_bytes)
             self._dispatch(ReplyArrived(slice_, step, peer.number))

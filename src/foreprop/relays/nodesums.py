@@ -13,26 +13,27 @@ from dataclasses import dataclass, field
 
 import torch
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
+    SERVER,
     Finish,
     NotifyArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
+    Stage,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError, TransportError
 from foreprop.link.connection import EMPTY, Connection, bounded, exactly
-from foreprop.observe.trace import RelayStage, Stage, span
+from foreprop.observe.trace import RelayStage
 from foreprop.path.executor import Executor
 from foreprop.path.slices import SettingsAt, Slices
-from foreprop.path.tensors import DTYPES, Extent, GradientBuffer, add_up, sum_dtype
+from foreprop.path.sums import Extent, GradientBuffer, add_up, sum_dtype
+from foreprop.path.tensors import DTYPES
 
 
 class Sums:
@@ -139,7 +140,7 @@ class Sums:
 
     def _span(self, stage: Stage | RelayStage, about: Header, started_ns: int) -> None:
         if self._trace is not None:
-            span(self._trace, stage, self._names, about, started_ns)
+            self._trace.slice_span(stage, self._names[about.slice], about, started_ns)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from foreprop.core.frames import SERVER
 from foreprop.core.manifest import Manifest
 from foreprop.core.norm import ENCODED_BYTES
-from foreprop.core.peers import SERVER
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError

@@ -13,20 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from foreprop.config import Config
-from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.manifest import Manifest
-from foreprop.core.peers import SERVER, Peers, workers_of_node
+from foreprop.core.frames import CONTROL_PRIORITY, SERVER, Peers, Stage, workers_of_node
+from foreprop.core.manifest import Manifest, slice_names
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Header, Kind
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import Failure, RemoteProtocolError, failure_of
 from foreprop.link.connection import Connection, FailureReports, FrameOwner, Service, owners_of
-from foreprop.link.failure import Failure, failure_of
 from foreprop.link.stream import Stream
 from foreprop.numerics.finite import check_finite
-from foreprop.observe.trace import Stage, names_of
 from foreprop.path.calls import AnnouncedNumbers, Goodbyes, Waits
 from foreprop.path.executor import Executor, Host
-from foreprop.path.optimizer import unknown_optimizer
+from foreprop.path.joining import unknown_optimizer
 from foreprop.path.server import Server
 from foreprop.path.slices import Slices
 from foreprop.relays.nodesums import RelayStore, Sums
@@ -65,7 +62,7 @@ class RelayWork:
         link: Connection,
         close_link: Callable[[Failure | None], None],
     ) -> None:
-        self.names = names_of(manifest)
+        self.names = slice_names(manifest)
         self.close = close_link
         self._manifest = manifest
         self._link = link

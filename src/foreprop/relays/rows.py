@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from foreprop.core.frames import FailSession, PeerLeft, PushArrived
+from foreprop.core.frames import SERVER, FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Manifest
-from foreprop.core.peers import SERVER
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.path.executor import Executor
+from foreprop.path.memory import bytes_of
 from foreprop.path.slices import SettingsAt
-from foreprop.path.tensors import DTYPES, bytes_of
+from foreprop.path.tensors import DTYPES
 from foreprop.tables.parts import (
     REQUESTS,
     RowPart,

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foreprop.core.barrier import StepBarrier
-from foreprop.core.manifest import Manifest
-from foreprop.core.peers import Peers
+from foreprop.core.frames import Peers
+from foreprop.core.manifest import Manifest, slice_names
 from foreprop.core.sendqueue import Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Header, Kind
+from foreprop.errors import Failure
 from foreprop.link.connection import Connection, Later, Service, owners_of
-from foreprop.link.failure import Failure
-from foreprop.observe.trace import names_of
 from foreprop.path.calls import (
     AnnouncedNumbers,
     Blobs,
@@ -28,7 +27,7 @@ from foreprop.path.calls import (
     Waits,
 )
 from foreprop.path.executor import Executor, Host
-from foreprop.path.optimizer import unknown_optimizer
+from foreprop.path.joining import unknown_optimizer
 from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
@@ -102,7 +101,7 @@ class _Composition:
         slices, peers = manifest.slices(), manifest.peers()
         self._shards = manifest.shards(len(slices))
         parameters = [info.name for info in manifest.parameters]
-        names = names_of(manifest)
+        names = slice_names(manifest)
         self._barrier: StepBarrier | None = None
         if manifest.knobs.aggregation.needs_norm:
             owners = [piece.server for piece in slices if manifest.is_served(piece)]

@@ -22,12 +22,12 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from foreprop.cluster.world import StoreClient
+from foreprop.cluster.rendezvous import Board, Look
+from foreprop.cluster.world import StoreClient, World
 from foreprop.config import Config
-from foreprop.errors import ConfigError, ForepropError, TransportError
+from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.stream import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
-from foreprop.servers.launch import REFUSED
 from foreprop.servers.processes import ProcessServer, ServerTask
 from foreprop.version import __version__
 
@@ -43,6 +43,10 @@ Report = Callable[[str], None]
 def dedicated_key(session: int) -> str:
     """The raw store's key that publishes a session to `foreprop server`."""
     return f"foreprop/dedicated/{session}"
+
+
+_REFUSED = "refused "
+"""How an entry begins that says why a dedicated server will not come."""
 
 
 class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +68,37 @@ def publish_session(entries: StoreClient, token: str, **about: Any) -> str:
     published = PublishedSession(session_id=session_id, foreprop=__version__, **about)
     entries.set(dedicated_key(number), msgspec.json.encode(published))
     return session_id
+
+
+def look_up_dedicated(
+    server: int, world: World, config: Config, session_id: str, look: Look
+) -> tuple[str, str]:
+    """Where a worker reaches a server, and what it is called while nobody has started it.
+
+    Raises `HandshakeError` if it will not come.
+    """
+    key = dedicated_key(int(session_id.partition("-")[0]))
+    store: Any = world.raw_store
+    port = getattr(store, "port", None)
+    option = f" --rendezvous {world.host}:{port}" if port else ""
+    count = config.dedicated_servers
+    what = f"dedicated server {server} of {count}; start `foreprop server --count {count}{option}`"
+    found = raw_board(world, config, key, look).lookup(f"server/{server}", what)
+    if found.startswith(_REFUSED):
+        raise HandshakeError(found.removeprefix(_REFUSED))
+    return found, what
+
+
+def raw_board(world: World, config: Config, key: str, look: Look) -> Board:
+    """Of the ranks of a new session, where `foreprop server` looks: in the raw store."""
+    return Board(
+        world,
+        key,
+        timeout_s=config.join_timeout_s,
+        report_s=config.stall_report_s,
+        look=look,
+        raw=True,
+    )
 
 
 class _SessionPublished(NamedTuple):
@@ -158,7 +193,7 @@ class Supervisor:
         except (ForepropError, TypeError, OSError) as error:
             self._failed.append(name)
             self._report(f"{name} cannot start: {error}")
-            return f"{REFUSED}dedicated server {index} at {self._address} cannot start: {error}"
+            return f"{_REFUSED}dedicated server {index} at {self._address} cannot start: {error}"
         self._started += 1
         self._report(f"{name} of {published.servers} listens on {address}")
         return address

@@ -8,14 +8,14 @@ import socket
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from foreprop.cluster.rendezvous import agree_on_session, raw_board, session_board
+from foreprop.cluster.rendezvous import agree_on_session, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.sendbound import SendBound
 from foreprop.core.sendqueue import takes_turns, window_share_bytes
-from foreprop.errors import ConfigError, HandshakeError, RemoteProtocolError, TransportError
+from foreprop.errors import ConfigError, RemoteProtocolError, TransportError
 from foreprop.link.connection import greeting
 from foreprop.link.stream import (
     SocketStream,
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 _END_BY_ITSELF_S = 3.0
 """A server that has to end is given this long to tell the other workers why."""
-
-
-REFUSED = "refused "
-"""How an entry begins that says why a dedicated server will not come."""
 
 
 class Connections:
@@ -228,23 +224,15 @@ class Connections:
         return self._greeted(self._connect_to(*_parse_address(found, what)))
 
     def _reach(self, server: int) -> socket.socket:
-        dedicated = self._config.dedicated_servers
-        if dedicated:
-            from foreprop.servers.dedicated import dedicated_key
+        if self._config.dedicated_servers:
+            from foreprop.servers.dedicated import look_up_dedicated
 
-            number = self.session_id.partition("-")[0]
-            look, key = self.board.check_failed, dedicated_key(int(number))
-            board = raw_board(self._world, self._config, key, look)
-            what = (
-                f"dedicated server {server} of {dedicated}; start `foreprop server --count"
-                f" {dedicated}{self._rendezvous_option()}`"
-            )
+            look = self.board.check_failed
+            about = (self._world, self._config, self.session_id)
+            found, what = look_up_dedicated(server, *about, look)
         else:
-            board = self.board
             what = f"server {server}, which rank {self._starter_of(server)} starts"
-        found = board.lookup(f"server/{server}", what)
-        if found.startswith(REFUSED):
-            raise HandshakeError(found.removeprefix(REFUSED))
+            found = self.board.lookup(f"server/{server}", what)
         address, port = _parse_address(found, what)
         self._check_reachable(server, address)
         return self._greeted(self._connect_to(address, port))
@@ -298,11 +286,6 @@ class Connections:
                     raise TransportError(
                         f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
                     ) from error
-
-    def _rendezvous_option(self) -> str:
-        store: Any = self._world.raw_store
-        port = getattr(store, "port", None)
-        return f" --rendezvous {self._world.host}:{port}" if port else ""
 
     def _check_reachable(self, server: int, address: str) -> None:
         theirs, ours = ipaddress.ip_address(address), ipaddress.ip_address(self.address)

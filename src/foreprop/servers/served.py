@@ -10,9 +10,8 @@ import msgspec
 
 from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
-from foreprop.hooks import buffers
+from foreprop.hooks.modelhooks import pack, unpack_into
 from foreprop.link.connection import Later
-from foreprop.path.managedparameter import ManagedParameter
 from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
 from foreprop.path.worker import WorkerEngine
@@ -21,6 +20,7 @@ from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
 
 if TYPE_CHECKING:
     from foreprop.numerics.norms import WorkerNorm
+    from foreprop.path.managedparameter import ManagedParameter
     from foreprop.servers.servedstate import ServedState
     from foreprop.tables.exchange import RowExchange
 
@@ -101,12 +101,12 @@ class ServedBackend:
                     self.rows.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
                 for number, tensors in enumerate(shared, _FROZEN):
-                    self.engine.publish_blob(number, 0, buffers.pack(tensors))
+                    self.engine.publish_blob(number, 0, pack(tensors))
         else:
             for parameter in parameters:
                 parameter.receive_initial_value()
             for number, tensors in enumerate(shared, _FROZEN):
-                buffers.unpack_into(tensors, self.engine.fetch_blob(number, 0))
+                unpack_into(tensors, self.engine.fetch_blob(number, 0))
         if self._serves and self._optimizer.state:
             self.state.drop()
 

@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foreprop.core.slicing import Shard, Slice
+from foreprop.core.shards import Shard
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
 from foreprop.link.connection import Later
-from foreprop.path.tensors import (
-    AVERAGE,
-    DTYPES,
-    GRADIENT,
-    MASTER,
-    decode_state,
-    encode_state,
-    start_average,
-)
+from foreprop.path.sums import start_average
+from foreprop.path.tensors import AVERAGE, DTYPES, GRADIENT, MASTER, decode_state, encode_state
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.setup import Setup
 

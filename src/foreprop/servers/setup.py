@@ -22,18 +22,17 @@ from foreprop.core.manifest import (
     OptimizerInfo,
     ParameterInfo,
 )
-from foreprop.core.norm import SquareSum
 from foreprop.core.wire import MAX_PAYLOAD_BYTES
 from foreprop.errors import ConfigError
-from foreprop.hooks.buffers import packed_bytes
-from foreprop.observe.trace import TraceRecorder
+from foreprop.hooks.modelhooks import packed_bytes
 from foreprop.path.memory import ParameterMemory
-from foreprop.path.tensors import state_limit_bytes
 from foreprop.version import __version__
 
 if TYPE_CHECKING:  # what a training loads that uses it
-    from foreprop.hooks.buffers import ModelBuffers
+    from foreprop.core.norm import SquareSum
+    from foreprop.hooks.modelhooks import ModelBuffers
     from foreprop.numerics.loss_scale import LossScale
+    from foreprop.observe.trace import TraceRecorder
 
 
 _MOST_ROWS = 2**31 - 1
@@ -123,6 +122,8 @@ def check_frames(manifest: Manifest) -> None:
             )
         if shard.remote:
             continue
+        from foreprop.path.tensors import state_limit_bytes
+
         limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
         if limit_bytes > MAX_PAYLOAD_BYTES:
             raise ConfigError(

@@ -1,39 +1,150 @@
-"""The user's model and optimizer become a session's, and are given back when it ends.
+"""The user's model and optimizer: they become a session's, and are given back when it ends.
 
-While it lasts, somebody may set the optimizer's numbers (`SettingsWatch`), or use a value that a
-reply has replaced (`give_advice`).
+`Belongings` says which of their parameters are synchronised, and as what. While the session lasts,
+somebody may set the optimizer's numbers (`SettingsWatch`), or use a value that a reply has replaced
+(`give_advice`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foreprop.config import Config
+from foreprop.core.manifest import NO_GROUP, ParameterInfo, RowInit
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.gradients.optimizerstate import give_plain_state
-from foreprop.hooks import buffers
-from foreprop.hooks.interception import Interception, watch_entries, watch_scripts
-from foreprop.hooks.managed import watch_wrappers
+from foreprop.hooks.interception import (
+    Interception,
+    check_unmanaged,
+    managed_ids,
+    watch_entries,
+    watch_scripts,
+    watch_wrappers,
+)
 from foreprop.hooks.modelhooks import (
     OWN_ATTRIBUTES,
+    BeforeForward,
+    BeforeLoadStateDict,
     BeforeModule,
+    BeforeStateDict,
     CallingHook,
+    ModelBuffers,
+    StateDictBegins,
+    StateDictEnds,
     before_forward,
     before_loading,
     keep_copies_plain,
     keep_copy_plain,
 )
-from foreprop.session.backends import Backends
+from foreprop.path.looprules import UPDATED_ADVICE, UPDATED_SYMPTOM
+from foreprop.path.optimizer import checked_dtype, named_parameters, others_named
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
+    from foreprop.tables.embeddings import Embeddings
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+Named = tuple[str, torch.nn.Parameter, int]
+"""A parameter's name, itself, and the number of its group in the optimizer."""
 
 
+class Belongings:
+    """What belongs to the user. Parameters go by their numbers: the optimizer's come first."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer or torch.optim.SGD(model.parameters())
+        self._own = list(named_parameters(model, self.optimizer))
+        self.optimized = len(self._own)
+        """The number of parameters that the optimizer has."""
+        self.embeddings = self._find_embeddings(config)
+        self.named: list[Named] = []
+        self.buffers = ModelBuffers(model)
+
+    def _find_embeddings(self, config: Config) -> Embeddings | None:
+        """None if the model has no tables, and nothing that would have to be one."""
+        model = self.model
+        tensors = itertools.chain(
+            model.parameters(), model.buffers(), (parameter for _, parameter, _ in self._own)
+        )
+        has_tables = any(isinstance(module, _EMBEDDINGS) for module in model.modules())
+        is_asked = config.sparse_parameters is not None
+        if not (has_tables or is_asked or any(tensor.is_meta for tensor in tensors)):
+            return None
+        from foreprop.tables.embeddings import Embeddings
+
+        return Embeddings(model, self._own, self.optimizer, config)
+
+    @property
+    def row_wise(self) -> Collection[str]:
+        """The names of the tables that servers hold row by row from the start."""
+        return () if self.embeddings is None else self.embeddings.row_wise
+
+    @property
+    def candidates(self) -> Collection[str]:
+        """The names of those that ``architecture="auto"`` decides about."""
+        return () if self.embeddings is None else self.embeddings.candidates
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether the optimizer has other parameters than tables held row by row."""
+        return self.optimized > len(self.row_wise)
+
+    def take(self) -> None:
+        """Number the parameters. Raises `ConfigError` for those that cannot be synchronised."""
+        if self.embeddings is not None:
+            from foreprop.tables.embeddings import check_rest
+
+            check_rest(self.model, self._own)
+        check_unmanaged(self._own)
+        others = others_named(self.model, self.optimizer)
+        self.named = self._own + [entry for entry in others if id(entry[1]) not in managed_ids()]
+        self._managed_ids = {id(parameter) for _, parameter, _ in self.named} | managed_ids()
+
+    @property
+    def frozen(self) -> list[torch.nn.Parameter]:
+        """The model's parameters that no session has."""
+        return [p for p in self.model.parameters() if id(p) not in self._managed_ids]
+
+    def infos(self, row_wise: Collection[str], *, by_workers: bool) -> Iterator[ParameterInfo]:
+        """What all ranks must agree on. ``row_wise``: names; ``by_workers``: they update."""
+        tables = self.embeddings
+        sparse: Collection[str] = () if tables is None else tables.sparse
+        remote: Mapping[str, RowInit] = {} if tables is None else tables.remote
+        for name, parameter, group in self.named:
+            rows = name in row_wise
+            yield ParameterInfo(
+                dtype=checked_dtype(name, parameter),
+                name=name,
+                shape=tuple(parameter.shape),
+                group=NO_GROUP if by_workers and not rows else group,
+                rows=rows,
+                sparse=name in sparse,
+                init=remote.get(name),
+            )
+
+    def make_sparse(self, names: Collection[str]) -> None:
+        """Have these tables' gradients be sparse, until `restore`."""
+        if self.embeddings is not None:
+            self.embeddings.make_sparse(names)
+
+    def restore(self) -> None:
+        """Embeddings' gradients are as the user had them."""
+        if self.embeddings is not None:
+            self.embeddings.restore()
+
+
+# The adoption.
 def adopt(training: Training) -> None:
     """Raises `ForepropError`; what has been adopted by then is given back with the rest."""
     add_undo = training.life.add_undo
@@ -161,20 +272,20 @@ def _adopt_model(training: Training) -> None:
         training.compute_trace = trace
         training.life.add_undo(trace.remove)
     handles = [
-        before_loading(module, buffers.BeforeLoadStateDict(training))
+        before_loading(module, BeforeLoadStateDict(training))
         for module in model.modules()  # a part may be loaded by itself
         if next(module.parameters(recurse=False), None) is not None
     ]
     if training.config.wait == "modules":
         handles += [before_forward(module, BeforeModule()) for module in model.modules()]
     if training.config.whole_tables not in (None, "all"):
-        handles.append(model.register_state_dict_pre_hook(buffers.StateDictBegins(training)))
-        handles.append(model.register_state_dict_post_hook(buffers.StateDictEnds(training)))
+        handles.append(model.register_state_dict_pre_hook(StateDictBegins(training)))
+        handles.append(model.register_state_dict_post_hook(StateDictEnds(training)))
     if training.remote is not None and training.user.embeddings is not None:
         handles += training.remote.watch(training.user.embeddings.modules_of)
     if training.user.buffers:
-        handles.append(before_forward(model, buffers.BeforeForward(training)))
-        handles.append(model.register_state_dict_pre_hook(buffers.BeforeStateDict(training)))
+        handles.append(before_forward(model, BeforeForward(training)))
+        handles.append(model.register_state_dict_pre_hook(BeforeStateDict(training)))
     training.life.add_undo(*(handle.remove for handle in handles))
 
 
@@ -187,18 +298,21 @@ class SettingsWatch:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        backends: Backends,
+        numbers: Callable[[], Any],
+        announce: Callable[[int], None],
         *,
         parameters: int,
         is_scaled: bool,
     ) -> None:
-        """``parameters``: that the optimizer had at `parallelize`.
+        """``announce`` tells the servers ``numbers()``, which count from a step on.
 
+        ``parameters``: that the optimizer had at `parallelize`.
         ``is_scaled``: the loss's scale is one of the numbers, which no group has.
         """
         self.announced_step = 0
         self._optimizer = optimizer
-        self._backends = backends
+        self._numbers = numbers
+        self._send = announce
         self._parameters = parameters
         self._is_scaled = is_scaled
         self._announced: Any = None
@@ -208,9 +322,9 @@ class SettingsWatch:
     def announce(self, step: int) -> None:
         """The step's first push is about to leave: servers must know what has changed."""
         if not self._is_as_read():
-            numbers = self._backends.numbers()
+            numbers = self._numbers()
             if numbers != self._announced:
-                self._backends.announce(step)
+                self._send(step)
                 self._announced = numbers
             self._keep()
         self.announced_step = step
@@ -219,7 +333,7 @@ class SettingsWatch:
         """At `step()`: what was announced still holds, if anything was."""
         if self._is_as_read() or self.announced_step != step:
             return
-        if self._backends.numbers() != self._announced:
+        if self._numbers() != self._announced:
             raise TrainingLoopError(
                 "the optimizer's settings (lr, ...) were changed between backward() and"
                 " step(), when servers had been sent gradients with the old ones. Change them after"
@@ -261,25 +375,16 @@ def _is_constant(value: Any) -> bool:
     return type(value) in _CONSTANT
 
 
-_SYMPTOM = "modified by an inplace operation"
-_ADVICE = (
-    "foreprop: if the modified tensor is a parameter, this backward pass needs a value that the"
-    " parameter's update replaces. Run a forward pass of its own for each backward pass after"
-    " optimizer.step() (no retain_graph=True across steps). If one step has more backward passes"
-    " than the first had, set parallelize(..., update='workers'), or backward_passes=N to the"
-    " largest number. Give a use that takes no gradient a copy of its own:"
-    " parameter.detach().clone() instead of parameter.detach()."
-)
-
-
 def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
-            if _SYMPTOM in str(error) and _ADVICE not in getattr(error, "__notes__", ()):
-                error.add_note(_ADVICE)
+            if UPDATED_SYMPTOM in str(error) and UPDATED_ADVICE not in getattr(
+                error, "__notes__", ()
+            ):
+                error.add_note(UPDATED_ADVICE)
             raise
 
     return wrapper

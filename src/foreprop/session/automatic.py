@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from foreprop.auto.planning import Outlook, Planning
 from foreprop.path.optimizer import can_be_served
-from foreprop.session.backends import needs_another_backend
-from foreprop.session.connecting import reconnect
+from foreprop.session.backends import connect, is_served
 
 if TYPE_CHECKING:
+    from foreprop.config import Config
     from foreprop.session.training import Training
 
 
@@ -64,3 +65,31 @@ class Automatic:
             with training.state.quietly():
                 reconnect(training, plan.row_wise)
         self._outlook = plan.outlook()
+
+
+def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
+    """Whether a session must connect anew for these settings, its parameters being as they are."""
+    if is_served(after) != is_served(before):
+        return True
+    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
+    return is_served(after) and len(sizes) > 1
+
+
+def reconnect(training: Training, row_wise: Collection[str]) -> None:
+    """End the present backend and go on with another one where it was."""
+    training.checkpoints.pull_state()
+    optimizer = training.user.optimizer
+    state = dict(optimizer.state)
+    training.flush()
+    training.norm_before = training.grad_norm
+    has_averages = training.config.ema is not None
+    averages = training.checkpoints.ema_state_dict() if has_averages else {}
+    training.life.disconnect(None)
+    training.life.let_go()
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    training.completed_before += training.completed
+    training.user.make_sparse(row_wise)
+    connect(training, row_wise, training.first.needs)
+    if has_averages:
+        training.checkpoints.load_ema_state_dict(averages)

@@ -1,29 +1,43 @@
-"""The one or two backends of a session, and what is done once for all of them.
+"""The one or two backends of a session: what is done once for all of them, and their connection.
 
 Servers have all parameters, or collectives have; or collectives have the dense ones and servers the
 row-wise ones (``hybrid``, as in Parallax). Each backend knows its own parameters only, by numbers
-of its own. A parameter talks to the engine that has it, and passes nothing here.
+of its own. A parameter talks to the engine that has it, and passes nothing here. They are connected
+at the session's start, and anew when a plan asks for others.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from foreprop.config import Config
-from foreprop.core.norm import SquareSum
-from foreprop.path.managedparameter import Engine, ManagedParameter
+from foreprop.hooks.interception import claim_parameter
+from foreprop.hooks.modelhooks import SharedBuffers
+from foreprop.path.parameter import SynchronisedParameter
 from foreprop.path.progress import Counters
 from foreprop.servers.setup import Setup
+from foreprop.session.adopting import SettingsWatch
+from foreprop.session.firststep import FirstStep, Needs
 
 if TYPE_CHECKING:
     from foreprop.collectives.ring import RingBackend
+    from foreprop.core.norm import SquareSum
+    from foreprop.gradients.averaging import Averaging
+    from foreprop.observe.trace import TraceRecorder
+    from foreprop.path.managedparameter import Engine, ManagedParameter
+    from foreprop.path.stalereaders import StaleReaders
     from foreprop.servers.served import ServedBackend
+    from foreprop.session.training import Training
     from foreprop.tables.exchange import RowExchange
+    from foreprop.tables.remote import RemoteTable
+    from foreprop.tables.rowparameter import RowParameter
+    from foreprop.tables.tables import RemoteTables
 
     Backend = ServedBackend | RingBackend
 
@@ -198,14 +212,6 @@ def connect_backends(setup: Setup) -> Backends:
     return Backends([(RingBackend(setup), numbers)])
 
 
-def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
-    """Whether a session must connect anew for these settings, its parameters being as they are."""
-    if is_served(after) != is_served(before):
-        return True
-    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
-    return is_served(after) and len(sizes) > 1
-
-
 def is_served(config: Config) -> bool:
     """Whether servers have the dense parameters, too, and not collectives."""
     return config.architecture not in ("ring", "hybrid", "auto")
@@ -219,3 +225,132 @@ def needs_servers(
     own = (parameter for group in groups for parameter in group["params"])
     tensors = itertools.chain(model.parameters(), own, model.buffers())
     return config.dedicated_servers > 0 or any(tensor.is_meta for tensor in tensors)
+
+
+# Their connection.
+def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None:
+    """Synchronise the parameters of these names row by row, the others in slices or chunks."""
+    user = training.user
+    training.completed = 0
+    training.parameters, training.tables = [], []
+    training.averaging = training.remote = None
+    training.first = FirstStep(training, needs)
+    setup = _setup(training, row_wise)
+    training.backends = backends = connect_backends(setup)
+    training.infos, training.every_parameter = setup.infos, backends.every_parameter
+    scaled = training.loss_scale is not None
+    training.settings = SettingsWatch(
+        user.optimizer,
+        backends.numbers,
+        backends.announce,
+        parameters=user.optimized,
+        is_scaled=scaled,
+    )
+    training.buffers = SharedBuffers(user.buffers, backends.engines[0], training.world)
+    training.publishes_buffers = bool(user.buffers) and training.buffers.publishes
+    training.life.connected = True
+    try:
+        for index, (name, parameter, _) in enumerate(user.named):
+            training.parameters.append(_make_parameter(training, index, name, parameter))
+        by_rows = [p for p in training.parameters if training.infos[p.index].rows]
+        training.tables = cast("list[RowParameter | RemoteTable]", by_rows)
+        if any(info.init is not None for info in training.infos):
+            training.remote = remote_tables(training)
+        backends.start(training.parameters)
+        if training.publishes_buffers:
+            training.buffers.publish(0)
+    except BaseException as error:
+        backends.refuse(error)
+        raise
+    for synchronised in training.parameters:
+        synchronised.watch()
+        claim_parameter(synchronised.name, synchronised.parameter, training)
+    training.first.watch(user.model)
+
+
+def _make_parameter(
+    training: Training, index: int, name: str, parameter: torch.nn.Parameter
+) -> ManagedParameter:
+    """The parameter of this number, as the session's choice so far has it."""
+    info = training.infos[index]
+    if info.init is not None:
+        from foreprop.tables.remote import RemoteTable
+
+        return RemoteTable(index, name, parameter, training, *training.backends.rows_of(index))
+    if info.rows:
+        from foreprop.tables.rowparameter import RowParameter
+
+        return RowParameter(index, name, parameter, training, *training.backends.rows_of(index))
+    wanted = index < training.user.optimized
+    if wanted and training.choice is not None and not training.by_workers:
+        return SynchronisedParameter(index, name, parameter, training)
+    from foreprop.gradients.averaged import AveragedParameter
+
+    averaging = _averaging_of(training)
+    averaged = AveragedParameter(index, name, parameter, training, averaging, wanted=wanted)
+    averaging.parameters.append(averaged)
+    return averaged
+
+
+def _averaging_of(training: Training) -> Averaging:
+    if training.averaging is None:
+        from foreprop.gradients.averaging import Averaging
+
+        training.averaging = Averaging(
+            training.user.optimizer,
+            training.fixed_passes,
+            collectives=not is_served(training.config),
+        )
+    return training.averaging
+
+
+def stale_readers_for(config: Config) -> StaleReaders | None:
+    if not config.check_stale:
+        return None
+    from foreprop.path.stalereaders import StaleReaders
+
+    return StaleReaders()
+
+
+def _setup(training: Training, row_wise: Collection[str]) -> Setup:
+    user = training.user
+    return Setup(
+        world=training.world,
+        config=training.config,
+        optimizer=user.optimizer,
+        parameters=[parameter for _, parameter, _ in user.named],
+        infos=list(user.infos(row_wise, by_workers=training.by_workers)),
+        frozen=user.frozen,
+        buffers=user.buffers,
+        memory=training.parameters,
+        make_trace=lambda session_id: _make_trace(training, session_id),
+        loss_scale=training.loss_scale,
+        by_workers=training.by_workers,
+    )
+
+
+def _make_trace(training: Training, session_id: str) -> TraceRecorder | None:
+    folder = training.config.trace
+    if folder is not None and training.trace is None:
+        from foreprop.observe.trace import TraceRecorder, trace_path
+
+        rank = training.world.rank
+        path = trace_path(Path(folder), f"worker-{rank}", session_id)
+        training.trace = TraceRecorder(path, f"worker {rank}", rank)
+    return training.trace
+
+
+def remote_tables(training: Training) -> RemoteTables:
+    """All remote tables; there may be none."""
+    from foreprop.tables.tables import RemoteTables
+
+    infos = training.infos
+    remote = [table for table in training.tables if infos[table.index].init is not None]
+    return RemoteTables(
+        cast("list[RemoteTable]", remote),
+        training.user.optimizer,
+        infos,
+        training.board("tables"),
+        world=training.world,
+        config=training.config,
+    )

@@ -12,7 +12,7 @@ import torch
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.path.tensors import AVERAGE
-from foreprop.session.connecting import remote_tables
+from foreprop.session.backends import remote_tables
 
 if TYPE_CHECKING:
     from foreprop.collectives.local_update import LocalState

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from foreprop.cluster.world import World, wait_for_all_partings
 from foreprop.errors import ForepropError
-from foreprop.hooks import managed
-from foreprop.hooks.interception import watch_uncaught_errors
+from foreprop.hooks.interception import release_parameter, watch_uncaught_errors
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
@@ -127,7 +126,7 @@ class Lifetime:
         training.first.unwatch()
         for parameter in training.parameters:
             parameter.detach()
-            managed.release(parameter.parameter, training)
+            release_parameter(parameter.parameter, training)
 
     @contextlib.contextmanager
     def told_if_it_fails(self) -> Iterator[None]:

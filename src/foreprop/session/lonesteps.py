@@ -18,7 +18,7 @@ import torch
 from foreprop.config import Config
 from foreprop.numerics.finite import check_finite
 from foreprop.path.optimizer import named_parameters
-from foreprop.path.tensors import move_average, start_average
+from foreprop.path.sums import move_average, start_average
 
 Closure = Callable[[], Any]
 

@@ -16,7 +16,7 @@ import torch
 from foreprop.cluster.world import World, current_world, is_alone
 from foreprop.config import Config, Preset
 from foreprop.errors import ConfigError
-from foreprop.hooks.managed import bare_model, bare_optimizer
+from foreprop.hooks.interception import bare_model, bare_optimizer
 from foreprop.session.backends import needs_servers
 from foreprop.session.training import Training
 

@@ -13,27 +13,24 @@ from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
-from foreprop.core.norm import SquareSum
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
-from foreprop.gradients.update import Needs, UpdateChoice, settled_beforehand
-from foreprop.hooks import managed
-from foreprop.hooks.buffers import SharedBuffers
-from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
+from foreprop.hooks.interception import release_parameter
+from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.memory import Memory
-from foreprop.session.adopting import SettingsWatch, adopt
-from foreprop.session.backends import Backends, is_served
-from foreprop.session.belongings import Belongings
-from foreprop.session.connecting import connect, stale_readers_for
-from foreprop.session.firststep import FirstStep
+from foreprop.session.adopting import Belongings, SettingsWatch, adopt
+from foreprop.session.backends import Backends, connect, is_served, stale_readers_for
+from foreprop.session.firststep import FirstStep, Needs, UpdateChoice, settled_beforehand
 from foreprop.session.lifetime import Lifetime
 
 if TYPE_CHECKING:  # what only some sessions need
     from foreprop.auto.stepprobe import StepProbe
+    from foreprop.core.norm import SquareSum
     from foreprop.gradients.averaging import Averaging
     from foreprop.hooks.compute_trace import ComputeTrace
     from foreprop.numerics.loss_scale import LossScale
     from foreprop.observe.trace import TraceRecorder
+    from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
     from foreprop.tables.remote import RemoteTable
@@ -51,7 +48,7 @@ class Training:
     first: FirstStep
     buffers: SharedBuffers
     publishes_buffers: bool
-    """Of the present connection, as `session.connecting` makes them."""
+    """Of the present connection, as `session.backends` makes them."""
 
     def __init__(
         self,
@@ -370,6 +367,6 @@ class Training:
             if averaged.parameter is parameter and averaged.index >= self.user.optimized:
                 averaging.parameters.remove(averaged)
                 averaged.give_away()
-                managed.release(parameter, self)
+                release_parameter(parameter, self)
                 return True
         return False

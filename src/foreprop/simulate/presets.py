@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from foreprop.config import Config
+from foreprop.core.frames import SERVER, workers_of_node
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
-from foreprop.core.peers import SERVER, workers_of_node
 from foreprop.core.sendqueue import AT_ONCE, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError

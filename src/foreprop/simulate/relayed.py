@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from foreprop.core.collect import SliceUpdated, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
+    SERVER,
     MessageReady,
     NotifyArrived,
+    Peers,
     PullArrived,
     PushArrived,
     ReplyArrived,
     SendFrame,
-    SliceUpdated,
-    UpdateSlice,
 )
-from foreprop.core.peers import SERVER, Peers
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from foreprop.core.barrier import NormCombiner, StepBarrier
+from foreprop.core.collect import SliceSummed, SliceUpdated, SumSlice, UpdateSlice
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
     NO_TOKEN,
@@ -26,10 +27,6 @@ from foreprop.core.frames import (
     ReplyArrived,
     SendFrame,
     SendNormPart,
-    SliceSummed,
-    SliceUpdated,
-    SumSlice,
-    UpdateSlice,
 )
 from foreprop.core.norm import ZERO
 from foreprop.core.sendqueue import Order, PushWindow, Reply, Turns, may_hold_back

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import torch
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
-from foreprop.path.tensors import DTYPES, bytes_of
+from foreprop.path.memory import bytes_of
+from foreprop.path.tensors import DTYPES
 from foreprop.path.worker import WorkerEngine
 from foreprop.tables.parts import (
     END,

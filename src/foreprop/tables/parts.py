@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.tensors import bytes_of, decode_state, encode_state, is_array, state_limit_bytes
+from foreprop.path.memory import bytes_of
+from foreprop.path.tensors import decode_state, encode_state, is_array, state_limit_bytes
 
 _COUNT = struct.Struct("!Q")
 _ALIGN_BYTES = 8

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -19,15 +19,17 @@ from torch.nn import functional as F
 from foreprop.core.manifest import RowInit
 from foreprop.errors import ConfigError, InternalError
 from foreprop.link.connection import EMPTY
-from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import FirstUse
 from foreprop.path.servedgradient import ServedGradient
-from foreprop.path.tensors import start_average
+from foreprop.path.sums import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
 from foreprop.tables.exchange import RowExchange
 from foreprop.tables.lookahead import Prefetch
 from foreprop.tables.parts import VALUES, part_rows
 from foreprop.tables.table import make_rows
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import SessionState
 
 _Tensor = torch.Tensor
 _LOOK_UPS = {look_up: inspect.signature(look_up) for look_up in (F.embedding, F.embedding_bag)}

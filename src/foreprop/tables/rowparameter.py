@@ -8,14 +8,13 @@ user sees an ordinary parameter, of which no stale row can be read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
 from foreprop.errors import ConfigError, InternalError, TrainingLoopError
 from foreprop.link.connection import EMPTY
-from foreprop.path.managedparameter import SessionState
 from foreprop.path.parameter import GET_DATA, FirstUse, ParameterValue
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.waiting import (
@@ -27,6 +26,9 @@ from foreprop.path.waiting import (
 )
 from foreprop.tables.exchange import Pull, RowExchange
 from foreprop.tables.lookahead import Prefetch
+
+if TYPE_CHECKING:
+    from foreprop.path.managedparameter import SessionState
 
 _LOOK_UPS = frozenset({F.embedding, F.embedding_bag})
 

@@ -25,7 +25,7 @@ from foreprop.core.rows_machine import (
     SumRows,
     UpdateRows,
 )
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded, exactly

@@ -15,22 +15,18 @@ import torch
 
 from foreprop.core.manifest import Hyperparameters, Manifest, ParameterInfo
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.slicing import Shard
+from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
+from foreprop.path.memory import bytes_of
+from foreprop.path.sums import clip, finish_sum, square_sum, start_average, sum_dtype
 from foreprop.path.tensors import (
     AVERAGE,
     DTYPES,
     MASTER,
-    bytes_of,
-    clip,
     decode_state,
     encode_state,
-    finish_sum,
     is_array,
-    square_sum,
-    start_average,
     state_limit_bytes,
-    sum_dtype,
 )
 from foreprop.tables.parts import (
     END,

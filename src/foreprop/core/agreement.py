@@ -1,0 +1,124 @@
+"""Whether a process agrees: its manifest is read, checked, and compared with another one's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from foreprop.core.manifest import (
+    ITEMSIZE_BYTES,
+    MOST_PROCESSES,
+    NO_GROUP,
+    SCALE,
+    Manifest,
+    RingManifest,
+)
+from foreprop.errors import RemoteProtocolError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_DECODER = msgspec.json.Decoder(Manifest)
+"""Made here: threads that use a type for the first time at once find it half-built (a crash)."""
+_RING_DECODER = msgspec.json.Decoder(RingManifest)
+
+
+def decode_ring_manifest(data: bytes | memoryview) -> RingManifest:
+    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
+    return _decode(_RING_DECODER, data)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a manifest: {error}") from error
+
+
+def decode_manifest(data: bytes | memoryview) -> Manifest:
+    """Raises `RemoteProtocolError` for bytes that are not a manifest."""
+    manifest = _decode(_DECODER, data)
+    for info in manifest.parameters:
+        if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
+            raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")
+        if info.rows and len(info.shape) != 2:
+            raise RemoteProtocolError(f"parameter {info.name!r} has no rows: {info.shape}")
+        if info.init is not None and not (info.rows and 0 <= info.init.key < 2**64):
+            raise RemoteProtocolError(f"parameter {info.name!r} has no rows to make: {info.init}")
+        least = 0 if info.rows else NO_GROUP
+        if not least <= info.group < len(manifest.optimizer.groups):
+            raise RemoteProtocolError(f"parameter {info.name!r} is in no group: {info.group}")
+    if manifest.world_size > MOST_PROCESSES or manifest.knobs.servers > MOST_PROCESSES:
+        raise RemoteProtocolError(
+            f"not a manifest: world_size {manifest.world_size}, servers {manifest.knobs.servers};"
+            f" at most {MOST_PROCESSES}"
+        )
+    knobs = manifest.knobs
+    workers = (manifest.world_size, manifest.workers_per_push)
+    counts = (*workers, knobs.servers, knobs.slice_elems, knobs.big_array_elems)
+    if min(counts) < 1 or min(manifest.blob_bytes, default=0) < 0:
+        raise RemoteProtocolError(
+            f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"
+            f" {knobs}"
+        )
+    return manifest
+
+
+def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:
+    """The first few differing fields with both sides' values; None if both agree."""
+    lines = [
+        f"{field}: {us} has {mine!r}, {them} has {other!r}"
+        for field, mine, other in _differences(
+            "", msgspec.to_builtins(ours), msgspec.to_builtins(theirs)
+        )
+    ]
+    if not lines:
+        return None
+    more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
+    return "; ".join(lines[:5]) + more
+
+
+_ABSENT = "nothing"
+
+
+def _differences(path: str, mine: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(mine, dict) and isinstance(other, dict):
+        for key in dict.fromkeys((*mine, *other)):
+            label = f"{path}.{key}" if path else str(key)
+            yield from _differences(label, mine.get(key, _ABSENT), other.get(key, _ABSENT))
+    elif path == "parameters" and len(mine) != len(other):
+        yield "number of parameters", len(mine), len(other)
+    elif _are_structs(mine) and _are_structs(other) and len(mine) == len(other):
+        for i, (a, b) in enumerate(zip(mine, other, strict=True)):
+            name = f" ({a['name']})" if path == "parameters" else ""
+            yield from _differences(f"{path}[{i}]{name}", a, b)
+    elif mine != other and not (mine != mine and other != other):
+        yield path, mine, other
+
+
+def _are_structs(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(item, dict) for item in value)
+    )
+
+
+def describe_groups(
+    step: int,
+    ranks: tuple[int, int],
+    ours: Sequence[Mapping[str, Any]],
+    theirs: Sequence[Mapping[str, Any]],
+) -> str:
+    """How the second rank's settings differ from the first's; by parameter group."""
+    first, rank = ranks
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        for name in a:
+            if a[name] != b.get(name):
+                whose = "" if name == SCALE else f" of parameter group {number}"
+                return (
+                    f"step {step}: {name}{whose} is {a[name]} on rank {first} and"
+                    f" {b.get(name)} on rank {rank}: every rank must set the same value"
+                )
+    return f"step {step}: ranks {first} and {rank} have different parameter groups"

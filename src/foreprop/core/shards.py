@@ -1,0 +1,49 @@
+"""Giving each server its rows of a table.
+
+Row r lies on server r mod S, as its row r div S. Word numbers often go by frequency, and so every
+server gets its share of the frequent ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+
+class Shard(NamedTuple):
+    """One server's rows of one table. Shards are numbered after the slices."""
+
+    number: int
+    parameter: int
+    server: int
+    rows: int
+    row_elems: int
+    remote: bool = False
+    """Nobody sends its values: the server makes them."""
+
+    @property
+    def elems(self) -> int:
+        return self.rows * self.row_elems
+
+
+def rows_of(server: int, rows: int, servers: int) -> int:
+    """How many of a table's rows a server holds."""
+    return (rows - server + servers - 1) // servers
+
+
+def plan_shards(
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    servers: int,
+    first_number: int,
+    remote: Collection[int] = (),
+) -> tuple[Shard, ...]:
+    """A shard on every server for each (parameter, rows, elements per row), in order.
+
+    ``remote``: the parameters whose rows the servers make.
+    """
+    numbered = ((shape, server) for shape in shapes for server in range(servers))
+    return tuple(
+        Shard(number, parameter, server, rows_of(server, rows, servers), elems, parameter in remote)
+        for number, ((parameter, rows, elems), server) in enumerate(numbered, first_number)
+    )
