@@ -12,9 +12,12 @@ from foreprop.config import PRESETS, Config, LocalAggregation
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
-from foreprop.workload import limit
+from foreprop.workload import criticalpath, limit
 from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
+from foreprop.workload.links import CrossTraffic, LinkRate, check_links
+from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer, Profile
+from foreprop.workload.unevenness import Draw, StepLengths, Unevenness
 
 
 def option(
@@ -98,8 +101,30 @@ class LabSetting:
         "Elements per slice of the unscaled model, instead of the usual ones.", None
     )
     """By default what a session on so many nodes cuts (`slice_elems_of`)."""
+    slow_nodes: int = option("Nodes that compute more slowly.", 0)
+    """The last ones."""
+    slowdown: float = option("By what share they take longer, as 0.5 for half as long again.", 0.0)
     jitter: float = option("Draw each layer's time anew, up to this share off, as 0.2.", 0.0)
     """On every node and in every step."""
+    step_jitter: float = option(
+        "Each node's compute takes exp(this x a normal draw) as long, anew in each step.", 0.0
+    )
+    step_lengths: StepLengths | None = option(
+        "Draw each worker's compute anew in each step, as with sequences of different lengths:"
+        " lognormal:SPREAD, uniform:SPREAD or exponential:SPREAD, with mean 1.",
+        None,
+    )
+    link_rates: tuple[LinkRate, ...] = option(
+        "Links that are not as fast: NODE:FACTOR or NODE:RATE, separated by commas, as"
+        " 3:0.5,2:40Mbit.",
+        (),
+    )
+    cross_traffic: tuple[CrossTraffic, ...] = option(
+        "Another job's bytes on a node's link: NODE:SHARE of its rate, or NODE:SHARE:PERIOD:DUTY,"
+        " separated by commas, as 3:0.4:2s:0.5.",
+        (),
+    )
+    seed: int = option("Of all that is drawn.", 0)
     shape_ingress: bool = True
     mxnet_python: Path | None = option(
         "Python of an environment with mxnet==1.9.1 and numpy<1.24.", None
@@ -142,12 +167,18 @@ class LabSetting:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
-        if not 0 <= self.jitter < 1:
-            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and below 1")
-        if self.jitter and any(name in MXNET for name in self.systems):
-            raise ConfigError(f"jitter is {self.jitter}; mxnet-* can only be measured without")
+        self._check_evenness()
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    def _check_evenness(self) -> None:
+        self.unevenness.check(self.nodes)
+        check_links(self.link_rates, self.cross_traffic, self.nodes)
+        if not any(name in MXNET for name in self.systems):
+            return
+        for name in ("slow_nodes", "jitter", "step_jitter", "step_lengths"):
+            if value := getattr(self, name):
+                raise ConfigError(f"{name} is {value}; mxnet-* can only be measured without")
 
     def _knows(self, system: str) -> bool:
         name, mark, size = system.partition(SIZE_MARK)
@@ -193,7 +224,45 @@ class LabSetting:
 
     @property
     def limit_s(self) -> float:
-        return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate)
+        """What no schedule can beat; where steps differ, of the mean of those that are measured."""
+        layers = self.layers
+        if self.is_even:
+            return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=self.rate)
+        slice_elems = self.scaled(self.unscaled_slice_elems)
+        return criticalpath.limit_s(
+            self.draw(range(self.workers)),
+            criticalpath.plan_passage(layers, nodes=self.nodes, slice_elems=slice_elems),
+            self.network,
+            steps=self.iterations,
+            workers_per_node=self.workers_per_node,
+        )
+
+    @property
+    def unevenness(self) -> Unevenness:
+        """Of the compute."""
+        return Unevenness(**{name: getattr(self, name) for name in Unevenness.__slots__})
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nodes, links and steps are all alike."""
+        return self.unevenness.is_even and not self.link_rates and not self.cross_traffic
+
+    def draw(self, ranks: Sequence[int]) -> Draw:
+        """What the layers take on these ranks; the first step that is measured has number 1."""
+        return self.unevenness.draw(
+            self.layers, ranks, nodes=self.nodes, workers_per_node=self.workers_per_node
+        )
+
+    @property
+    def network(self) -> Network:
+        return Network(
+            nodes=self.nodes,
+            rate_bits_per_s=self.rate,
+            link_rates=self.link_rates,
+            cross_traffic=self.cross_traffic,
+            shape_ingress=self.shape_ingress,
+            buffer_scale=self.scale,
+        )
 
     def scaled(self, size: int) -> int:
         """A size of the unscaled model, divided as its arrays are."""
