@@ -157,8 +157,9 @@ def lab_link(network: Network, *, latency_s: float, node: int | None = None) -> 
 
 def own_links(network: Network, *, latency_s: float) -> dict[int, LinkSetting]:
     """By node, those that differ from the others."""
-    differ = (*network.link_rates, *network.cross_traffic)
-    return {each.node: lab_link(network, latency_s=latency_s, node=each.node) for each in differ}
+    differ = {each.node for each in network.link_rates}
+    differ |= {each.node for each in network.cross_traffic}
+    return {node: lab_link(network, latency_s=latency_s, node=node) for node in differ}
 
 
 # Who is at the ends of the connections between two processes, and how these are joined.

@@ -167,4 +167,5 @@ def _first_of_others(of_nodes_s: Floats) -> Floats:
     """For each node, when the first one of the others has a layer's gradients."""
     two_s = np.partition(of_nodes_s, 1, axis=0)[:2]
     is_first = np.arange(len(of_nodes_s))[:, None] == of_nodes_s.argmin(axis=0)
-    return np.where(is_first, two_s[1], two_s[0])
+    first_s: Floats = np.where(is_first, two_s[1], two_s[0])
+    return first_s

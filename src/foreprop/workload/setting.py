@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foreprop.config import PRESETS, Config, LocalAggregation
-from foreprop.core.slicing import BIG_ARRAY_ELEMS, usual_slice_elems
+import msgspec
+
+from foreprop.config import PRESETS
+from foreprop.core.slicing import usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import criticalpath, limit
+from foreprop.workload.foundsettings import slice_elems_from_environment
 from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
 from foreprop.workload.links import CrossTraffic, LinkRate, check_links
 from foreprop.workload.network import Network
@@ -54,7 +57,9 @@ CLIP_NORM = 1.0
 """The largest norm of those that clip."""
 
 
-_DEFAULT = Config()
+_UNEVEN_COMPUTE = tuple(spec.name for spec in fields(Unevenness))
+UNEVEN = (*_UNEVEN_COMPUTE, "link_rates", "cross_traffic")
+"""The fields that make nodes, links or steps differ."""
 _FEW_PACKETS = 8
 _SLICES_PER_S = 1000
 _USUAL_NODES = 4
@@ -186,19 +191,23 @@ class LabSetting:
         return sized and name in self.known_systems
 
     def slice_elems_of(self, system: str) -> int:
-        """Scaled: what the system's name says, or else ``slice_elems``, or the usual ones.
+        """Scaled: what the system's name says, ``slice_elems``, the environment, or the usual ones.
 
         Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
         so that the last one, hardly used, would cost a share that it does not cost unscaled.
         """
         _, mark, size = system.partition(SIZE_MARK)
         elems = self.scaled(int(size) if mark else self.unscaled_slice_elems)
-        return elems if mark or self.slice_elems else _filling_packets(elems)
+        return elems if mark or self._asked_slice_elems else _filling_packets(elems)
 
     @property
     def unscaled_slice_elems(self) -> int:
-        """``slice_elems``, or the default."""
-        return self.slice_elems or usual_slice_elems(self.nodes)
+        """``slice_elems``, or what the environment says, or the default."""
+        return self._asked_slice_elems or usual_slice_elems(self.nodes)
+
+    @property
+    def _asked_slice_elems(self) -> int | None:
+        return self.slice_elems or slice_elems_from_environment()
 
     @property
     def workers(self) -> int:
@@ -240,7 +249,7 @@ class LabSetting:
     @property
     def unevenness(self) -> Unevenness:
         """Of the compute."""
-        return Unevenness(**{name: getattr(self, name) for name in Unevenness.__slots__})
+        return Unevenness(**{name: getattr(self, name) for name in _UNEVEN_COMPUTE})
 
     @property
     def is_even(self) -> bool:
@@ -264,6 +273,20 @@ class LabSetting:
             buffer_scale=self.scale,
         )
 
+    @property
+    def uneven(self) -> dict[str, Any]:
+        """By field, what makes nodes, links or steps differ, as records keep it."""
+        if self.is_even:
+            return {}
+        changed = {name: value for name in UNEVEN if (value := getattr(self, name))}
+        kept: dict[str, Any] = msgspec.to_builtins(changed)
+        return kept
+
+    @property
+    def varies(self) -> bool:
+        """Whether steps differ, so that the limit is of their mean."""
+        return self.unevenness.is_drawn or bool(self.cross_traffic)
+
     def scaled(self, size: int) -> int:
         """A size of the unscaled model, divided as its arrays are."""
         return max(1, size // self.scale)
@@ -275,34 +298,6 @@ def _filling_packets(elems: int) -> int:
     if not 1 <= packets < _FEW_PACKETS:
         return elems
     return (packets * limit.PACKET_BYTES - HEADER_BYTES) // limit.BYTES_PER_ELEM
-
-
-def local_aggregation() -> LocalAggregation:
-    """As the environment says, for a comparison with and without."""
-    return Config.resolve().local_aggregation
-
-
-def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
-    """Of a preset, ``ring`` or ``auto``: what counts elements or bytes divided by the scale.
-
-    ``changes`` are fields of `Config`.
-    """
-    fields: dict[str, Any] = {
-        "architecture": AUTO.get(name, RING if name == RING else "p2p"),
-        "workers_per_node": setting.workers_per_node,
-        "chunk_elems": setting.scaled(_DEFAULT.chunk_elems),
-        "slice_elems": "auto" if name in AUTO else setting.slice_elems_of(name),
-        "big_array_elems": setting.scaled(BIG_ARRAY_ELEMS),
-        "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
-        "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
-    }
-    if name == WORKERS:
-        fields["update"] = "workers"
-    if CLIPPED.get(name) == "servers":
-        fields["clip_grad_norm"] = CLIP_NORM
-    system = name.partition(SIZE_MARK)[0]
-    preset = system if system in PRESETS else None
-    return Config.resolve(preset, **(fields | changes))
 
 
 # The buckets of DistributedDataParallel.

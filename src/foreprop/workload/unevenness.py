@@ -163,4 +163,5 @@ def _even(*keys: int | NDArray[np.int64]) -> NDArray[np.float64]:
 
 def _normal(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
     """By Box and Muller."""
-    return np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second)
+    normal: NDArray[np.float64] = np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second)
+    return normal
