@@ -26,10 +26,12 @@ class Passage:
 
     pushed: Floats
     """From the node to the others' servers; as many new values come back."""
+    told: Floats
+    """The same, and from its server to one of the others."""
     replied: Floats
-    """From the node's server to the others; as many gradients come to it."""
+    """From the node's server to all others; as many gradients come to it."""
     sent: Floats
-    """Both."""
+    """All that the node sends, or as much as it receives."""
     all_sent: Floats
     """By all nodes together, by layer."""
 
@@ -56,6 +58,7 @@ def passage_of(*placed: Floats) -> Passage:
     whole = placed[0].sum(axis=0)
     return Passage(
         pushed=whole - most,
+        told=np.broadcast_to(whole, least.shape),
         replied=(nodes - 1) * least,
         sent=whole + (nodes - 2) * least,
         all_sent=2 * (nodes - 1) * whole,
@@ -113,20 +116,25 @@ def earliest_end_s(
     Of each step, for every k, with all headers:
 
     - No rank uses layer k before the last rank has its gradient.
-    - Nor before every node's pushes of layers 1..k have passed its own link, from when it has layer
-      k's gradients.
+    - Nor before every other node's pushes of layers 1..k, and the new values that its server sends
+      to this one, have passed that node's link, from when it has layer k's gradients, and after
+      what it had to send so in the steps before.
     - Nor before these layers' new values have come in over the rank's own link, from when the last
       rank has layer k's gradients; nor before these and the gradients for its node's own server
-      have, from when one of the other nodes has layer k's.
+      have, from when one of the other nodes has layer k's, and after all that came in the steps
+      before.
     - Some rank does not use layer k before every node's link has also passed the new values of
-      layers 1..k that go from its server to all others; nor before all links together have passed
-      all of this. Which rank that is a schedule may choose: after it come at least the shortest
-      forward pass of layers k.., and the shortest backward pass of the next step.
+      layers 1..k that go from its server to all others, and all of the steps before; nor before all
+      links together have passed all of this step's. Which rank that is a schedule may choose: after
+      it come at least the shortest forward pass of layers k.., and the shortest backward pass of
+      the next step.
 
-    Shares of servers are those of ``passage``. Not counted: latency, what hosts do, that a link
-    waits for what is still on its way over another one, and of another job's bytes anything but the
-    best moment (`Links.least_s`). A placement that spares a slow link can do better.
+    Shares of servers are those of ``passage``; a node's workers are pushed for as one. Not counted:
+    latency, what hosts do, that a link waits for what is still on its way over another one, and of
+    another job's bytes anything but the best moment (`Links.least_s`). A placement that spares a
+    slow link can do better.
     """
+    wire = _Wire(passage, links)
     someone_s = 0.0
     ends_s = np.zeros(1)
     for step in range(1, steps + 1):
@@ -135,7 +143,7 @@ def earliest_end_s(
         gradients_s = ends_s[:, None] + left_s
         of_nodes_s = gradients_s.reshape(-1, workers_per_node, left_s.shape[1]).max(axis=1)
         last_s = np.maximum(of_nodes_s.max(axis=0), someone_s + left_s.min(axis=0))
-        each_s, some_s = _uses(of_nodes_s, last_s, passage, links)
+        each_s, some_s = wire.uses(of_nodes_s, last_s)
         each_s = np.repeat(each_s, workers_per_node, axis=0)
         used_s = forward_s[:, ::-1].cumsum(axis=1)[:, ::-1]
         ends_s = np.maximum(gradients_s[:, 0] + used_s[:, 0], (each_s + used_s).max(axis=1))
@@ -144,28 +152,45 @@ def earliest_end_s(
     return someone_s
 
 
-def _uses(
-    of_nodes_s: Floats, last_s: Floats, passage: Passage, links: Links
-) -> tuple[Floats, Floats]:
-    """When each node, by layer, may use it at the earliest, and when some node may."""
-    pushed_s, replied_s, sent_s = map(
-        links.least_s, (passage.pushed, passage.replied, passage.sent)
-    )
-    each_s = np.broadcast_to((of_nodes_s + pushed_s).max(axis=0), of_nodes_s.shape)
-    each_s = np.maximum(each_s, last_s)
-    some_s = np.maximum(of_nodes_s + sent_s, last_s + replied_s).max(axis=0)
-    some_s = np.maximum(some_s, links.together_end_s(of_nodes_s, passage.all_sent))
-    if links.limits_received:
-        first_s = _first_of_others(of_nodes_s)
-        each_s = np.maximum(each_s, np.maximum(last_s + pushed_s, first_s + sent_s))
-    none = passage.all_sent == 0  # no arrays so far: nothing is waited for
-    each_s = np.where(none, -np.inf, each_s)
-    return each_s, np.where(none, -np.inf, some_s)
+class _Wire:
+    """What the links do in step after step; see `earliest_end_s`."""
+
+    def __init__(self, passage: Passage, links: Links) -> None:
+        self._passage = passage
+        self._links = links
+        self._pushed_s = links.least_s(passage.pushed)
+        self._told_s = links.least_s(passage.told)
+        self._replied_s = links.least_s(passage.replied)
+        self._sent_s = links.least_s(passage.sent)
+        self._out_until_s: Floats = np.zeros(len(passage.sent))  # of all steps so far
+        self._told_until_s: Floats = np.zeros(len(passage.sent))
+        self._in_until_s: Floats = np.zeros(len(passage.sent))
+
+    def uses(self, of_nodes_s: Floats, last_s: Floats) -> tuple[Floats, Floats]:
+        """When each node, by layer, may use it at the earliest, and when some node may.
+
+        ``of_nodes_s``: when it has the layer's gradients; ``last_s``: when the last one has.
+        """
+        sent_s, none = self._sent_s, self._passage.all_sent == 0  # so far: nothing is waited for
+        begins_s = np.maximum(of_nodes_s, self._told_until_s[:, None])
+        self._told_until_s = begins_s[:, -1] + self._told_s[:, -1]
+        each_s = np.maximum(last_s, -_least_of_others(-(begins_s + self._told_s)))
+        begins_s = np.maximum(of_nodes_s, self._out_until_s[:, None])
+        some_s = np.maximum(begins_s + sent_s, last_s + self._replied_s).max(axis=0)
+        together_s = self._links.together_end_s(of_nodes_s, self._passage.all_sent)
+        some_s = np.maximum(some_s, together_s)
+        self._out_until_s = begins_s[:, -1] + sent_s[:, -1]
+        if self._links.limits_received:
+            begins_s = np.maximum(_least_of_others(of_nodes_s), self._in_until_s[:, None])
+            received_s = np.maximum(last_s + self._pushed_s, begins_s + sent_s)
+            each_s = np.maximum(each_s, received_s)
+            self._in_until_s = begins_s[:, -1] + sent_s[:, -1]
+        return np.where(none, -np.inf, each_s), np.where(none, -np.inf, some_s)
 
 
-def _first_of_others(of_nodes_s: Floats) -> Floats:
-    """For each node, when the first one of the others has a layer's gradients."""
-    two_s = np.partition(of_nodes_s, 1, axis=0)[:2]
-    is_first = np.arange(len(of_nodes_s))[:, None] == of_nodes_s.argmin(axis=0)
-    first_s: Floats = np.where(is_first, two_s[1], two_s[0])
-    return first_s
+def _least_of_others(values: Floats) -> Floats:
+    """For each node and layer, of all nodes but this one."""
+    two = np.partition(values, 1, axis=0)[:2]
+    is_least = np.arange(len(values))[:, None] == values.argmin(axis=0)
+    least: Floats = np.where(is_least, two[1], two[0])
+    return least
