@@ -55,7 +55,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What no schedule can beat, headers counted: see `foreprop.workload.limit`."""
     iteration_s: Spread
     efficiency: float
-    """``limit_s / iteration_s.median``; where steps are to differ ``limit_s / mean_s``."""
+    """``limit_s / typical_s``."""
     waiting_s: float
     """How long the emulated device was idle per step, mean."""
     cpu_s_per_gb: float
@@ -81,6 +81,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Of the steps, where they are to differ: then `limit_s` is of the mean."""
     environment: dict[str, Any] | UnsetType = UNSET
     """foreprop's settings that came from there, of the unscaled model; left out if none did."""
+
+    @property
+    def typical_s(self) -> float:
+        """Of a step, what the limit is compared with."""
+        return self.iteration_s.median if isinstance(self.mean_s, UnsetType) else self.mean_s
 
     @property
     def has_usual_slices(self) -> bool:
