@@ -1,8 +1,8 @@
 """From records and samples to what a chart shows: numbers only, which are also kept as JSON.
 
 Throughput is the number of workers over the median seconds of a step (the mean, where steps are to
-differ): batches per second of all workers together. The emulated device has no batch size, so it is not in samples per second as in
-the paper; of one model and setting the ratios are the same.
+differ): batches per second of all workers together. The emulated device has no batch size, so it is
+not in samples per second as in the paper; of one model and setting the ratios are the same.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class LabSetting:
         if self.is_even:
             return {}
         changed = {name: value for name in UNEVEN if (value := getattr(self, name))}
-        kept: dict[str, Any] = msgspec.to_builtins(changed)
+        kept: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(changed))
         return kept
 
     @property

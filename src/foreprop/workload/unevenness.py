@@ -61,13 +61,14 @@ class StepLengths:
 
 def parse_step_lengths(text: str) -> StepLengths:
     """Of ``lognormal:0.4``; raises `ConfigError`."""
-    distribution, _, spread = text.partition(":")
+    distribution, _, number = text.partition(":")
     try:
-        return StepLengths(distribution=distribution, spread=float(spread))
+        spread = float(number)
     except ValueError as error:
         raise ConfigError(
             f"step_lengths is {text!r}; it must be a distribution and its spread, as {_EXAMPLE}"
         ) from error
+    return StepLengths(distribution=distribution, spread=spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
