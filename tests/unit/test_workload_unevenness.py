@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 
 from foreprop.cli.main import app
 from foreprop.errors import ConfigError
+from foreprop.lab import run
 from foreprop.lab.accelerator import EmulatedModel
+from foreprop.lab.network import NetworkUnavailable
+from foreprop.lab.run import run_lab
 from foreprop.simulate.run import simulate_lab, simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
@@ -286,6 +289,16 @@ def test_mxnet_is_only_measured_with_even_nodes(name: str) -> None:
             mxnet_python=Path("python"),
             **{name: UNEVEN[name]},
         )
+
+
+def test_cross_traffic_needs_links_made_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*_: object) -> None:
+        raise NetworkUnavailable("no namespaces")
+
+    monkeypatch.setattr(run, "_cluster", unavailable)
+    asked = LabSetting(profile=SMALL, systems=("p3",), cross_traffic=LINKS["cross_traffic"])
+    with pytest.raises(ConfigError, match="cross_traffic needs links made by the kernel"):
+        run_lab(asked)
 
 
 # Settings in the environment.

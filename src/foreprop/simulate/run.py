@@ -70,7 +70,14 @@ def _tuning_step_s(setting: SimulatedSetting, hosts: Hosts, candidate: int, size
     """Of ddp-tuned with such buckets, as the lab finds the best."""
     del candidate
     steps = DISCARDED_STEPS + _TUNING_STEPS
-    simulated = simulate_system(DDP_TUNED, setting, hosts, steps=steps, bucket_bytes=size)
+    simulated = simulate_system(
+        DDP_TUNED,
+        setting,
+        hosts,
+        steps=steps,
+        bucket_bytes=size,
+        first_step=1 - DISCARDED_STEPS,
+    )
     return statistics.fmean(simulated.step_s[0][DISCARDED_STEPS:])
 
 

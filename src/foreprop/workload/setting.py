@@ -237,7 +237,7 @@ class LabSetting:
         layers = self.layers
         if self.is_even:
             return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=self.rate)
-        slice_elems = self.scaled(self.unscaled_slice_elems)
+        slice_elems = self.slice_elems_of("p3")
         return criticalpath.limit_s(
             self.draw(range(self.workers)),
             criticalpath.plan_passage(layers, nodes=self.nodes, slice_elems=slice_elems),
