@@ -27,6 +27,8 @@ _WIRE_BYTES = 1514
 """With the headers of Ethernet, IP and UDP, as the shaper counts them."""
 _PAUSE_S = 0.002
 """What is due is sent about so often."""
+_MOST_LATE_S = 0.02
+"""What a busy processor has held up for longer is left out: it would fill the link's queue."""
 
 
 def fork_node_traffic(network: Network, node: int, leave: Callable[[], None]) -> None:
@@ -69,12 +71,13 @@ def _fork(
 def _send(
     sender: socket.socket, target: tuple[str, int], traffic: CrossTraffic, bytes_per_s: float
 ) -> None:
-    """For ever: what is due since the beginning of the period, and nothing outside its share."""
+    """For ever: what is due in the period's share that has traffic, and nothing outside it."""
     payload = bytes(_PAYLOAD_BYTES)
     began_s = time.monotonic()
     while True:
-        on_s, sent_bytes = traffic.duty * traffic.period_s, 0
+        on_s, sent_bytes = traffic.duty * traffic.period_s, 0.0
         while (past_s := time.monotonic() - began_s) < on_s:
+            sent_bytes = max(sent_bytes, (past_s - _MOST_LATE_S) * bytes_per_s)
             while sent_bytes < past_s * bytes_per_s:
                 with contextlib.suppress(OSError):  # its queue is full: it is dropped
                     sender.sendto(payload, target)
