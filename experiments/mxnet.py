@@ -19,7 +19,6 @@ from experiments import mxnet_worker
 from foreprop.core.slicing import BIG_ARRAY_ELEMS
 from foreprop.errors import ConfigError, RemoteProtocolError, StepTimeout, TransportError
 from foreprop.lab.run import build_system as build_other
-from foreprop.lab.run import network_of
 from foreprop.lab.systems import Steps, System
 from foreprop.workload.setting import MXNET, LabSetting
 
@@ -147,8 +146,9 @@ class MxnetSystem:
         for role in roles:
             self._children.append(_Child.start(role, self._python, variables))
 
-    def steps(self, count: int) -> Steps:
+    def steps(self, count: int, first: int = 1) -> Steps:
         """Raises `TransportError` if a process ends, `StepTimeout` if the steps do not."""
+        del first  # nothing is drawn
         self._send_line(b"steps %d" % count)
         within_s = _STEPS_GRACE_S + _SLOWEST * count * self._limit_s
         block = self._receive(_Block, f"make {count} steps", within_s)
@@ -258,7 +258,7 @@ def build_system(
     """For `foreprop.lab.run.run_lab`: also the systems that are MXNet's."""
     if name not in MXNET:
         return build_other(name, rank, setting, paced=paced, bucket_bytes=bucket_bytes)
-    network = network_of(setting)
+    network = setting.network
     return MxnetSystem(
         setting,
         name,

@@ -1,14 +1,15 @@
 """From records and samples to what a chart shows: numbers only, which are also kept as JSON.
 
-Throughput is the number of workers over the median seconds of a step: batches per second of all
-workers together. The emulated device has no batch size, so it is not in samples per second as in
-the paper; of one model and setting the ratios are the same.
+Throughput is the number of workers over the median seconds of a step (the mean, where steps are to
+differ): batches per second of all workers together. The emulated device has no batch size, so it is
+not in samples per second as in the paper; of one model and setting the ratios are the same.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -58,7 +59,7 @@ class ThroughputPanel(msgspec.Struct, frozen=True, kw_only=True):
     axis: Axis
     curves: list[Curve]
     limit: list[tuple[float, float]]
-    """(x, throughput that no schedule can beat), headers counted."""
+    """(x, throughput that no schedule can beat), headers counted; see `LabSetting.limit_s`."""
 
 
 class UtilisationPanel(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,6 @@ def _bandwidth_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
     rates = sorted(run_setting.rate / 1e6 for run_setting, _ in runs)
     margin = _ACROSS * (rates[-1] - rates[0])
     grid = _spaced(rates[0] - margin, rates[-1] + margin)
-    layers = setting.layers
     balances = sorted((s.rate / 1e6, f"{_balance(s):.3g}") for s, _ in runs)
     return ThroughputPanel(
         title=model_name(model),
@@ -97,11 +97,12 @@ def _bandwidth_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
             second_ticks=balances,
         ),
         curves=_curves(runs, lambda s: s.rate / 1e6),
-        limit=[
-            (x, setting.nodes / limit.limit_s(layers, nodes=setting.nodes, rate_bits_per_s=x * 1e6))
-            for x in grid
-        ],
+        limit=[(x, setting.nodes / _at_rate(setting, x * 1e6).limit_s) for x in grid],
     )
+
+
+def _at_rate(setting: LabSetting, rate_bits_per_s: float) -> LabSetting:
+    return replace(setting, balance=None, rate_bits_per_s=rate_bits_per_s)
 
 
 def _balance(setting: LabSetting) -> float:
@@ -119,7 +120,7 @@ def nodes_panels(runs: Sequence[Measured]) -> list[ThroughputPanel]:
 
 def _nodes_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
     setting = runs[0][0]
-    layers, rate = setting.layers, setting.rate
+    rate = setting.rate
     counts = sorted({s.nodes for s, _ in runs})
     balances = sorted((float(s.nodes), f"{_balance(s):.2f}") for s, _ in runs)
     return ThroughputPanel(
@@ -132,9 +133,7 @@ def _nodes_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
             second_ticks=balances,
         ),
         curves=_curves(runs, lambda s: float(s.nodes)),
-        limit=[
-            (float(n), n / limit.limit_s(layers, nodes=n, rate_bits_per_s=rate)) for n in counts
-        ],
+        limit=sorted({(float(s.nodes), s.nodes / _at_rate(s, rate).limit_s) for s, _ in runs}),
     )
 
 
@@ -190,7 +189,7 @@ def _point(x: float, record: Record) -> Point:
     # Of few steps the deciles are extrapolated: they may not enclose the median, or pass zero.
     low = record.nodes / max(spread.p90, spread.median)
     fastest_s = min(spread.p10, spread.median)
-    throughput = record.nodes / spread.median
+    throughput = record.nodes / record.typical_s
     return Point(
         x=x,
         throughput=throughput,

@@ -102,6 +102,8 @@ class Measurement:
             "traced": setting.trace is not None,
             "sampled": setting.sample_network,
         }
+        if setting.uneven:
+            described["uneven"] = setting.uneven
         digest = hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:12]
         return f"{setting.profile.name}-{setting.nodes}-nodes-{digest}"
 

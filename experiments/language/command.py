@@ -22,6 +22,7 @@ from experiments.language.training import (
 from foreprop.cli.lab import keep, nodes_text, say_notices
 from foreprop.cli.options import Shown, filling, mbit, systems, writable
 from foreprop.lab.run import run_lab, sampled_steps
+from foreprop.workload.setting import UNEVEN
 
 app = typer.Typer(add_completion=False)
 
@@ -29,7 +30,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 @filling(
     LanguageSetting,
-    ("balance", "slice_elems", "jitter", "mxnet_python", "trace"),
+    ("balance", "slice_elems", "mxnet_python", "trace", *UNEVEN),
     nodes=Shown(default=8, help="Nodes, each with its workers."),
     rate_bits_per_s=mbit(float, default=30.0, help="The links' rate in Mbit/s."),
     compute_s=Shown(default=1.0, help="Seconds that the device computes per step."),

@@ -27,6 +27,8 @@ def with_bytes(result: LabResult, *, sampled_steps: int) -> list[LanguageRecord]
         if record.system in ABLATION:
             aggregation = ABLATION[record.system].local_aggregation
             record = msgspec.structs.replace(record, local_aggregation=aggregation)
+        # its systems are told everything
+        record = msgspec.structs.replace(record, environment=msgspec.UNSET)
         entry = LanguageRecord(
             record=record,
             sent_bytes=sent / sampled_steps,

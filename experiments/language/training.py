@@ -32,8 +32,9 @@ from foreprop.lab.systems import Steps
 from foreprop.servers.main import die_with_parent
 from foreprop.session.session import connect
 from foreprop.tables.lookahead import lookahead
+from foreprop.workload.foundsettings import local_aggregation
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
-from foreprop.workload.setting import LabSetting, local_aggregation, option
+from foreprop.workload.setting import LabSetting, option
 
 HYBRID, SERVERS, FEW_SERVERS, RING = "hybrid", "p2p", "ps", "ring"
 DDP_SPARSE, DDP_DENSE = "ddp-sparse", "ddp-dense"
@@ -199,7 +200,7 @@ class LanguageSystem:
         text = Text(setting, rank)
         torch.manual_seed(0)
         sparse = name in _SPARSE_OTHERS or name in ABLATION
-        clock = DeviceClock(jitter=setting.jitter, seed=rank)
+        clock = DeviceClock()
         self._model = LanguageModel(
             text.types, setting.row_elems, setting.layers, clock, sparse=sparse
         )
@@ -225,8 +226,9 @@ class LanguageSystem:
         session = connect(self._model, self._optimizer, _config(name, setting))
         self._close = session.close
 
-    def steps(self, count: int) -> Steps:
+    def steps(self, count: int, first: int = 1) -> Steps:
         """From the end of a forward pass to the end of the next one."""
+        del first  # nothing is drawn
         clock = self._model.clock
         clock.restart()
         loss = self._next_loss()

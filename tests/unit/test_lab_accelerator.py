@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from foreprop.lab import accelerator
-from foreprop.lab.accelerator import DeviceClock, EmulatedLayer, EmulatedModel
+from foreprop.lab.accelerator import EmulatedLayer, EmulatedModel
 from foreprop.workload.profile import Layer, load_profile
+from foreprop.workload.unevenness import Unevenness
 
 LAYERS = [
     Layer(name="a", sizes_elems=(6, 2), forward_s=1.0, backward_s=2.0),
@@ -206,18 +207,22 @@ def test_occupies_real_time() -> None:
     assert accelerator.time.monotonic() - started >= 0.06
 
 
-def test_jitter_is_drawn_anew_and_leaves_the_mean() -> None:
-    clock = DeviceClock(jitter=0.2, seed=3)
+def test_jitter_is_drawn_anew_and_leaves_the_mean(host: Host) -> None:
+    layer = Layer(name="a", sizes_elems=(1,), forward_s=1.0, backward_s=1.0)
+    draws = [Unevenness(jitter=0.2).draw([layer], [rank], nodes=5) for rank in (3, 3, 4)]
+    models = [EmulatedModel([layer], draw) for draw in draws]
     taken = []
-    for _ in range(2000):
-        before = clock.free_at = 0.0  # long past: nobody sleeps
-        clock.occupy(1.0)
-        taken.append(clock.free_at - before)
+    for step in range(1000):
+        models[0].begin_step(step)
+        for seconds in (layer_of(models[0], 0).forward_s, layer_of(models[0], 0).backward_s):
+            before = models[0].clock.free_at
+            models[0].clock.occupy(seconds)
+            taken.append(models[0].clock.free_at - before)
     assert 0.8 <= min(taken) < 0.81
     assert 1.19 < max(taken) <= 1.2
     assert sum(taken) / len(taken) == pytest.approx(1.0, abs=0.01)
-    again, other = (DeviceClock(jitter=0.2, seed=seed) for seed in (3, 4))
-    again.free_at = other.free_at = 0.0
-    again.occupy(1.0)
-    other.occupy(1.0)
-    assert again.free_at == taken[0] != other.free_at
+    again, other = models[1:]
+    again.begin_step(0)
+    other.begin_step(0)
+    assert layer_of(again, 0).forward_s == pytest.approx(taken[0])
+    assert layer_of(other, 0).forward_s != layer_of(again, 0).forward_s

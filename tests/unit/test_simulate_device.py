@@ -9,6 +9,7 @@ import pytest
 from foreprop.simulate.connection import Clock
 from foreprop.simulate.device import Device
 from foreprop.workload.profile import Layer
+from foreprop.workload.unevenness import Unevenness
 
 LAYERS = [
     Layer(name="first", sizes_elems=(4, 1), forward_s=1.0, backward_s=2.0),
@@ -69,7 +70,7 @@ def train(replies: Replies, clock: Clock, *, steps: int = 1, jitter: float = 0.0
         replies,
         steps=steps,
         finished=lambda: done.append(True),
-        jitter=jitter,
+        draw=Unevenness(jitter=jitter).draw(LAYERS, [0], nodes=1),
     )
     device.start()
     clock.run(lambda: bool(done))

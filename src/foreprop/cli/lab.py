@@ -19,9 +19,12 @@ from foreprop.lab.run import Build, LabResult, run_lab
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import SIMULATED, simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.workload.links import parse_cross_traffic, parse_link_rates
 from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.workload.records import Record, write_records
 from foreprop.workload.setting import MXNET, SYSTEMS, LabSetting, usual_compute_s
+from foreprop.workload.systemconfig import environment_text
+from foreprop.workload.unevenness import parse_step_lengths
 
 lab = typer.Typer(
     help="Measure systems side by side on a cluster of network namespaces on this machine.",
@@ -47,6 +50,12 @@ _EGRESS_ONLY = Shown(
     read=lambda only: not only,
 )
 _COMPUTE = Shown(kind=float | None, default=None)
+_UNEVEN = {
+    "slowdown": Shown(default=0.5),
+    "step_lengths": Shown(kind=str | None, read=parse_step_lengths),
+    "link_rates": Shown(kind=str | None, default=None, read=parse_link_rates),
+    "cross_traffic": Shown(kind=str | None, default=None, read=parse_cross_traffic),
+}
 _SYSTEMS = "p3,slicing,kvstore,ddp"
 
 _SHORT_S = 0.1
@@ -60,6 +69,7 @@ _SHORT_S = 0.1
     compute_s=_COMPUTE,
     systems=systems(SYSTEMS, default=_SYSTEMS, more="; p3@200000: with slices of that size"),
     shape_ingress=_EGRESS_ONLY,
+    **_UNEVEN,
 )
 def run(
     model: _Model = None,
@@ -81,6 +91,7 @@ def run(
         result = run_lab(setting, build=_build(setting), progress=status.update)
     say_notices(console, result)
     console.print(table(setting, result.records))
+    say_environment(console, setting)
     keep(console, results, result.records)
 
 
@@ -92,7 +103,7 @@ def run(
     compute_s=_COMPUTE,
     systems=systems(SIMULATED_SYSTEMS, default=_SYSTEMS),
     shape_ingress=_EGRESS_ONLY,
-    slowdown=Shown(default=0.5),
+    **_UNEVEN,
     latency_s=Shown(name="latency", kind=str, default="100us", read=partial(parse_time, "latency")),
     symmetric=Shown(declared=("--symmetric/--every-node",)),
 )
@@ -115,6 +126,7 @@ def simulate(
     with console.status("") as status:
         records = simulate_lab(setting, progress=status.update)
     console.print(table(setting, records))
+    say_environment(console, setting)
     keep(console, results, records)
 
 
@@ -133,12 +145,18 @@ def _completed(model: str | None, path: Path | None, given: dict[str, Any]) -> d
     compute_s = given["compute_s"]
     if compute_s is None:
         compute_s = usual_compute_s(profile, given["nodes"] * given["workers_per_node"])
-    return given | {"profile": profile, "compute_s": compute_s}
+    links = {name: given[name] or () for name in ("link_rates", "cross_traffic")}
+    return given | links | {"profile": profile, "compute_s": compute_s}
 
 
 def say_notices(console: Console, result: LabResult) -> None:
     for notice in result.notices:
         console.print(f"Notice: {notice}", style="yellow", markup=False)
+
+
+def say_environment(console: Console, setting: LabSetting) -> None:
+    if text := environment_text(setting):
+        console.print(text, soft_wrap=True, markup=False)
 
 
 def keep(console: Console, path: Path, records: Sequence[msgspec.Struct]) -> None:

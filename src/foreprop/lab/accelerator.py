@@ -6,7 +6,6 @@ hooks, optimizer. Host delays do not stretch the compute; only missing parameter
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,20 +13,16 @@ from typing import Any
 import torch
 
 from foreprop.workload.profile import Layer
+from foreprop.workload.unevenness import Draw
 
 _LATE_S = 0.5e-3
 """A host that is held up for less than this has not waited for parameters."""
 
 
 class DeviceClock:
-    """When the emulated device will be free.
+    """When the emulated device will be free."""
 
-    ``jitter``: each piece of work takes up to this share less or more, evenly drawn from ``seed``.
-    """
-
-    def __init__(self, *, jitter: float = 0.0, seed: int = 0) -> None:
-        self._jitter = jitter
-        self._random = random.Random(seed)
+    def __init__(self) -> None:
         self.free_at = time.monotonic()
         self.idle_s = 0.0
         self.backward_ended_at = self.free_at
@@ -35,8 +30,6 @@ class DeviceClock:
 
     def occupy(self, seconds: float) -> None:
         """Give the device work, and return when that is done."""
-        if self._jitter:
-            seconds *= 1 + self._jitter * self._random.uniform(-1, 1)
         self.free_at += seconds
         remaining = self.free_at - time.monotonic()
         if remaining > 0:
@@ -91,12 +84,27 @@ class EmulatedLayer(torch.nn.Module):
 
 
 class EmulatedModel(torch.nn.Sequential):
-    """Takes and returns a tensor of one element; its arrays are those of ``layers``."""
+    """Takes and returns a tensor of one element; its arrays are those of ``layers``.
 
-    def __init__(self, layers: Sequence[Layer], clock: DeviceClock | None = None) -> None:
-        clock = clock or DeviceClock()
-        super().__init__(*(EmulatedLayer(layer, clock) for layer in layers))
+    ``draw``: what these take in each step, of one rank; None: always what they say.
+    """
+
+    def __init__(self, layers: Sequence[Layer], draw: Draw | None = None) -> None:
+        clock = DeviceClock()
+        emulated = [EmulatedLayer(layer, clock) for layer in layers]
+        super().__init__(*emulated)
         self.clock = clock
+        self._emulated = emulated
+        self._draw = draw
+
+    def begin_step(self, number: int) -> None:
+        """The backward pass, and the forward pass after it, are those of this step."""
+        if self._draw is None:
+            return
+        for layer, (forward_s, backward_s) in zip(
+            self._emulated, self._draw(number)[0], strict=True
+        ):
+            layer.forward_s, layer.backward_s = float(forward_s), float(backward_s)
 
     def end_backward(self) -> None:
         """To be called after ``loss.backward()``, which with DDP ends with a wait for gradients."""

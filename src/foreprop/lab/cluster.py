@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from foreprop.errors import ForepropError, PeerLost
+from foreprop.lab.crosstraffic import PROCESS_NAME, fork_node_traffic, fork_switch_traffic
 from foreprop.lab.network import (
     INTERFACE,
     NetworkUnavailable,
@@ -119,13 +120,14 @@ class Cluster:
         self.close()
 
     def cpu_s(self) -> float:
-        """CPU time that all processes of the cluster have used so far."""
+        """CPU time that all processes of the cluster have used so far, but for cross traffic."""
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    times = process.cpu_times()
-                    total += times.user + times.system
+                    if process.name() != PROCESS_NAME:
+                        times = process.cpu_times()
+                        total += times.user + times.system
         return total
 
     def ask_all(self, question: object) -> list[Any]:
@@ -258,6 +260,9 @@ def _run_nodes(task: _Task, nodes: Sequence[Sequence[Connection]], report: Conne
             gate.send(None)
         for node, gate in enumerate(gates):
             _pass(node, gate)
+        if network is not None:
+            held = (report, *gates)
+            fork_switch_traffic(network, lambda: _close_all(nodes, held))
         report.send(None)
     except (NetworkUnavailable, PeerLost) as error:
         report.send(error)
@@ -273,6 +278,13 @@ def _close_others(nodes: Sequence[Sequence[Connection]], node: int | None = None
     for other, connections in enumerate(nodes):
         for connection in connections if other != node else ():
             connection.close()
+
+
+def _close_all(nodes: Sequence[Sequence[Connection]], others: Sequence[Connection]) -> None:
+    """For a child that must not hold up whoever waits for the end of a connection."""
+    _close_others(nodes)
+    for connection in others:
+        connection.close()
 
 
 def _pass(node: int, gate: Connection) -> None:
@@ -299,6 +311,9 @@ def _be_node(
             gate.recv()
             if network is not None:
                 configure_node(network, node)
+                fork_node_traffic(
+                    network, node, lambda: _close_all(nodes[node : node + 1], (gate,))
+                )
         except NetworkUnavailable as error:
             gate.send(error)
             os._exit(1)

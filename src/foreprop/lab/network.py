@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from foreprop.workload.network import NETWORK_PREFIX, Network
+from foreprop.workload.network import NETWORK_PREFIX, SWITCH_ADDRESS, Network
 
 try:
     from pyroute2 import IPRoute
@@ -83,6 +83,10 @@ class Switch:
             _set_up(self._routes, "lo")
             self._routes.link("add", ifname=_BRIDGE, kind="bridge")
             self._bridge = _set_up(self._routes, _BRIDGE)
+            if network.cross_traffic:
+                self._routes.addr(
+                    "add", index=self._bridge, address=SWITCH_ADDRESS, prefixlen=_PREFIX_BITS
+                )
         except NetlinkError as error:
             raise NetworkUnavailable(f"no bridge: {error.args[-1]}") from error
 
@@ -95,7 +99,7 @@ class Switch:
             index = _index(self._routes, port)
             self._routes.link("set", index=index, master=self._bridge, state="up")
             if self._network.shape_ingress:
-                _shape(self._routes, index, self._network)
+                _shape(self._routes, index, self._network, node)
         except NetlinkError as error:
             raise NetworkUnavailable(f"no link for node {node}: {error.args[-1]}") from error
 
@@ -121,7 +125,7 @@ def configure_node(network: Network, node: int) -> None:
                 proto="kernel",
                 metrics={"cc_algo": _CONGESTION_CONTROL},
             )
-            _shape(routes, link, network)
+            _shape(routes, link, network, node)
     except NetlinkError as error:
         raise NetworkUnavailable(f"node {node}: {error.args[-1]}") from error
     _bound_send_buffers(_DEFAULT_SEND_BUFFER_BYTES // network.buffer_scale)
@@ -147,9 +151,9 @@ def _set_up(routes: Any, name: str) -> int:
     return index
 
 
-def _shape(routes: Any, index: int, network: Network) -> None:
-    rate = int(network.rate_bits_per_s)
-    burst_bytes, queue_bytes = network.bucket()
+def _shape(routes: Any, index: int, network: Network, node: int) -> None:
+    rate = int(network.rate_of(node))
+    burst_bytes, queue_bytes = network.bucket(node)
     routes.tc("replace", "tbf", index, rate=f"{rate}bit", burst=burst_bytes, limit=queue_bytes)
 
 

@@ -73,13 +73,17 @@ def run_lab(
     ``build``: for systems that the lab does not know.
     """
     build = build or build_system
-    network = network_of(setting)
+    network = setting.network
     notices: list[str] = []
     each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
     progress(f"{setting.nodes} nodes{each} at {setting.rate / 1e6:.0f} Mbit/s")
     try:
         cluster = _cluster(setting, build, network)
     except NetworkUnavailable as error:
+        if setting.cross_traffic:
+            raise ConfigError(
+                f"cross_traffic needs links made by the kernel, which there are not: {error}"
+            ) from error
         notices.append(f"no links made by the kernel ({error}): foreprop paces its own sockets")
         setting = _without_peers(setting, notices)
         cluster = _cluster(setting, build, None)
@@ -104,15 +108,6 @@ def _cluster(setting: LabSetting, build: Build, network: Network | None) -> Clus
 def sampled_steps(setting: LabSetting) -> int:
     """The steps during which `LabResult.samples` were taken."""
     return min(_BLOCK_STEPS, setting.iterations) + DISCARDED_STEPS
-
-
-def network_of(setting: LabSetting) -> Network:
-    return Network(
-        nodes=setting.nodes,
-        rate_bits_per_s=setting.rate,
-        shape_ingress=setting.shape_ingress,
-        buffer_scale=setting.scale,
-    )
 
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
@@ -171,7 +166,7 @@ class _Run:
         """Of ddp-tuned with such buckets, from a few steps."""
         self._progress(f"{DDP_TUNED}: trying buckets of {candidate >> 20} MB")
         self._build(DDP_TUNED, size)
-        steps, _ = self._block(DDP_TUNED, _TUNING_STEPS, sample=False)
+        steps, _ = self._block(DDP_TUNED, _TUNING_STEPS)
         self._cluster.ask_all(("drop", DDP_TUNED))
         return statistics.median(steps)
 
@@ -181,20 +176,21 @@ class _Run:
             self._progress(f"{name}: warming up")
             planning = _PLANNING_STEPS if name in AUTO else 0
             steps = max(1, setting.warm_up - DISCARDED_STEPS) + planning
-            self._block(name, steps, sample=False)
+            self._block(name, steps, last=0)
         blocks = -(-setting.iterations // _BLOCK_STEPS)
         sampled = setting.sample_network and not self._paced  # without links, nothing counts
         for block in range(blocks):
-            count = min(_BLOCK_STEPS, setting.iterations - block * _BLOCK_STEPS)
+            last = min((block + 1) * _BLOCK_STEPS, setting.iterations)
             turn = block % len(setting.systems)
             for name in (*setting.systems[turn:], *setting.systems[:turn]):
                 self._progress(f"{name}: block {block + 1} of {blocks}")
-                self._measure_block(name, count, sample=sampled and block == 0)
+                numbers = range(block * _BLOCK_STEPS + 1, last + 1)
+                self._measure_block(name, numbers, sample=sampled and block == 0)
 
-    def _measure_block(self, name: str, count: int, *, sample: bool) -> None:
-        tally = self._tallies[name]
+    def _measure_block(self, name: str, numbers: range, *, sample: bool) -> None:
+        tally, count = self._tallies[name], len(numbers)
         cpu_before, busy_before, before = self._cluster.cpu_s(), busy_s(), time.monotonic()
-        step_s, waited_s = self._block(name, count, sample=sample)
+        step_s, waited_s = self._block(name, count, last=numbers[-1], sample=sample)
         tally.wall_s += time.monotonic() - before
         tally.cpu_s += self._cluster.cpu_s() - cpu_before
         tally.busy_s += busy_s() - busy_before
@@ -202,9 +198,17 @@ class _Run:
         tally.step_s += step_s
         tally.waited_s += waited_s
 
-    def _block(self, name: str, count: int, *, sample: bool) -> tuple[list[float], list[float]]:
-        """Steps of all workers; of each step the mean over them, the first ones left out."""
-        answers = self._cluster.ask_all(("steps", name, count + DISCARDED_STEPS, sample))
+    def _block(
+        self, name: str, count: int, *, last: int | None = None, sample: bool = False
+    ) -> tuple[list[float], list[float]]:
+        """Steps of all workers; of each step the mean over them, the first ones left out.
+
+        ``last``: the last one's number among the steps that are drawn; None: the first that counts
+        has number 1. What is left out has the numbers of the steps before.
+        """
+        steps = count + DISCARDED_STEPS
+        first = (count if last is None else last) - steps + 1
+        answers = self._cluster.ask_all(("steps", name, steps, first, sample))
         if sample:
             self.samples[name] = answers[0][1]
         workers: list[Steps] = [steps for steps, _ in answers]
@@ -264,7 +268,8 @@ def serve_worker(
             systems[name] = build(name, rank, setting, paced=paced, bucket_bytes=details[0])
             answer = getattr(systems[name], "version", "")
         elif kind == "steps":
-            answer = _steps(systems[name], details[0], sample=details[1] and rank == 0)
+            count, first, sample = details
+            answer = _steps(systems[name], count, first, sample=sample and rank == 0)
         elif kind == "slice_elems":
             answer = getattr(systems[name], kind)
         elif kind == "drop":
@@ -281,11 +286,11 @@ def build_system(
     return ForepropSystem(name, setting, rank, paced=paced)
 
 
-def _steps(system: System, count: int, *, sample: bool) -> tuple[Steps, list[Sample]]:
+def _steps(system: System, count: int, first: int, *, sample: bool) -> tuple[Steps, list[Sample]]:
     if not sample:
-        return system.steps(count), []
+        return system.steps(count, first), []
     with _sampled() as samples:
-        return system.steps(count), samples
+        return system.steps(count, first), samples
 
 
 @contextlib.contextmanager

@@ -6,21 +6,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.lab.accelerator import DeviceClock, EmulatedModel
+from foreprop.lab.accelerator import EmulatedModel
 from foreprop.session.session import connect
 from foreprop.workload.setting import (
     CLIP_NORM,
     CLIPPED,
     DISCARDED_STEPS,
     LabSetting,
-    foreprop_config,
 )
+from foreprop.workload.systemconfig import foreprop_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ def means(lists: Sequence[Sequence[float]]) -> list[float]:
 class System(Protocol):
     """One system on one worker; all are told to do the same at about the same time."""
 
-    def steps(self, count: int) -> Steps: ...
+    def steps(self, count: int, first: int = 1) -> Steps:
+        """So many; ``first`` is the number of the first among those that are drawn."""
 
     def close(self) -> None: ...
 
@@ -48,22 +49,25 @@ def _train(
     model: EmulatedModel,
     forward: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
-    count: int,
+    numbers: range,
     *,
     waits_in_step: Callable[[], bool] = lambda: False,
     clip: bool = False,
 ) -> Steps:
     """Steps from the end of a forward pass to the end of the next one.
 
-    ``waits_in_step``: whether the optimizer's step waits for something, and so the device, too.
+    ``numbers``: of the steps among those that are drawn. ``waits_in_step``: whether the optimizer's
+    step waits for something, and so the device, too.
     ``clip``: by the global norm, as most scripts for transformers do.
     """
     clock = model.clock
     x = torch.ones(1, requires_grad=True)
     clock.restart()
+    model.begin_step(numbers.start - 1)
     loss = forward(x).sum()
     steps = Steps()
-    for _ in range(count):
+    for number in numbers:
+        model.begin_step(number)
         started, idle_before = clock.free_at, clock.idle_s
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -83,8 +87,9 @@ def _train(
 
 
 def _model(setting: LabSetting, rank: int) -> EmulatedModel:
-    """Every worker's device has its own jitter, and each system's the same."""
-    return EmulatedModel(setting.layers, DeviceClock(jitter=setting.jitter, seed=rank))
+    """Every worker's device has its own times, and each system's the same."""
+    draw = None if setting.unevenness.is_even else setting.draw([rank])
+    return EmulatedModel(setting.layers, draw)
 
 
 def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
@@ -97,9 +102,13 @@ class ForepropSystem:
     def __init__(self, name: str, setting: LabSetting, rank: int, *, paced: bool) -> None:
         self._nodes = setting.nodes
         self._clips = CLIPPED.get(name) == "auto"
-        trace = None if setting.trace is None else str(setting.trace / name)
-        rate = setting.rate if paced else None
-        config = foreprop_config(name, setting, link_rate_bits_per_s=rate, trace=trace)
+        own: dict[str, Any] = {}
+        if setting.trace is not None:
+            own["trace"] = str(setting.trace / name)
+        if paced:
+            node = rank // setting.workers_per_node
+            own["link_rate_bits_per_s"] = setting.network.rate_of(node)
+        config = foreprop_config(name, setting, **own)
         self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._session = connect(self._model, self._optimizer, config)
@@ -109,13 +118,13 @@ class ForepropSystem:
         """As it is now, if it is found automatically."""
         return self._session.config.cut_elems(self._nodes)
 
-    def steps(self, count: int) -> Steps:
+    def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()
         return _train(
             self._model,
             self._model,
             self._optimizer,
-            count,
+            range(first, first + count),
             waits_in_step=lambda: self._session.planning,
             clip=self._clips,
         )
@@ -132,8 +141,9 @@ class DdpSystem:
         self._optimizer = _sgd(self._model)
         self._wrapped = DistributedDataParallel(self._model, bucket_cap_mb=bucket_bytes / 2**20)
 
-    def steps(self, count: int) -> Steps:
-        return _train(self._model, self._wrapped, self._optimizer, count)
+    def steps(self, count: int, first: int = 1) -> Steps:
+        numbers = range(first, first + count)
+        return _train(self._model, self._wrapped, self._optimizer, numbers)
 
     def close(self) -> None:
         """Nothing runs between its steps."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Way
@@ -12,8 +11,7 @@ from foreprop.simulate.device import CrowdDevice, Device, Synchronisation
 from foreprop.simulate.served import Exchange
 from foreprop.simulate.setting import Crowd, SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
-from foreprop.workload.network import LinkDirection, LinkSetting, Network, OpenPort
-from foreprop.workload.profile import Layer
+from foreprop.workload.network import LinkSetting, Network, OpenPort, link_direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +25,12 @@ class SimulatedSteps:
 
 
 class Cluster:
-    """Crowds of nodes with a link each, one clock for all.
+    """Crowds of nodes with a link each, one clock for all. ``own_links``: of nodes whose differ.
 
     What is simulated of a crowd is one of its nodes, numbered as the crowds are, with all its
-    workers. Nodes of several workers do not stand for others.
+    workers. Nodes of several workers, or with links of their own, do not stand for others.
+
+    ``first_step``: the number of the first step among those that are drawn.
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class Cluster:
         crowds: Sequence[Crowd],
         workers_per_node: int = 1,
         open_ports: bool,
+        own_links: Mapping[int, LinkSetting] | None = None,
+        first_step: int = 1,
     ) -> None:
         self.clock = Clock()
         self.link = link
@@ -52,9 +54,11 @@ class Cluster:
         self.ranks = range(len(crowds) * workers_per_node)
         """Of the workers that are simulated, numbered by node."""
         self.hosts = hosts
-        port = OpenPort if open_ports else LinkDirection
-        self._egress = [LinkDirection(link) for _ in crowds]
-        self._ports = [port(link) for _ in crowds]
+        self._first_step = first_step
+        self._links = [(own_links or {}).get(crowd.first, link) for crowd in crowds]
+        port = OpenPort if open_ports else link_direction
+        self._egress = [link_direction(each) for each in self._links]
+        self._ports = [port(each) for each in self._links]
 
     @property
     def is_symmetric(self) -> bool:
@@ -80,7 +84,9 @@ class Cluster:
             back_egress=self._egress[there],
             back_port=self._ports[here],
         )
-        return Connection(self.clock, path, way)
+        rates = [self._links[node].rate_bits_per_s for node in (here, there)]
+        narrowed = way.kernel.narrowed(min(rates) / self.link.rate_bits_per_s)
+        return Connection(self.clock, path, way._replace(kernel=narrowed))
 
     def loop_back(self, way: Way) -> Loopback:
         return Loopback(self.clock, way, byte_s=self.hosts.copy_byte_s)
@@ -120,34 +126,40 @@ class Cluster:
         """Of a crowd whose members differ in nothing, that of one of them."""
         node, number = divmod(rank, self.workers_per_node)
         crowd = self.crowds[node]
-        drawn = crowd.members > 1 and (setting.jitter or setting.step_jitter)
-        made = partial(CrowdDevice, members=crowd.members) if drawn else Device
+        first = crowd.first * self.workers_per_node + number
+        drawn = crowd.members > 1 and setting.unevenness.is_drawn
+        made = CrowdDevice if drawn else Device
         return made(
             self.clock,
-            [_slowed(layer, 1 + crowd.slowdown) for layer in setting.layers],
+            setting.layers,
             synchronisation,
             steps=steps,
             finished=finished,
-            jitter=setting.jitter,
-            step_jitter=setting.step_jitter,
-            seed=crowd.first * self.workers_per_node + number,
+            draw=setting.draw(range(first, first + (crowd.members if drawn else 1))),
+            first_step=self._first_step,
         )
 
 
-def _slowed(layer: Layer, factor: float) -> Layer:
-    return replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
+def lab_link(network: Network, *, latency_s: float, node: int | None = None) -> LinkSetting:
+    """A link as `lab.network` shapes it; two of them are on the way from host to host.
 
-
-def lab_link(network: Network, *, latency_s: float) -> LinkSetting:
-    """A link as `lab.network` shapes it; two of them are on the way from host to host."""
-    rate = network.rate_bits_per_s
-    burst_bytes, queue_bytes = network.bucket()
+    None: one that is like most.
+    """
+    burst_bytes, queue_bytes = network.bucket(node)
     return LinkSetting(
-        rate_bits_per_s=rate,
+        rate_bits_per_s=network.rate_bits_per_s if node is None else network.rate_of(node),
         latency_s=latency_s / 2,
         burst_bytes=burst_bytes,
         queue_bytes=queue_bytes,
+        cross_traffic=None if node is None else network.traffic_of(node),
     )
+
+
+def own_links(network: Network, *, latency_s: float) -> dict[int, LinkSetting]:
+    """By node, those that differ from the others."""
+    differ = {each.node for each in network.link_rates}
+    differ |= {each.node for each in network.cross_traffic}
+    return {node: lab_link(network, latency_s=latency_s, node=node) for node in differ}
 
 
 # Who is at the ends of the connections between two processes, and how these are joined.

@@ -12,8 +12,6 @@ has the slowest of all members, not that of one in the middle (`CrowdDevice`).
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +20,10 @@ from numpy.typing import NDArray
 
 from foreprop.simulate.connection import Clock
 from foreprop.workload.profile import Layer
+from foreprop.workload.unevenness import Draw
+
+_FORWARD, _BACKWARD = 0, 1
+"""In a layer's `unevenness.Times`."""
 
 
 class Synchronisation(Protocol):
@@ -57,9 +59,8 @@ def no_device() -> None:
 class Device:
     """Steps run from the end of a forward pass to the end of the next one, as in the lab.
 
-    ``finished`` is called when ``steps`` of them are done. ``jitter``: the largest share by which
-    each layer's time is off. ``step_jitter``: all of a step's times are exp(this times a normal
-    draw) times as long.
+    ``finished`` is called when ``steps`` of them are done, the first of which has the number
+    ``first_step`` of those that are drawn.
     """
 
     def __init__(
@@ -70,9 +71,8 @@ class Device:
         *,
         steps: int,
         finished: Callable[[], None],
-        jitter: float = 0.0,
-        step_jitter: float = 0.0,
-        seed: int = 0,
+        draw: Draw,
+        first_step: int = 1,
     ) -> None:
         self.step_s: list[float] = []
         self.waited_s: list[float] = []
@@ -83,10 +83,9 @@ class Device:
         synchronisation.look, synchronisation.proceed = self._look, self._proceed
         self._steps = steps
         self._finished = finished
-        self._jitter = jitter
-        self._step_jitter = step_jitter
-        self._factor = 1.0  # of this step
-        self._random = random.Random(seed)
+        self._draw = draw
+        self._first_step = first_step
+        self._times = draw(first_step - 1)
         self._step = 0  # whose gradients the pass that follows uses
         self._layer = 0
         self._array = 0  # of the layer, that the forward pass asks for next
@@ -124,7 +123,7 @@ class Device:
         self._start_layer()
 
     def _start_layer(self) -> None:
-        self._clock.at(self._compute(self._layers[self._layer].forward_s), self._forward_done)
+        self._clock.at(self._computed_s(_FORWARD), self._forward_done)
 
     def _block(self) -> None:
         if not self._blocked:
@@ -147,7 +146,7 @@ class Device:
             self._finished()
             return
         self._step += 1
-        self._draw_step()
+        self._times = self._draw(self._first_step + self._step - 1)
         self._backward()
 
     def _note_step(self) -> None:
@@ -159,7 +158,7 @@ class Device:
 
     def _backward(self) -> None:
         self._layer -= 1
-        self._clock.at(self._compute(self._layers[self._layer].backward_s), self._backward_done)
+        self._clock.at(self._computed_s(_BACKWARD), self._backward_done)
 
     def _backward_done(self, _: None) -> None:
         for parameter in self._parameters[self._layer]:
@@ -178,15 +177,9 @@ class Device:
         self._synchronisation.start_step()
         self._forward()
 
-    def _compute(self, seconds: float) -> float:
-        """When what takes so long is done."""
-        if self._jitter:
-            seconds *= 1 + self._jitter * self._random.uniform(-1, 1)
-        return self._clock.now_s + seconds * self._factor
-
-    def _draw_step(self) -> None:
-        if self._step_jitter:
-            self._factor = math.exp(self._step_jitter * self._random.gauss(0.0, 1.0))
+    def _computed_s(self, which: int) -> float:
+        """When this pass of the layer is done."""
+        return self._clock.now_s + float(self._times[0, self._layer, which])
 
     def _now_s(self) -> float:
         """When the forward pass has ended."""
@@ -200,11 +193,10 @@ class CrowdDevice(Device):
     before; a gradient is ready when the last member has it. Times of steps are the members' means.
     """
 
-    def __init__(self, *args: Any, members: int, seed: int = 0, **named: Any) -> None:
-        super().__init__(*args, seed=seed, **named)
-        self._draws = np.random.default_rng(seed)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        members = len(self._times)
         self._ends_s: NDArray[np.float64] = np.zeros(members)  # of what each member does now
-        self._factors: NDArray[np.float64] = np.ones(members)
         self._there_s = [0.0] * sum(map(len, self._parameters))  # by array: since when
         self._awaited: set[int] = set()
 
@@ -212,12 +204,9 @@ class CrowdDevice(Device):
         self._note_complete(self._clock.now_s)
         super()._look()
 
-    def _compute(self, seconds: float) -> float:
+    def _computed_s(self, which: int) -> float:
         """When the last member has done it."""
-        factors = self._factors
-        if self._jitter:
-            factors = factors * (1 + self._jitter * self._draws.uniform(-1, 1, len(factors)))
-        self._ends_s = self._ends_s + seconds * factors
+        self._ends_s = self._ends_s + self._times[:, self._layer, which]
         return max(float(self._ends_s.max()), self._clock.now_s)
 
     def _start_layer(self) -> None:
@@ -251,11 +240,6 @@ class CrowdDevice(Device):
         for parameter in [p for p in self._awaited if self._synchronisation.is_complete(p)]:
             self._awaited.remove(parameter)
             self._there_s[parameter] = since_s
-
-    def _draw_step(self) -> None:
-        if self._step_jitter:
-            normal = self._draws.standard_normal(len(self._factors))
-            self._factors = np.exp(self._step_jitter * normal)
 
     def _now_s(self) -> float:
         return float(self._ends_s.mean())

@@ -22,7 +22,7 @@ from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server,
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.symmetric import Links, connect_crowd
 from foreprop.workload.hosts import Kernel
-from foreprop.workload.setting import foreprop_config
+from foreprop.workload.systemconfig import foreprop_config
 
 SEND_BUFFER_BYTES = 4_194_304
 """Linux's largest automatic send buffer, which the lab divides by the scale."""

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link
+from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link, own_links
 from foreprop.simulate.collective import simulate_ddp
 from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.network import Network
 from foreprop.workload.records import Record, record_of
 from foreprop.workload.setting import (
     BUCKET_BYTES,
@@ -56,7 +55,14 @@ def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts) -> Record:
     if name == DDP_TUNED:
         bucket_bytes = best_bucket(setting, partial(_tuning_step_s, setting, hosts))
     steps = uncounted + setting.iterations
-    simulated = simulate_system(name, setting, hosts, steps=steps, bucket_bytes=bucket_bytes)
+    simulated = simulate_system(
+        name,
+        setting,
+        hosts,
+        steps=steps,
+        bucket_bytes=bucket_bytes,
+        first_step=1 - uncounted,
+    )
     return _record(name, setting, simulated, uncounted, bucket_bytes)
 
 
@@ -64,7 +70,14 @@ def _tuning_step_s(setting: SimulatedSetting, hosts: Hosts, candidate: int, size
     """Of ddp-tuned with such buckets, as the lab finds the best."""
     del candidate
     steps = DISCARDED_STEPS + _TUNING_STEPS
-    simulated = simulate_system(DDP_TUNED, setting, hosts, steps=steps, bucket_bytes=size)
+    simulated = simulate_system(
+        DDP_TUNED,
+        setting,
+        hosts,
+        steps=steps,
+        bucket_bytes=size,
+        first_step=1 - DISCARDED_STEPS,
+    )
     return statistics.fmean(simulated.step_s[0][DISCARDED_STEPS:])
 
 
@@ -75,19 +88,23 @@ def simulate_system(
     *,
     steps: int,
     bucket_bytes: int | None = None,
+    first_step: int = 1,
     **changes: Any,
 ) -> SimulatedSteps:
     """One system on a cluster of its own; ``bucket_bytes``, already scaled, makes it DDP.
 
-    ``changes`` are fields of `Config`, for the others.
+    ``changes`` are fields of `Config`, for the others. ``first_step`` is the number of the first
+    step among those that are drawn (`workload.unevenness`).
     """
-    network = Network(nodes=setting.nodes, rate_bits_per_s=setting.rate)
+    network = setting.network
     cluster = Cluster(
         lab_link(network, latency_s=setting.latency_s),
         hosts,
         crowds=setting.crowds,
         workers_per_node=setting.workers_per_node,
         open_ports=not setting.shape_ingress,
+        own_links=own_links(network, latency_s=setting.latency_s),
+        first_step=first_step,
     )
     if bucket_bytes is not None:
         return simulate_ddp(setting, cluster, steps=steps, bucket_bytes=bucket_bytes)

@@ -53,12 +53,6 @@ _USUAL_NODES_EACH = 64
 class SimulatedSetting(LabSetting):
     """What can be simulated: fewer systems than the lab has, on more nodes."""
 
-    step_jitter: float = option(
-        "Each worker's compute takes exp(this x a normal draw) as long, anew in each step.", 0.0
-    )
-    slow_nodes: int = option("Nodes that compute more slowly.", 0)
-    """The last ones."""
-    slowdown: float = option("By what share they take longer, as 0.5 for half as long again.", 0.0)
     latency_s: float = option("From host to host, without queues: half of what ping shows.", 100e-6)
     """Both links on the way together."""
     symmetric: bool | None = option(
@@ -77,20 +71,13 @@ class SimulatedSetting(LabSetting):
     def __post_init__(self) -> None:
         super(SimulatedSetting, self).__post_init__()
         self._check_symmetric()
-        if not 0 <= self.slow_nodes < self.nodes:
-            raise ConfigError(
-                f"slow_nodes is {self.slow_nodes}; it must be at least 0 and below nodes,"
-                f" {self.nodes}"
-            )
         if not 1 <= self.representatives <= self.nodes - self.slow_nodes:
             raise ConfigError(
                 f"representatives is {self.representatives}; it must be at least 1 and at most"
                 f" {self.nodes - self.slow_nodes}, the nodes that are not slow"
             )
-        for name in ("slowdown", "step_jitter", "latency_s"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
 
     def _check_symmetric(self) -> None:
         if self.workers_per_node > 1 and self.symmetric:
@@ -99,6 +86,12 @@ class SimulatedSetting(LabSetting):
                 " workers per node are simulated node by node only; leave symmetric (--symmetric)"
                 " out, or ask for one worker per node"
             )
+        for name in ("link_rates", "cross_traffic"):
+            if self.symmetric and getattr(self, name):
+                raise ConfigError(
+                    f"symmetric is True, but {name} makes links differ: these are simulated node by"
+                    " node only; leave symmetric (--symmetric) out"
+                )
         if self.is_symmetric:
             return
         if self.workers > _MOST_WORKERS_EACH:
@@ -109,6 +102,8 @@ class SimulatedSetting(LabSetting):
     def _why_each(self) -> str:
         if self.workers_per_node > 1:
             return "several workers per node are simulated node by node; leave it out"
+        if self.link_rates or self.cross_traffic:
+            return "nodes whose links differ are simulated node by node; leave it out"
         return f"every one of {self.nodes} nodes is simulated; ask for symmetric=True (--symmetric)"
 
     def _too_many(self) -> str:
@@ -125,7 +120,8 @@ class SimulatedSetting(LabSetting):
     @property
     def is_symmetric(self) -> bool:
         if self.symmetric is None:
-            return self.workers_per_node == 1 and self.nodes > _USUAL_NODES_EACH
+            alike = self.workers_per_node == 1 and not (self.link_rates or self.cross_traffic)
+            return alike and self.nodes > _USUAL_NODES_EACH
         return self.symmetric
 
     @property

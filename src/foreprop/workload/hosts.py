@@ -8,7 +8,7 @@ kvstore.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foreprop.workload.limit import PACKET_BYTES
 from foreprop.workload.network import LinkSetting
@@ -35,6 +35,18 @@ class Kernel:
     """What the simulation moves as one: more costs accuracy, less costs time."""
     latency_s: float
     """Of each of the two links on the way, queues left out."""
+
+    def narrowed(self, share: float) -> Kernel:
+        """For a way whose narrower link has this share of the others' rate, and of their queue."""
+        if share == 1:
+            return self
+        window_bytes = max(int(self.window_bytes * share), _LEAST_WINDOW_BYTES)
+        burst_bytes = max(int(self.burst_bytes * share), _LEAST_BURST_BYTES)
+        return replace(
+            self,
+            window_bytes=window_bytes,
+            burst_bytes=min(burst_bytes, self.segment_bytes, window_bytes),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foreprop.workload.limit import HEADERS_BYTES, PACKET_BYTES
+from foreprop.workload.links import CrossTraffic, LinkRate
 
 NETWORK_PREFIX = "10.213.0"
+SWITCH_ADDRESS = f"{NETWORK_PREFIX}.254"
+"""Only needed for `CrossTraffic`."""
 _QUEUE_S = 0.05
 _BURST_BYTES = 50_000
 _LEAST_BURST_S = 0.0005  # so that timers that end late do not cost rate on fast links
@@ -19,6 +22,9 @@ class Network:
 
     nodes: int
     rate_bits_per_s: float
+    link_rates: tuple[LinkRate, ...] = ()
+    """Of links that are not as fast as the others."""
+    cross_traffic: tuple[CrossTraffic, ...] = ()
     shape_ingress: bool = True
     """Also shape the bridge's port towards each node, as a switch would."""
     buffer_scale: int = 1
@@ -30,16 +36,27 @@ class Network:
     def address(self, node: int) -> str:
         return f"{NETWORK_PREFIX}.{node + 1}"
 
-    def bucket(self) -> tuple[int, int]:
-        """Of a link's token bucket: bytes that may pass at once, and that may wait in its queue."""
-        rate = int(self.rate_bits_per_s)
+    def rate_of(self, node: int) -> float:
+        """Of the node's link, bit/s."""
+        own = next((each for each in self.link_rates if each.node == node), None)
+        return self.rate_bits_per_s if own is None else own.of(self.rate_bits_per_s)
+
+    def traffic_of(self, node: int) -> CrossTraffic | None:
+        return next((each for each in self.cross_traffic if each.node == node), None)
+
+    def bucket(self, node: int | None = None) -> tuple[int, int]:
+        """Of a link's token bucket: bytes that may pass at once, and that may wait in its queue.
+
+        None: of a link that is as fast as most.
+        """
+        rate = int(self.rate_bits_per_s if node is None else self.rate_of(node))
         burst_bytes = int(max(self.burst_bytes, rate / 8 * _LEAST_BURST_S))
         return burst_bytes, int(rate / 8 * _QUEUE_S) + burst_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSetting:
-    """Every node's link, the same in both directions."""
+    """A node's link, the same in both directions."""
 
     rate_bits_per_s: float
     latency_s: float
@@ -48,6 +65,7 @@ class LinkSetting:
     """What may pass at once after the link has been idle (`tc tbf`); a real link has none."""
     queue_bytes: float
     """What waits in front of the link before packets are dropped: TCP fills it."""
+    cross_traffic: CrossTraffic | None = None
 
 
 class Queue(Protocol):
@@ -84,6 +102,29 @@ class LinkDirection:
         self._busy_until_s = busy_s
         self.carried_bytes += wire_bytes
         return busy_s if busy_s > now_s else now_s
+
+
+class SharedDirection(LinkDirection):
+    """Beside another job's bytes, which are not held up: what is left of the rate is ours."""
+
+    __slots__ = ("_traffic",)
+
+    def __init__(self, setting: LinkSetting, traffic: CrossTraffic) -> None:
+        super().__init__(setting)
+        self._traffic = traffic
+
+    def accept(self, now_s: float, wire_bytes: int) -> float:
+        begins_s = max(self._busy_until_s, now_s - self._burst_s)
+        work_s = self._traffic.work_s(begins_s) + wire_bytes * self._byte_s
+        self._busy_until_s = self._traffic.time_s(work_s)
+        self.carried_bytes += wire_bytes
+        return max(self._busy_until_s, now_s)
+
+
+def link_direction(setting: LinkSetting) -> LinkDirection:
+    if setting.cross_traffic is None:
+        return LinkDirection(setting)
+    return SharedDirection(setting, setting.cross_traffic)
 
 
 class OpenPort(LinkDirection):

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from foreprop.core.slicing import SLICE_ELEMS, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
-from foreprop.workload.setting import DDP, MXNET, LabSetting, local_aggregation
+from foreprop.workload.foundsettings import local_aggregation
+from foreprop.workload.setting import DDP, MXNET, LabSetting
+from foreprop.workload.systemconfig import honoured_settings
 
 CPU_BOUND_SHARE = 0.8
 
@@ -52,7 +55,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What no schedule can beat, headers counted: see `foreprop.workload.limit`."""
     iteration_s: Spread
     efficiency: float
-    """``limit_s / iteration_s.median``."""
+    """``limit_s / typical_s``."""
     waiting_s: float
     """How long the emulated device was idle per step, mean."""
     cpu_s_per_gb: float
@@ -72,6 +75,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     representatives: int | None = None
     """How many workers were simulated and stood for all nodes; None: each for itself."""
     versions: dict[str, str]
+    uneven: dict[str, Any] | UnsetType = UNSET
+    """Of `LabSetting`, what makes nodes, links or steps differ; left out if nothing does."""
+    mean_s: float | UnsetType = UNSET
+    """Of the steps, where they are to differ: then `limit_s` is of the mean."""
+    environment: dict[str, Any] | UnsetType = UNSET
+    """foreprop's settings that came from there, of the unscaled model; left out if none did."""
+
+    @property
+    def typical_s(self) -> float:
+        """Of a step, what the limit is compared with."""
+        return self.iteration_s.median if isinstance(self.mean_s, UnsetType) else self.mean_s
 
     @property
     def has_usual_slices(self) -> bool:
@@ -91,6 +105,8 @@ def record_of(
     compute_s, limit_s, wire_s = limit.compute_s(setting.layers), setting.limit_s, setting.wire_s
     spread = Spread.of(step_s)
     ours = not system.startswith(DDP) and system not in MXNET
+    found = honoured_settings(setting) if ours else {}
+    mean_s = statistics.fmean(step_s)
     fields = {"slice_elems": setting.slice_elems_of(system)} | measured
     return Record(
         system=system,
@@ -105,9 +121,12 @@ def record_of(
         wire_s=wire_s,
         limit_s=limit_s,
         iteration_s=spread,
-        efficiency=limit_s / spread.median,
+        efficiency=limit_s / (mean_s if setting.varies else spread.median),
         waiting_s=statistics.fmean(waited_s),
         iterations=len(step_s),
+        uneven=setting.uneven or UNSET,
+        mean_s=mean_s if setting.varies else UNSET,
+        environment=found or UNSET,
         **fields,
     )
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foreprop.config import PRESETS, Config, LocalAggregation
-from foreprop.core.slicing import BIG_ARRAY_ELEMS, usual_slice_elems
+import msgspec
+
+from foreprop.config import PRESETS
+from foreprop.core.slicing import usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
-from foreprop.workload import limit
+from foreprop.workload import criticalpath, limit
+from foreprop.workload.foundsettings import slice_elems_from_environment
 from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
+from foreprop.workload.links import CrossTraffic, LinkRate, check_links
+from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer, Profile
+from foreprop.workload.unevenness import Draw, StepLengths, Unevenness
 
 
 def option(
@@ -51,7 +57,9 @@ CLIP_NORM = 1.0
 """The largest norm of those that clip."""
 
 
-_DEFAULT = Config()
+_UNEVEN_COMPUTE = tuple(spec.name for spec in fields(Unevenness))
+UNEVEN = (*_UNEVEN_COMPUTE, "link_rates", "cross_traffic")
+"""The fields that make nodes, links or steps differ."""
 _FEW_PACKETS = 8
 _SLICES_PER_S = 1000
 _USUAL_NODES = 4
@@ -98,8 +106,30 @@ class LabSetting:
         "Elements per slice of the unscaled model, instead of the usual ones.", None
     )
     """By default what a session on so many nodes cuts (`slice_elems_of`)."""
+    slow_nodes: int = option("Nodes that compute more slowly.", 0)
+    """The last ones."""
+    slowdown: float = option("By what share they take longer, as 0.5 for half as long again.", 0.0)
     jitter: float = option("Draw each layer's time anew, up to this share off, as 0.2.", 0.0)
     """On every node and in every step."""
+    step_jitter: float = option(
+        "Each node's compute takes exp(this x a normal draw) as long, anew in each step.", 0.0
+    )
+    step_lengths: StepLengths | None = option(
+        "Draw each worker's compute anew in each step, as with sequences of different lengths:"
+        " lognormal:SPREAD, uniform:SPREAD or exponential:SPREAD, with mean 1.",
+        None,
+    )
+    link_rates: tuple[LinkRate, ...] = option(
+        "Links that are not as fast: NODE:FACTOR or NODE:RATE, separated by commas, as"
+        " 3:0.5,2:40Mbit.",
+        (),
+    )
+    cross_traffic: tuple[CrossTraffic, ...] = option(
+        "Another job's bytes on a node's link: NODE:SHARE of its rate, or NODE:SHARE:PERIOD:DUTY,"
+        " separated by commas, as 3:0.4:2s:0.5.",
+        (),
+    )
+    seed: int = option("Of all that is drawn.", 0)
     shape_ingress: bool = True
     mxnet_python: Path | None = option(
         "Python of an environment with mxnet==1.9.1 and numpy<1.24.", None
@@ -142,12 +172,18 @@ class LabSetting:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
-        if not 0 <= self.jitter < 1:
-            raise ConfigError(f"jitter is {self.jitter}; it must be at least 0 and below 1")
-        if self.jitter and any(name in MXNET for name in self.systems):
-            raise ConfigError(f"jitter is {self.jitter}; mxnet-* can only be measured without")
+        self._check_evenness()
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    def _check_evenness(self) -> None:
+        self.unevenness.check(self.nodes)
+        check_links(self.link_rates, self.cross_traffic, self.nodes)
+        if not any(name in MXNET for name in self.systems):
+            return
+        for name in ("slow_nodes", "jitter", "step_jitter", "step_lengths"):
+            if value := getattr(self, name):
+                raise ConfigError(f"{name} is {value}; mxnet-* can only be measured without")
 
     def _knows(self, system: str) -> bool:
         name, mark, size = system.partition(SIZE_MARK)
@@ -155,19 +191,23 @@ class LabSetting:
         return sized and name in self.known_systems
 
     def slice_elems_of(self, system: str) -> int:
-        """Scaled: what the system's name says, or else ``slice_elems``, or the usual ones.
+        """Scaled: what the system's name says, ``slice_elems``, the environment, or the usual ones.
 
         Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
         so that the last one, hardly used, would cost a share that it does not cost unscaled.
         """
         _, mark, size = system.partition(SIZE_MARK)
         elems = self.scaled(int(size) if mark else self.unscaled_slice_elems)
-        return elems if mark or self.slice_elems else _filling_packets(elems)
+        return elems if mark or self._asked_slice_elems else _filling_packets(elems)
 
     @property
     def unscaled_slice_elems(self) -> int:
-        """``slice_elems``, or the default."""
-        return self.slice_elems or usual_slice_elems(self.nodes)
+        """``slice_elems``, or what the environment says, or the default."""
+        return self._asked_slice_elems or usual_slice_elems(self.nodes)
+
+    @property
+    def _asked_slice_elems(self) -> int | None:
+        return self.slice_elems or slice_elems_from_environment()
 
     @property
     def workers(self) -> int:
@@ -193,7 +233,59 @@ class LabSetting:
 
     @property
     def limit_s(self) -> float:
-        return limit.limit_s(self.layers, nodes=self.nodes, rate_bits_per_s=self.rate)
+        """What no schedule can beat; where steps differ, of the mean of those that are measured."""
+        layers = self.layers
+        if self.is_even:
+            return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=self.rate)
+        slice_elems = self.slice_elems_of("p3")
+        return criticalpath.limit_s(
+            self.draw(range(self.workers)),
+            criticalpath.plan_passage(layers, nodes=self.nodes, slice_elems=slice_elems),
+            self.network,
+            steps=self.iterations,
+            workers_per_node=self.workers_per_node,
+        )
+
+    @property
+    def unevenness(self) -> Unevenness:
+        """Of the compute."""
+        return Unevenness(**{name: getattr(self, name) for name in _UNEVEN_COMPUTE})
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nodes, links and steps are all alike."""
+        return self.unevenness.is_even and not self.link_rates and not self.cross_traffic
+
+    def draw(self, ranks: Sequence[int]) -> Draw:
+        """What the layers take on these ranks; the first step that is measured has number 1."""
+        return self.unevenness.draw(
+            self.layers, ranks, nodes=self.nodes, workers_per_node=self.workers_per_node
+        )
+
+    @property
+    def network(self) -> Network:
+        return Network(
+            nodes=self.nodes,
+            rate_bits_per_s=self.rate,
+            link_rates=self.link_rates,
+            cross_traffic=self.cross_traffic,
+            shape_ingress=self.shape_ingress,
+            buffer_scale=self.scale,
+        )
+
+    @property
+    def uneven(self) -> dict[str, Any]:
+        """By field, what makes nodes, links or steps differ, as records keep it."""
+        if self.is_even:
+            return {}
+        changed = {name: value for name in UNEVEN if (value := getattr(self, name))}
+        kept: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(changed))
+        return kept
+
+    @property
+    def varies(self) -> bool:
+        """Whether steps differ, so that the limit is of their mean."""
+        return self.unevenness.is_drawn or bool(self.cross_traffic)
 
     def scaled(self, size: int) -> int:
         """A size of the unscaled model, divided as its arrays are."""
@@ -206,34 +298,6 @@ def _filling_packets(elems: int) -> int:
     if not 1 <= packets < _FEW_PACKETS:
         return elems
     return (packets * limit.PACKET_BYTES - HEADER_BYTES) // limit.BYTES_PER_ELEM
-
-
-def local_aggregation() -> LocalAggregation:
-    """As the environment says, for a comparison with and without."""
-    return Config.resolve().local_aggregation
-
-
-def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
-    """Of a preset, ``ring`` or ``auto``: what counts elements or bytes divided by the scale.
-
-    ``changes`` are fields of `Config`.
-    """
-    fields: dict[str, Any] = {
-        "architecture": AUTO.get(name, RING if name == RING else "p2p"),
-        "workers_per_node": setting.workers_per_node,
-        "chunk_elems": setting.scaled(_DEFAULT.chunk_elems),
-        "slice_elems": "auto" if name in AUTO else setting.slice_elems_of(name),
-        "big_array_elems": setting.scaled(BIG_ARRAY_ELEMS),
-        "unsent_bytes": setting.scaled(_DEFAULT.unsent_bytes),
-        "push_window_bytes": setting.scaled(_DEFAULT.push_window_bytes),
-    }
-    if name == WORKERS:
-        fields["update"] = "workers"
-    if CLIPPED.get(name) == "servers":
-        fields["clip_grad_norm"] = CLIP_NORM
-    system = name.partition(SIZE_MARK)[0]
-    preset = system if system in PRESETS else None
-    return Config.resolve(preset, **(fields | changes))
 
 
 # The buckets of DistributedDataParallel.

@@ -1,0 +1,38 @@
+"""Which settings of foreprop the environment has for what the lab and the simulator run.
+
+They are a training's: what counts elements or bytes is of the unscaled model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreprop.config import Config, LocalAggregation
+from foreprop.errors import ConfigError
+
+DIVIDED = ("slice_elems", "big_array_elems", "chunk_elems", "unsent_bytes", "push_window_bytes")
+"""By the scale, as the arrays are."""
+SAID_BY_SYSTEMS = ("architecture", "workers_per_node")
+"""What a system's name or an option says, whatever the environment does."""
+
+
+def settings_found() -> dict[str, Any]:
+    """By name, as they are there."""
+    config, sources = Config.resolve_with_sources()
+    found = sorted(name for name, source in sources.items() if source == "environment")
+    return {name: getattr(config, name) for name in found}
+
+
+def slice_elems_from_environment() -> int | None:
+    """Raises `ConfigError` if they are to be found automatically."""
+    found = settings_found().get("slice_elems")
+    if found == "auto":
+        raise ConfigError(
+            "FOREPROP_SLICE_ELEMS is 'auto', which the systems auto and p3-auto are for; unset it"
+        )
+    return None if found is None else int(found)
+
+
+def local_aggregation() -> LocalAggregation:
+    """As the environment says, for a comparison with and without."""
+    return Config.resolve().local_aggregation
