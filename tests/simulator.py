@@ -39,7 +39,8 @@ from foreprop.core.frames import (
     ValuesOffered,
 )
 from foreprop.core.norm import ZERO, SquareSum
-from foreprop.core.sendqueue import USUAL_TURNS, Order, PushWindow, Reply, Turns
+from foreprop.core.pushwindow import PushWindow
+from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition, Slice, plan_slices
 from foreprop.core.wire import ROUND_SHIFT, Flag, Kind

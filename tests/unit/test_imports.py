@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-MOST_MODULES = 49
+MOST_MODULES = 50
 MOST_LINES = 10_000
 
 NEVER = (

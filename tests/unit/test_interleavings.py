@@ -16,7 +16,8 @@ from foreprop.core.barrier import NormCombiner
 from foreprop.core.collect import SendSquares
 from foreprop.core.frames import SendFrame
 from foreprop.core.norm import SquareSum
-from foreprop.core.sendqueue import AT_ONCE, PushWindow, SendLanes, Turns, may_hold_back
+from foreprop.core.pushwindow import PushWindow, may_hold_back
+from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition
 from foreprop.core.wire import Flag

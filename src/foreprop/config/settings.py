@@ -132,7 +132,7 @@ class Config:
     unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
     push_window_bytes: int = _setting(
         1_572_864,
-        "a worker's pushes under way to all servers, unacknowledged, or (p3) unanswered",
+        "most that a worker's pushes to all servers may be under way, unacknowledged",
         1,
     )
     chunk_elems: int = _setting(

@@ -3,8 +3,9 @@
 Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
 send queue with the parameter's priority. At most one frame per server is in the hands of the
 shell: when it says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is
-never older than one frame. A `PushWindow` keeps the worker from running ahead of the others. A
-parameter is complete when all its slices have been answered; who needs it waits for exactly that.
+never older than one frame. Where servers take turns, a `core.pushwindow.PushWindow` keeps the
+worker from running ahead of the others. A parameter is complete when all its slices have been
+answered; who needs it waits for exactly that.
 
 Rules: a slice is awaited from the moment its push is handed to the link; a reply for a slice that
 is not awaited, or for another step, is the server's protocol error. Shutdown is a state: once
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreprop.core.frames import (
     NO_TOKEN,
@@ -33,24 +34,19 @@ from foreprop.core.frames import (
     ValuesAwaited,
     ValuesOffered,
 )
-from foreprop.core.sendqueue import (
-    USUAL_TURNS,
-    Order,
-    PushWindow,
-    Reply,
-    SendLanes,
-    Turns,
-    may_hold_back,
-)
+from foreprop.core.sendqueue import USUAL_TURNS, Order, Reply, SendLanes, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError, LocalProtocolError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from foreprop.core.pushwindow import PushWindow
 
 WorkerInstruction = SendFrame | CompleteParameter | Finish
 
 _NOT_AWAITED = -1
 _UNANSWERED = Flag.NO_GRADIENT | Flag.MEASURE
-"""Pushes that take no room, or that are answered only when all have left: see `PushWindow`."""
+"""Pushes that take no room, or that are answered only when all have left: see `core.pushwindow`."""
 
 
 def _may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
@@ -63,7 +59,8 @@ def _may_leave(window: PushWindow, frame: SendFrame, is_short: bool) -> bool:
 class WorkerMachine:
     """Decides what a worker sends next and when a parameter is complete. Not thread-safe.
 
-    A ``window`` needs an order and a reply that `may_hold_back`. ``turns``: of the servers.
+    A ``window`` needs the order "priority" and the reply "broadcast" (`core.pushwindow`).
+    ``turns``: of the servers.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class WorkerMachine:
         window: PushWindow | None = None,
         turns: Turns = USUAL_TURNS,
     ) -> None:
-        if window is not None and not may_hold_back(order, reply):
+        if window is not None and (order, reply) != ("priority", "broadcast"):
             raise InternalError(f"a push window with order={order!r}, reply={reply!r}")
         self._slices = slices
         self._window = window

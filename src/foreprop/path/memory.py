@@ -14,11 +14,12 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.sendqueue import PushWindow, holds_back
+from foreprop.core.sendqueue import takes_turns
 from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError
 
 if TYPE_CHECKING:
+    from foreprop.core.pushwindow import PushWindow
     from foreprop.path.gpumemory import Stager
 
 Ready = Callable[[Any], None]
@@ -242,8 +243,11 @@ def push_window(
 ) -> PushWindow | None:
     """How far a worker may run ahead of the others, if it is held back at all."""
     knobs = manifest.knobs
-    needs_norm = knobs.aggregation.needs_norm
-    if not holds_back(knobs.order, knobs.reply, servers, needs_norm=needs_norm):
+    if not takes_turns(knobs.order, servers):
+        return None
+    from foreprop.core.pushwindow import PushWindow, may_hold_back
+
+    if not may_hold_back(knobs.order, knobs.reply, needs_norm=knobs.aggregation.needs_norm):
         return None
     itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in manifest.wire_dtypes()]
     sizes_bytes = [piece.elems * itemsizes[piece.parameter] for piece in slices]

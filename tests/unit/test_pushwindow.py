@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from foreprop.core.frames import FrameSent, GradientReady, ReplyArrived, SendFrame
-from foreprop.core.sendqueue import AT_ONCE, Order, PushWindow, window_share_bytes
+from foreprop.core.pushwindow import PushWindow
+from foreprop.core.sendqueue import AT_ONCE, Order, window_share_bytes
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
