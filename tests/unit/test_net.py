@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from foreprop.core.sendbound import SendBound
 from foreprop.errors import ConfigError, TransportError
+from foreprop.link import stream
 from foreprop.link.local import connected_pair
 from foreprop.link.pacing import Link, NodeLinks, PacedStream
 from foreprop.link.stream import (
@@ -26,6 +28,7 @@ from foreprop.link.stream import (
     connect,
     listen,
     local_address,
+    round_trips_us,
     tune,
 )
 
@@ -357,6 +360,27 @@ def wait_until_still(growing: list[int]) -> None:
         time.sleep(0.3)
         if before == len(growing):
             return
+
+
+def test_what_the_kernel_may_hold_follows_the_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    most_bytes, trips = 262_144, [(900, 100), (900, 100), (900, 100), (200, 100), (100, 100)]
+    monkeypatch.setattr(stream, "round_trips_us", lambda _: trips.pop(0))
+    with between_addresses() as (ours, theirs), closing(theirs):
+        left = SocketStream(ours, "right", SendBound(most_bytes))
+        held = []
+        while trips:
+            left.send(HEADER, memoryview(b"x"))
+            held.append(ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+    assert held == [most_bytes // part for part in (2, 4, 4, 4, 2)]
+
+
+def test_the_kernel_tells_round_trips() -> None:
+    with between_addresses() as (ours, theirs), closing(SocketStream(ours, "right")) as left:
+        left.send(HEADER, memoryview(bytes(3000)))
+        read_all(SocketStream(theirs, "left"), len(HEADER) + 3000)
+        found = round_trips_us(ours)
+    assert found is not None
+    assert 0 < found[1] <= found[0] < 10_000_000
 
 
 def test_what_stays_on_this_machine_is_not_bounded() -> None:
