@@ -145,7 +145,7 @@ class WorkerEngine:
             stop_sending=self._executor.stop,
         )
         self._services: list[Service] = []
-        failures = FailureReports(lambda _, failure: self._ending.fail(failure.as_error()))
+        failures = FailureReports(lambda _, failure: self.fail(failure))
         # what a session asks of its engine, and others do
         self.give_up, self.close = self._ending.give_up, self._ending.close
         self.end = self._ending.finished.set
