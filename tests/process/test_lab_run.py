@@ -97,7 +97,7 @@ def test_slices_by_name_and_found_automatically(capfd: pytest.CaptureFixture[str
 
 def test_loops_that_clip_send_what_others_do(capfd: pytest.CaptureFixture[str]) -> None:
     systems = ("p3", "p3-workers", "p3-clip", "p3-clip-setting")
-    result = run_lab(replace(SETTING, systems=systems))
+    result = run_lab(replace(SETTING, systems=systems, iterations=12))
     if result.notices:
         pytest.skip(result.notices[0])
     sent = [result.samples[name][-1][1] for name in systems]
