@@ -1,6 +1,6 @@
-"""How far a worker's pushes may run ahead of the answers, where servers take turns.
+"""How far a worker's pushes may run ahead of the answers, where there are more than few servers.
 
-Between fewer servers each connection holds little (`core.sendbound`), and pushes never wait.
+Between few each connection holds little (`core.sendbound`), and pushes never wait.
 """
 
 from __future__ import annotations

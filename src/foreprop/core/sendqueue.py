@@ -28,6 +28,15 @@ def takes_turns(order: Order, peers: int, at_once: int = AT_ONCE) -> bool:
     return order == "priority" and peers > at_once
 
 
+_FEW_SERVERS = 4
+"""With eight, workers that run ahead cost a twentieth of a step (docs/notebook/uneven.md)."""
+
+
+def runs_ahead(order: Order, servers: int) -> bool:
+    """Whether a worker pushes on while others are behind: see `core.sendbound`."""
+    return order == "priority" and servers <= _FEW_SERVERS
+
+
 class SendQueue(Generic[T]):
     """A stable priority queue; with ``order="fifo"`` step and priority are ignored."""
 

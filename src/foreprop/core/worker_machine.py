@@ -3,7 +3,7 @@
 Theory of operation. A parameter whose gradient is ready is cut into its slices, which enter the
 send queue with the parameter's priority. At most one frame per server is in the hands of the
 shell: when it says `FrameSent`, the most urgent frame of *that* moment follows, so a decision is
-never older than one frame. Where servers take turns, a `core.pushwindow.PushWindow` keeps the
+never older than one frame. With more than few servers, a `core.pushwindow.PushWindow` keeps the
 worker from running ahead of the others. A parameter is complete when all its slices have been
 answered; who needs it waits for exactly that.
 

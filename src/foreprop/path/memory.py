@@ -14,7 +14,7 @@ import torch
 
 from foreprop.config import Config
 from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
-from foreprop.core.sendqueue import takes_turns
+from foreprop.core.sendqueue import runs_ahead
 from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError
 
@@ -243,7 +243,7 @@ def push_window(
 ) -> PushWindow | None:
     """How far a worker may run ahead of the others, if it is held back at all."""
     knobs = manifest.knobs
-    if not takes_turns(knobs.order, servers):
+    if runs_ahead(knobs.order, servers):
         return None
     from foreprop.core.pushwindow import PushWindow, may_hold_back
 

@@ -14,7 +14,7 @@ from foreprop.cluster.rendezvous import agree_on_session, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.sendbound import SendBound
-from foreprop.core.sendqueue import takes_turns, window_share_bytes
+from foreprop.core.sendqueue import runs_ahead, takes_turns, window_share_bytes
 from foreprop.errors import ConfigError, RemoteProtocolError, TransportError
 from foreprop.link.connection import greeting
 from foreprop.link.stream import (
@@ -204,7 +204,7 @@ class Connections:
             raise self._ended(sock, error) from error
         order, bound = self._config.order, None
         waits = takes_turns(order, self.servers)
-        if window_bytes and order == "priority" and not waits:
+        if window_bytes and runs_ahead(order, self.servers):
             bound = SendBound(window_bytes)
         stream: Stream = SocketStream(sock, self.server_names()[server], bound)
         if self.links is not None and direct:

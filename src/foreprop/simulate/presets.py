@@ -14,7 +14,7 @@ from foreprop.config import Config
 from foreprop.core.frames import SERVER, workers_of_node
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.sendbound import least_bytes
-from foreprop.core.sendqueue import AT_ONCE, takes_turns, window_share_bytes
+from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
@@ -139,7 +139,7 @@ def _kernels(
         )
 
     pushed_bytes = window_share_bytes(config.push_window_bytes, setting.nodes, config.order)
-    if config.order == "priority" and not pushes_wait:
+    if runs_ahead(config.order, setting.nodes):
         pushed_bytes = least_bytes(pushed_bytes)  # in the lab frames queue
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
     if replies_wait:

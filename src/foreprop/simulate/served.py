@@ -30,7 +30,7 @@ from foreprop.core.frames import (
 )
 from foreprop.core.norm import ZERO
 from foreprop.core.pushwindow import PushWindow, may_hold_back
-from foreprop.core.sendqueue import Order, Reply, Turns, takes_turns
+from foreprop.core.sendqueue import Order, Reply, Turns, runs_ahead
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
@@ -78,7 +78,7 @@ class Agreement:
 
     def window(self) -> PushWindow | None:
         """A worker's, as `path.worker` makes it."""
-        if not takes_turns(self.order, self.servers):
+        if runs_ahead(self.order, self.servers):
             return None
         if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
