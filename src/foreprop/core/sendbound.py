@@ -13,9 +13,8 @@ _NO_QUEUE = 1.5
 """Round trips that are up to so many times the shortest: there is no queue, so there is room."""
 _QUEUE = 3.0
 """From here on most of what is under way waits in some queue."""
-
-
 _LEAST_SHARE = 4
+"""Into so many parts the most is divided for the least (docs/notebook/uneven.md)."""
 
 
 def least_bytes(most_bytes: int) -> int:

@@ -3,7 +3,7 @@
 Total order: the key is (step, priority, sequence), so equal priorities leave in the order in
 which they came. On one connection nothing can be skipped: if the peer is full, the head waits.
 Few peers do not wait for each other: a full one would leave the link idle, which others could use.
-Where peers take turns a worker's pushes also wait for answers, see `core.pushwindow`.
+With more than few servers a worker's pushes also wait for answers, see `core.pushwindow`.
 """
 
 from __future__ import annotations
