@@ -3,7 +3,7 @@
     injector = EventInjector(tmp_path)
     injector.at(rank=1, step=3, phase="backward").kill()
     ...                                # run workers with `injector.plan`
-    (fault,) = injector.fired()        # who, when (time.monotonic), what
+    fault = injector.only_fault(run)   # who, when (time.monotonic), what
 
 A worker carries a fault out on itself, on its server or on its network cable, at an exact point
 of its own program, and writes it down first.
@@ -19,7 +19,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from tests.process.harness import Run
 
 Phase = Literal["forward", "backward", "between"]
 ACTIONS = (
@@ -50,6 +53,12 @@ class EventInjector:
         if not self._log.exists():
             return []
         return [json.loads(line) for line in self._log.read_text().splitlines()]
+
+    def only_fault(self, run: Run) -> dict[str, Any]:
+        """The one that has been carried out; else what the run said."""
+        fired = self.fired()
+        assert len(fired) == 1, f"fired {fired}, codes {run.exit_codes}:\n{run.output()}"
+        return fired[0]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def test_a_killed_worker_is_named_by_all_others(
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).kill()
     with workers(zygote, tmp_path, 3, scenario(injector), local_size=3) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         assert (fault["phase"], run.codes()[1]) == (phase, -signal.SIGKILL)
         assert all(code not in (0, -signal.SIGKILL) for code in run.codes()[::2])
         names = "rank 1 is gone.*(waits for the push of rank|last push was)"
@@ -46,7 +46,7 @@ def test_a_killed_worker_of_a_model_with_a_table(
     told = scenario(injector, size="words", settings={"architecture": architecture, **norm})
     with workers(zygote, tmp_path, 3, told) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         assert run.codes()[1] == -signal.SIGKILL
         check_told(run, fault["at_s"], [0, 2], r"rank 1 is gone|server 1 \(beside rank 1\) is gone")
         run.check_nothing_left()
@@ -59,7 +59,7 @@ def test_a_worker_that_takes_its_server_with_it_is_named(
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase="backward").kill()
     with workers(zygote, tmp_path, 2, scenario(injector, size=size)) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         check_told(run, fault["at_s"], [0], r"rank 1 is gone|server 1 \(beside rank 1\) is gone")
         run.check_nothing_left()
 
@@ -69,7 +69,7 @@ def test_the_only_server_s_worker_is_killed(zygote: Zygote, tmp_path: Path) -> N
     injector = EventInjector(tmp_path).at(rank=0, step=4, phase="forward").kill()
     with workers(zygote, tmp_path, 3, scenario(injector), local_size=3) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         names = r"rank 0 is gone|server 0 \(beside rank 0\) is gone"
         check_told(run, fault["at_s"], [1, 2], names)
         run.check_nothing_left()
@@ -80,7 +80,7 @@ def test_a_killed_server_is_named_by_all(zygote: Zygote, tmp_path: Path, phase: 
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase=phase).kill_server()
     with workers(zygote, tmp_path, 2, scenario(injector)) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         check_told(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\) is gone")
         run.check_nothing_left()
 

@@ -26,7 +26,7 @@ def test_a_killed_worker_is_named_on_both_nodes(
     injector = EventInjector(tmp_path).at(rank=3, step=3, phase=phase).kill()
     with workers(zygote, tmp_path, 4, scenario(injector, size=size), local_size=2) as run:
         run.wait(40)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         assert run.codes()[3] == -signal.SIGKILL
         check_told(run, fault["at_s"], [0, 1, 2], "rank 3 is gone.*relay of node 1 closed")
         run.check_nothing_left()
@@ -37,7 +37,7 @@ def test_a_worker_that_takes_its_server_and_relay_with_it(zygote: Zygote, tmp_pa
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase="backward").kill()
     with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
         run.wait(40)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         names = rf"{NODE_1}|rank 2 is gone|\(beside rank 2\) (to server \d )?is gone"
         check_told(run, fault["at_s"], [0, 1, 3], names)
         run.check_nothing_left()
@@ -48,7 +48,7 @@ def test_a_killed_relay_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) -
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase=phase).kill_relay()
     with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
         run.wait(40)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         names = rf"{NODE_1}|the relay of node 1 \(beside rank 2\) to server \d is gone"
         check_told(run, fault["at_s"], [0, 1, 2, 3], names)
         run.check_nothing_left()
@@ -60,7 +60,7 @@ def test_a_killed_server_is_named(zygote: Zygote, tmp_path: Path, phase: Phase) 
     injector = EventInjector(tmp_path).at(rank=2, step=3, phase=phase).kill_server()
     with workers(zygote, tmp_path, 4, scenario(injector), local_size=2) as run:
         run.wait(40)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         check_told(run, fault["at_s"], [0, 1, 2, 3], r"server 1 \(beside rank 2\) is gone")
         run.check_nothing_left()
 
@@ -72,7 +72,7 @@ def test_a_stopped_worker_is_named(zygote: Zygote, tmp_path: Path) -> None:
     told = scenario(injector, settings={"step_timeout_s": 4.0, "stall_report_s": 1.0})
     with workers(zygote, tmp_path, 4, told, local_size=2) as run:
         run.wait(40, but=[run.started[3]])
-        assert len(injector.fired()) == 1
+        injector.only_fault(run)
         results = run.results()
         assert {results[rank]["error"] for rank in (0, 1, 2)} == {"StepTimeout"}
         assert "waits for the push of rank 3" in run.output()  # the relay of its node knows

@@ -69,7 +69,7 @@ def test_a_stopped_worker_is_named_after_the_timeout(
     with workers(zygote, tmp_path, 3, scenario(injector, size=size), local_size=3) as run:
         stopped = run.started[1]
         run.wait(30, but=[stopped])
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         assert stopped.status() == psutil.STATUS_STOPPED
         check_timed_out(run, fault["at_s"], [0, 2], r"rank 1\b")
         check_stall_was_reported(run, r"rank 1\b")
@@ -87,7 +87,7 @@ def test_a_stopped_server_is_named_and_ended_by_its_worker(zygote: Zygote, tmp_p
     injector = EventInjector(tmp_path).at(rank=1, step=3, phase="forward").stop_server()
     with workers(zygote, tmp_path, 2, scenario(injector, size="large")) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0, 1], r"server 1 \(beside rank 1\)")
         check_stall_was_reported(run, r"server 1 \(beside rank 1\) has not answered")
         run.check_nothing_left()
@@ -98,7 +98,7 @@ def test_a_stopped_server_ends_when_its_worker_is_killed(zygote: Zygote, tmp_pat
     injector = EventInjector(tmp_path).at(rank=1, step=3).stop_server_and_die()
     with workers(zygote, tmp_path, 2, scenario(injector)) as run:
         run.wait(30)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")
         run.check_nothing_left()
 
@@ -171,7 +171,7 @@ def test_an_unplugged_node_is_named_by_the_others(zygote: Zygote, tmp_path: Path
             variables = run.environment(scenario(injector), **told)
             run.start(zygote, variables, netns=f"/run/netns/{node}")
         run.wait(40)
-        (fault,) = injector.fired()
+        fault = injector.only_fault(run)
         check_timed_out(run, fault["at_s"], [0], r"rank 1\b|server 1\b")
         check_timed_out(run, fault["at_s"], [1], r"rank 0\b|server 0\b")
         run.check_nothing_left()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from tests.process.train_script import Scenario
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "process" / "train_script.py"
+STACKS = signal.SIGUSR1
+"""Has a forked process write its threads' stacks to its output (`zygote.become`)."""
 
 
 def free_port() -> int:
@@ -102,13 +105,23 @@ class Run:
         return "\n".join(path.read_text(errors="replace") for path in self.outputs)
 
     def wait(self, timeout_s: float, *, but: Sequence[psutil.Process] = ()) -> None:
-        """Until every started process has ended, but for some; fails with all output."""
+        """Until every started process has ended, but for some; fails with all output.
+
+        Then the output also says where the threads of each process are.
+        """
         deadline = time.monotonic() + timeout_s
         for process in self.started:
             while process not in but and not self._has_ended(process):
                 if time.monotonic() > deadline:
+                    self._ask_for_stacks()
                     raise TimeoutError(f"still running after {timeout_s} s:\n{self.output()}")
                 time.sleep(0.02)
+
+    def _ask_for_stacks(self) -> None:
+        for process in self.started:
+            if not self._has_ended(process):
+                process.send_signal(STACKS)
+        time.sleep(1)  # nobody says when they are written
 
     def _has_ended(self, process: psutil.Process) -> bool:
         if process.pid in self.exit_codes:
@@ -140,7 +153,7 @@ class Run:
                     found.append(process)
         return found
 
-    def check_nothing_left(self, within_s: float = 3.0) -> None:
+    def check_nothing_left(self, within_s: float = 10.0) -> None:
         """No process of the run, and no file of ours in the temporary folder."""
         deadline = time.monotonic() + within_s
         while (left := self.ours()) and time.monotonic() < deadline:

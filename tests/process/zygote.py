@@ -8,6 +8,7 @@ Reads requests from standard input, one JSON object per line (``script``, ``envi
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -52,6 +53,9 @@ def become(request: dict[str, Any]) -> str:
     os.dup2(null, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1)
+    # a fork has no thread of torch's pool: while this is the only one, and not two at a time
+    torch.set_num_threads(1)
     os.close(output)
     os.close(null)
     if request.get("netns"):
