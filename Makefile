@@ -19,7 +19,7 @@ PROGRAMS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -q
+PYTEST := $(BIN)/python -m pytest -q -rfER
 # but for those that measure, or wait for a short time limit, which are marked `alone`
 PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
