@@ -34,10 +34,7 @@ class StillStore(SliceStore):
         groups: Sequence[Hyperparameters],
         coefficient: float = 1.0,
     ) -> None:
-        tensors = self._slices[slice_]
-        for buffer in tensors.gradients.values():
-            self._give_back(buffer)
-        tensors.gradients.clear()
+        self._drop_gradients(self._slices[slice_])
 
 
 class StillServer:

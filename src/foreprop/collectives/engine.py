@@ -346,8 +346,7 @@ class RingEngine:
     def _fail(self, error: ForepropError) -> None:
         if self._closing:
             return
-        if self.progress.error is None:
-            self.progress.error = error
+        self.progress.keep(error)
         self._stop()
         self._finished.set()
         self.progress.notify()

@@ -117,11 +117,6 @@ class Pushes:
         """The flags of the `oldest` round's pushes, by peer."""
         return self.rounds.get(self.oldest, {})
 
-    def end_round(self) -> None:
-        """What was being collected is done; nobody was allowed to be ahead."""
-        self.done = min(self.rounds, default=NEVER)
-        self.rounds.clear()
-
     def at(self, step: int) -> Mapping[int, int]:
         """The flags of the step's pushes, by peer."""
         return next((pushed for (s, _), pushed in self.rounds.items() if s == step), {})
@@ -161,8 +156,8 @@ class PushCollector:
 
     def check_present(self, rank: int, pushes: Pushes) -> None:
         """Raises `RemoteProtocolError` for somebody unknown, or after the goodbye."""
-        if rank in self._left or not 0 <= rank < self._count:
-            self.check_rank(rank)
+        self.check_rank(rank)
+        if rank in self._left:
             raise self._refused(rank, f"{pushes.use} after its goodbye")
 
     def check_first(self, rank: int) -> None:
@@ -177,7 +172,8 @@ class PushCollector:
         """
         rank, number, step, _, flags = push
         pushes, at = self._all[number], (step, again)
-        self.check_present(rank, pushes)
+        if rank in self._left or not 0 <= rank < self._count:
+            self.check_present(rank, pushes)
         pushed = pushes.rounds.get(at)
         if pushed is None:
             is_past = at <= pushes.done or step in (0, pushes.updating)

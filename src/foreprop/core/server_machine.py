@@ -20,6 +20,7 @@ from typing import Any
 
 from foreprop.core.barrier import HeldSums, StepBarrier
 from foreprop.core.collect import (
+    NEVER,
     PushCollector,
     Pushes,
     Replies,
@@ -101,6 +102,7 @@ class ServerMachine:
         self._index = index
         self._peers = peers or each_worker(workers)
         self._peers_count = self._peers.count
+        self._everybody = tuple(range(self._peers.count))
         self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._states = {
             number: _SliceState(number, names[piece.parameter])
@@ -209,13 +211,15 @@ class ServerMachine:
     def _complete(
         self, slice_: int, step: int, pushed: Mapping[int, int]
     ) -> Sequence[ServerInstruction]:
-        state = self._states[slice_]
-        if len(set(pushed.values())) > 1:  # or else all say the same
+        state, any_flags = self._states[slice_], next(iter(pushed.values()))
+        if len(set(pushed.values())) > 1:
             unlike = self._collector.unlike_values(state.pushes, step)
             unlike = unlike or self._unlike_updates(state.pushes, step)
             if unlike:
                 return unlike
-        ranks, any_flags = with_gradient(pushed), next(iter(pushed.values()))
+            ranks = with_gradient(pushed)
+        else:
+            ranks = () if any_flags & Flag.NO_GRADIENT else self._everybody
         gradient, measure = bool(any_flags & Flag.GRADIENT), bool(any_flags & Flag.MEASURE)
         if self._barrier is None or gradient:
             update = UpdateSlice(slice_, step, ranks, gradient, measure)
@@ -330,7 +334,9 @@ class ServerMachine:
 
     def _finish(self, update: UpdateSlice, unchanged: int) -> None:
         state = self._states[update.slice]
-        state.pushes.end_round()
+        pushes = state.pushes  # of one round: nobody was allowed to be ahead
+        pushes.done = min(pushes.rounds, default=NEVER)
+        pushes.rounds.clear()
         state.valued = False
         slice_, step, _, is_average, _ = update
         self._replies.answer(slice_, step, state.priority, int(unchanged), is_average=is_average)

@@ -145,31 +145,26 @@ class FrameReader:
     Any split of the incoming bytes gives the same frames.
     """
 
-    __slots__ = ("_buffer", "_destination", "_filled", "_header", "_header_view")
+    __slots__ = ("_destination", "_header", "_header_view", "_whole", "buffer")
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
         self._header_view = memoryview(bytearray(HEADER_BYTES))
-        self._buffer = self._header_view
-        self._filled = 0
-        self._header: Header | None = None
-
-    @property
-    def buffer(self) -> memoryview:
+        self._whole = self._header_view
+        self.buffer = self._whole
         """The bytes wanted next; never empty."""
-        return self._buffer[self._filled :] if self._filled else self._buffer
+        self._header: Header | None = None
 
     @property
     def mid_frame(self) -> bool:
         """Whether a connection that ends now would cut a frame in two."""
-        return self._filled > 0 or self._header is not None
+        return len(self.buffer) < len(self._whole) or self._header is not None
 
     def advance(self, received_bytes: int) -> Frame | None:
         """Account for bytes written to the start of `buffer`; returns a frame once complete."""
-        self._filled += received_bytes
-        if self._filled < len(self._buffer):
+        if received_bytes < len(self.buffer):
+            self.buffer = self.buffer[received_bytes:]
             return None
-        self._filled = 0
         header = self._header
         if header is None:
             header = decode_header(self._header_view)
@@ -180,9 +175,12 @@ class FrameReader:
                     f" {len(view)} belong (slice {header.slice}, step {header.step})"
                 )
             if header.payload_bytes:
-                self._header, self._buffer = header, view
+                self._header, self._whole = header, view
+                self.buffer = view
                 return None
+            self.buffer = self._header_view
             return Frame(header, _EMPTY)
-        payload = self._buffer
-        self._header, self._buffer = None, self._header_view
+        payload = self._whole
+        self._header, self._whole = None, self._header_view
+        self.buffer = self._header_view
         return Frame(header, payload)

@@ -92,13 +92,13 @@ class AveragedParameter:
     @property
     def gradient(self) -> torch.Tensor | None:
         """This rank's own, if it has not left."""
-        return self._seen.tensor if self._own else None
+        return self._seen.tensor() if self._own else None
 
     @property
     def is_replaced(self) -> bool:
         """Whether ``p.grad`` is not what autograd has put there, or is there no more."""
         gradient = self.parameter.grad
-        return self._own and (gradient is None or gradient is not self._seen.tensor)
+        return self._own and (gradient is None or gradient is not self._seen.tensor())
 
     def attach_hook(self) -> None:
         """Watch for gradients, if the parameter can have any."""
@@ -179,7 +179,7 @@ class AveragedParameter:
         own = self._own or (self._under_way and self.left)
         if not self.left and self._part.is_expected:
             self._begin_round(None)
-        self._own = own and self._seen.tensor is not None
+        self._own = own and self._seen.tensor() is not None
 
     def average(self) -> None:
         """Have ``p.grad`` averaged, if it is this rank's own."""
@@ -192,7 +192,7 @@ class AveragedParameter:
             self.settle()
             return
         with self._together.settling, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            gradient = self._seen.tensor
+            gradient = self._seen.tensor()
             if self._needs_round and gradient is not None:
                 self.wanted = True  # from now on in every step
                 self._session.gradients_read(self)
@@ -212,7 +212,7 @@ class AveragedParameter:
     @property
     def shown(self) -> torch.Tensor | None:
         """What is, or was last, ``p.grad``."""
-        return self._seen.tensor
+        return self._seen.tensor()
 
     def _show(self, gradient: torch.Tensor) -> None:
         """Put what has landed where the user looks for it."""
@@ -249,7 +249,7 @@ class AveragedParameter:
     def scale(self, scaling: Scaling) -> None:
         """Multiply the average, when it is here."""
         self._part.scalings.all.append(scaling)
-        gradient = self._seen.tensor
+        gradient = self._seen.tensor()
         if not self._under_way and gradient is not None:
             self._part.scalings.apply_to(gradient)
             self._seen.version = gradient._version
@@ -265,7 +265,7 @@ class AveragedParameter:
         gradient = self.parameter.grad if self.wanted or self._own else None
         if gradient is None and not self._part.is_expected:
             return
-        kept = gradient is not None and gradient is self._seen.tensor and not self._own
+        kept = gradient is not None and gradient is self._seen.tensor() and not self._own
         if kept:
             gradient = None  # averaged already, and no pass has added to it
         elif gradient is not None:
@@ -279,7 +279,7 @@ class AveragedParameter:
         gradient = self.parameter.grad
         if gradient is None:
             return not self._part.gave
-        return self._part.gave and self._seen.tensor is gradient
+        return self._part.gave and self._seen.tensor() is gradient
 
     def defer(self, update: DeferredStep) -> bool:
         """Make the step's update at the first use, if its gradient is still on its way.
@@ -356,7 +356,7 @@ class AveragedParameter:
 
     def _apply(self, update: DeferredStep) -> None:
         parameter, part = self.parameter, self._part
-        shown, seen = parameter.grad, self._seen.tensor
+        shown, seen = parameter.grad, self._seen.tensor()
         if seen is not None and part.gave:  # it is ``p.grad``, or somebody holds it
             self._show(seen)
             self._seen.release()

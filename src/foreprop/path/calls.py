@@ -263,23 +263,21 @@ class HyperparameterHistory:
         """What all ranks agree on for this step; raises `ForepropError` if they do not."""
         agreed = self._agreed.get(step)
         if agreed is None:
-            agreed = self._latest(0, step)
-            for peer in range(1, len(self._ranks)):
-                theirs = self._latest(peer, step)
-                if theirs != agreed:
-                    ranks = (self._ranks[0], self._ranks[peer])
-                    raise TrainingLoopError(describe_groups(step, ranks, agreed, theirs))
-            self._agreed[step] = agreed
+            said: list[tuple[Hyperparameters, ...]] = []
+            for rank, history in zip(self._ranks, self._by_peer, strict=True):
+                for announced, groups in reversed(history):
+                    if announced <= step:
+                        said.append(groups)
+                        break
+                else:
+                    raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
+                if said[-1] != said[0]:
+                    ranks = (self._ranks[0], rank)
+                    raise TrainingLoopError(describe_groups(step, ranks, said[0], said[-1]))
+            agreed = self._agreed[step] = said[0]
             if len(self._agreed) > _KEPT_STEPS:
                 del self._agreed[next(iter(self._agreed))]
         return agreed
-
-    def _latest(self, peer: int, step: int) -> tuple[Hyperparameters, ...]:
-        for announced, groups in reversed(self._by_peer[peer]):
-            if announced <= step:
-                return groups
-        rank = self._ranks[peer]
-        raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
 
 
 def decode_groups(

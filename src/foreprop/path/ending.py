@@ -115,8 +115,8 @@ class Ending:
         """Keep the first error, and give up all connections: nothing more is coming."""
         if self._closing and isinstance(error, StepTimeout):
             self._unparted = error
-        if self._progress.error is None and not self._closing:
-            self._progress.error = error
+        if not self._closing:
+            self._progress.keep(error)
         self._failed.set()
         self.finished.set()
         self._progress.notify()
@@ -139,7 +139,7 @@ class Ending:
         """
         if self._closing or self._progress.error is not None:
             return
-        self._progress.error = own_error(error, self._rank)
+        self._progress.keep(own_error(error, self._rank))
         self._progress.notify()
         for server in range(len(self._connections)):
             self._say_goodbye(server, error)

@@ -1,4 +1,4 @@
-"""Where the bytes of a GPU's parameter are, or of one that is not contiguous.
+"""Where the bytes of a parameter are that is on a GPU, not contiguous, or on no device at all.
 
 Only this module knows about streams and events. A GPU's parameter is staged through pinned host
 memory, and its gradient is ready when the copy's event has completed, not when the hook ran: a
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from foreprop.errors import InternalError
 from foreprop.path.memory import Ready, bytes_of
 
 
@@ -186,3 +187,23 @@ class StagedCopies:
     def wait(self) -> None:
         """Block until the last one is over."""
         self._over.wait()
+
+
+class NoMemory:
+    """Of a remote table, which is on the meta device: the servers have its rows."""
+
+    values = memoryview(b"")
+    is_staged = False
+    receives_values = False
+
+    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
+        raise InternalError("a remote table's gradient is not sent as a whole")
+
+    def await_staged(self) -> None:
+        pass
+
+    def before_sending_values(self) -> None:
+        pass
+
+    def land(self) -> None:
+        pass

@@ -83,26 +83,6 @@ class DirectMemory:
         pass
 
 
-class NoMemory:
-    """Of a remote table, which is on the meta device: the servers have its rows."""
-
-    values = memoryview(b"")
-    is_staged = False
-    receives_values = False
-
-    def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        raise InternalError("a remote table's gradient is not sent as a whole")
-
-    def await_staged(self) -> None:
-        pass
-
-    def before_sending_values(self) -> None:
-        pass
-
-    def land(self) -> None:
-        pass
-
-
 class MemoryFactory:
     """Chooses each parameter's memory; owns the threads that some of it needs."""
 
@@ -113,6 +93,8 @@ class MemoryFactory:
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
         if parameter.is_meta:
+            from foreprop.path.gpumemory import NoMemory
+
             return NoMemory()
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             return DirectMemory(parameter)

@@ -226,7 +226,7 @@ class SynchronisedParameter:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._value.memory.await_staged()
             self._engine.wait(self._number, own.pushed_step)
-            gradient = own.seen.tensor
+            gradient = own.seen.tensor()
             if gradient is not None and own.pushed_step and not in_place:
                 self._show_aggregated(gradient)
             own.seen.release()
@@ -261,7 +261,8 @@ class SynchronisedParameter:
 
     def before_use(self, func: Any, args: Any, kwargs: Any, *, in_place: bool) -> bool:
         """Called by the waiting parameter: wait, and give the class back."""
-        self._gradient.check_stepped()
+        if self._gradient.pushed_step > self._session.completed:
+            self.check_stepped()
         if self._first_use.watched:
             self._first_use.begins()
             self._value.mark.exposed |= func == GET_DATA

@@ -47,6 +47,8 @@ class Progress:
     ) -> None:
         self.counters = Counters()
         self.error: ForepropError | None = None
+        self.failed = False
+        """Whether this has an error, or one that is beside it."""
         self.beside: list[Progress] = []
         """Of engines in the same session, whose failure is this one's too."""
         self.awaited = NOTHING
@@ -57,6 +59,13 @@ class Progress:
         self._trace = trace
         self._changed = threading.Condition()
         self._waiters = 0
+
+    def keep(self, error: ForepropError) -> None:
+        """To be raised in whoever waits; the first one stays."""
+        if self.error is None:
+            self.error = error
+        for progress in (self, *self.beside):
+            progress.failed = True
 
     def raise_if_failed(self) -> None:
         for progress in (self, *self.beside):

@@ -26,45 +26,44 @@ class SeenGradient:
 
     def __init__(self, reader: Pending) -> None:
         self._reader = reader
-        self._reference: weakref.ref[torch.Tensor] | None = None
+        self.tensor: Callable[[], torch.Tensor | None] = _none
         self._id = 0
         self.version = 0
         """The tensor's, when it was last seen."""
 
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        return self._reference() if self._reference is not None else None
-
     def see(self, gradient: torch.Tensor) -> bool:
         """Now it is this one; whether it is another than before."""
-        new = self.tensor is not gradient
+        new = self.tensor() is not gradient
         if new:
             self.forget()
-            self._reference, self._id = weakref.ref(gradient), id(gradient)
+            self.tensor, self._id = weakref.ref(gradient), id(gradient)
         self.version = gradient._version
         return new
 
     def is_continued_by(self, gradient: torch.Tensor) -> bool:
         """Whether autograd has added to the same tensor, and nobody else has written to it."""
-        return self.tensor is gradient and gradient._version == self.version + 1
+        return self.tensor() is gradient and gradient._version == self.version + 1
 
     def wait(self) -> None:
         """Whoever uses it from now on asks first."""
-        gradient = self.tensor
+        gradient = self.tensor()
         if gradient is not None and not is_waiting(gradient):
             make_wait(gradient, self._reader)
 
     def release(self) -> None:
         """It is an ordinary tensor again."""
-        gradient = self.tensor
+        gradient = self.tensor()
         if gradient is not None:
             stop_waiting(gradient)
 
     def forget(self) -> None:
         """It is not ``p.grad`` any more, and may be gone."""
-        if self._reference is not None:
-            forget(self._id, self._reader)
-            self._reference = None
+        forget(self._id, self._reader)
+        self.tensor = _none
+
+
+def _none() -> None:
+    """No gradient."""
 
 
 _LEARNING_STEPS = 2
@@ -158,7 +157,7 @@ class ServedGradient:
                 owner.check_gradient(gradient)
             session.gradient_ready(owner)
             step = session.completed + 1
-            before = seen.tensor
+            before = seen.tensor()
             if self.pushed_step == step:
                 raise self._too_late(kept=before is gradient)
             if before is gradient:
@@ -166,8 +165,9 @@ class ServedGradient:
             self.guarded = False
             if before is not gradient and before is not None:
                 owner.gradient_follows(before)
-            if not seen.is_continued_by(gradient):  # a new gradient, or a zeroed one
-                self._passes.discard()
+            if before is not gradient or gradient._version != seen.version + 1:
+                if self._passes.now:  # a new gradient, or a zeroed one
+                    self._passes.discard()
                 self._applied = False
             self._passes.now += 1
             seen.see(gradient)
@@ -187,7 +187,7 @@ class ServedGradient:
 
         Asked in the training thread, where nobody writes to it rightfully before its reply is in.
         """
-        gradient = self.seen.tensor if self.guarded else None
+        gradient = self.seen.tensor() if self.guarded else None
         if gradient is not None and gradient._version != self.seen.version:
             raise looprules.changed_while_sent(self._owner.name)
 
@@ -210,7 +210,7 @@ class ServedGradient:
         """`optimizer.step()`: push what has not been pushed; check what has."""
         owner, session, gradient = self._owner, self._session, self._leaf.grad
         if self.pushed_step == step:
-            if gradient is None or gradient is not self.seen.tensor:
+            if gradient is None or gradient is not self.seen.tensor():
                 raise looprules.discarded_after_push(owner.name)
             if gradient._version != self.seen.version and self.is_new:
                 raise looprules.edited(owner.name)
@@ -237,7 +237,7 @@ class ServedGradient:
     def _check_as_computed(self, gradient: torch.Tensor | None) -> None:
         if gradient is None or not self.is_new:
             return
-        if self.seen.tensor is not gradient:
+        if self.seen.tensor() is not gradient:
             raise looprules.replaced(self._owner.name)
         if gradient._version != self.seen.version:
             raise looprules.edited(self._owner.name)

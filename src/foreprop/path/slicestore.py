@@ -11,6 +11,7 @@ an element is treated as it would be there, wherever a slice begins and ends.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,10 +26,8 @@ from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.path.sums import (
     Extent,
     GradientBuffer,
-    add_up,
     clip,
     extent_of,
-    finish_sum,
     move_average,
     square_sum,
     start_average,
@@ -161,7 +160,8 @@ class SliceStore:
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
-        self._reductions = manifest.reductions()
+        workers = self._world_size
+        self._divisors = [workers if way == "mean" else 1 for way in manifest.reductions()]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._slices = {
@@ -176,7 +176,8 @@ class SliceStore:
             for piece in slices
             if piece.server == index
         }
-        self._pool: dict[tuple[Extent, torch.dtype], list[GradientBuffer]] = {}
+        self._pools: defaultdict[tuple[Extent, torch.dtype], list[GradientBuffer]]
+        self._pools = defaultdict(list)
 
     def values(self, slice_: int) -> memoryview:
         """The slice's parameters as bytes, for replies.
@@ -195,8 +196,8 @@ class SliceStore:
         """For a gradient or a value; see `size_bytes`."""
         tensors = self._slices[slice_]
         key = (tensors.extent, tensors.parameter.dtype if value else tensors.wire_dtype)
-        free = self._pool.get(key)
-        return free.pop() if free else GradientBuffer(*key)
+        pool = self._pools[key]
+        return pool.pop() if pool else GradientBuffer(*key, pool)
 
     def put_gradient(self, slice_: int, rank: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[rank] = buffer
@@ -217,7 +218,7 @@ class SliceStore:
             if tensors.shown is not None:
                 values = torch.where(values == tensors.shown, tensors.parameter, values)
             tensors.parameter.copy_(values)
-            self._give_back(tensors.staged)
+            tensors.staged.pool.append(tensors.staged)
             tensors.staged = None
 
     def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
@@ -229,7 +230,7 @@ class SliceStore:
         total = tensors.total = self._total(tensors, ranks, scale)
         for rank, buffer in list(tensors.gradients.items()):
             if buffer.tensor is not total:  # all slices wait together: keep no more than the sums
-                self._give_back(tensors.gradients.pop(rank))
+                buffer.pool.append(tensors.gradients.pop(rank))
         return square_sum(tensors.extent.part(tensors.total))
 
     def update(
@@ -251,7 +252,8 @@ class SliceStore:
             tensors.average = start_average(tensors.parameter)
         if ranks:
             self._apply(tensors, ranks, groups, coefficient)
-        self._drop_gradients(tensors)
+        else:
+            self._drop_gradients(tensors)
         if decay is not None and tensors.average is not None:
             move_average(tensors.average, tensors.parameter, decay)
         if changed and tensors.wire_dtype != tensors.parameter.dtype:
@@ -273,7 +275,8 @@ class SliceStore:
             tensors.view = kept.view
             if measure:
                 squares = square_sum(tensors.extent.part(kept.tensor))
-        self._drop_gradients(tensors)
+        else:
+            self._drop_gradients(tensors)
         return squares
 
     def _apply(
@@ -296,35 +299,41 @@ class SliceStore:
     def _keep(self, tensors: _SliceTensors, total: torch.Tensor) -> GradientBuffer:
         """The aggregated gradient is read by whoever wants, until all workers have pushed again."""
         if tensors.kept is not None:
-            self._give_back(tensors.kept)
-        for rank, buffer in tensors.gradients.items():
+            tensors.kept.pool.append(tensors.kept)
+        kept = None
+        for buffer in tensors.gradients.values():
             if buffer.tensor is total:
-                tensors.kept = tensors.gradients.pop(rank)
-                return tensors.kept
-        tensors.kept = self.take_buffer(tensors.piece.number)
-        tensors.kept.tensor.copy_(total)  # added up in more than the wire's type
-        return tensors.kept
+                kept = buffer
+        if kept is None:
+            kept = self.take_buffer(tensors.piece.number)
+            kept.tensor.copy_(total)  # added up in more than the wire's type
+        for buffer in tensors.gradients.values():
+            if buffer is not kept:
+                buffer.pool.append(buffer)
+        tensors.gradients.clear()
+        tensors.kept, tensors.total = kept, None
+        return kept
 
     def _drop_gradients(self, tensors: _SliceTensors) -> None:
-        """They have been applied, or the step is left out."""
+        """No rank had one, or the step is left out."""
         tensors.total = None
         for buffer in tensors.gradients.values():
-            self._give_back(buffer)
+            buffer.pool.append(buffer)
         tensors.gradients.clear()
 
     def _total(
         self, tensors: _SliceTensors, ranks: Sequence[int], scale: float = 1.0
     ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
-        gradients = [tensors.gradients[rank].tensor for rank in ranks]
-        total = add_up(gradients, tensors.sum_dtype)
-        reduction = self._reductions[tensors.piece.parameter]
-        finish_sum(total, reduction, workers=self._world_size, scale=scale)
+        first, *others = ranks
+        total = tensors.gradients[first].tensor.to(tensors.sum_dtype)
+        for rank in others:
+            total += tensors.gradients[rank].tensor
+        if self._divisors[tensors.piece.parameter] > 1:
+            total /= self._divisors[tensors.piece.parameter]
+        if scale != 1.0:
+            total *= 1.0 / scale
         return total
-
-    def _give_back(self, buffer: GradientBuffer) -> None:
-        key = (buffer.extent, buffer.tensor.dtype)
-        self._pool.setdefault(key, []).append(buffer)
 
     # Optimizer state, for checkpoints.
     def export_state(self, slice_: int) -> bytes:
@@ -341,7 +350,7 @@ class SliceStore:
         state = decode_state(data, elems=tensors.piece.elems)
         tensors.optimizer.replace_state(
             {
-                key: _with_padding(value, tensors.extent) if is_array(value) else value
+                key: tensors.extent.padded(value) if is_array(value) else value
                 for key, value in state.items()
             }
         )
@@ -387,9 +396,3 @@ def _show(tensors: _SliceTensors) -> None:
         tensors.shown = tensors.extent.zeros(tensors.wire_dtype)
         tensors.view = bytes_of(tensors.extent.part(tensors.shown))
     tensors.shown.copy_(tensors.parameter)
-
-
-def _with_padding(value: torch.Tensor, extent: Extent) -> torch.Tensor:
-    tensor = extent.zeros(value.dtype)
-    extent.part(tensor)[:] = value
-    return tensor

@@ -34,6 +34,12 @@ class Extent(NamedTuple):
         """The slice's own elements of a tensor of ``total_elems``."""
         return tensor[self.lead_elems : self.lead_elems + self.elems]
 
+    def padded(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor of ``total_elems`` with these elements of the slice, and zeros."""
+        tensor = self.zeros(part.dtype)
+        self.part(tensor)[:] = part
+        return tensor
+
 
 def extent_of(piece: Slice, parameter_elems: int) -> Extent:
     first = piece.start_elems // _VECTOR_ELEMS * _VECTOR_ELEMS
@@ -42,12 +48,13 @@ def extent_of(piece: Slice, parameter_elems: int) -> Extent:
 
 
 class GradientBuffer:
-    """Room for one pushed gradient; goes back to its pool after the update."""
+    """Room for one pushed gradient; goes back to its ``pool`` after the update."""
 
-    __slots__ = ("extent", "tensor", "view")
+    __slots__ = ("extent", "pool", "tensor", "view")
 
-    def __init__(self, extent: Extent, dtype: torch.dtype) -> None:
+    def __init__(self, extent: Extent, dtype: torch.dtype, pool: list[GradientBuffer]) -> None:
         self.extent = extent
+        self.pool = pool
         self.tensor = extent.zeros(dtype)
         self.view = bytes_of(extent.part(self.tensor))
 

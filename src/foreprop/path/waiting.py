@@ -163,9 +163,10 @@ class _Waiting:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for _, pending in waited.values():
-            answer = pending.answer(func, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
+            if pending.answer is not no_answer:
+                answer = pending.answer(func, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
             break
         return _used_by(waited, func, args, kwargs)
 

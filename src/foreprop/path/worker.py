@@ -252,7 +252,8 @@ class WorkerEngine:
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""
-        self.progress.raise_if_failed()
+        if self.progress.failed:
+            self.progress.raise_if_failed()
         if self.is_complete(parameter):
             return
         self.start_step()
@@ -277,7 +278,8 @@ class WorkerEngine:
 
     # Deciding and doing.
     def _dispatch(self, event: object) -> None:
-        self.progress.raise_if_failed()
+        if self.progress.failed:
+            self.progress.raise_if_failed()
         self._executor.dispatch(event)
         self.counters.max_queue_depth = self._machine.most_queued
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -136,7 +137,7 @@ class Sums:
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             with self._lock:
-                self._store.give_back(leaving)
+                leaving.pool.append(leaving)
 
     def _span(self, stage: Stage | RelayStage, about: Header, started_ns: int) -> None:
         if self._trace is not None:
@@ -176,7 +177,8 @@ class RelayStore:
             for piece in slices
             if piece.server == server
         }
-        self._pool: dict[tuple[int, torch.dtype], list[GradientBuffer]] = {}
+        self._pools: defaultdict[tuple[int, torch.dtype], list[GradientBuffer]]
+        self._pools = defaultdict(list)
 
     # From the workers.
     def size_bytes(self, slice_: int, *, value: bool = False) -> int:
@@ -188,8 +190,8 @@ class RelayStore:
         """For a gradient or a value; see `size_bytes`."""
         relayed = self._slices[slice_]
         dtype = relayed.dtype if value else relayed.wire_dtype
-        free = self._pool.get((relayed.elems, dtype))
-        return free.pop() if free else GradientBuffer(_whole(relayed.elems), dtype)
+        pool = self._pools[relayed.elems, dtype]
+        return pool.pop() if pool else GradientBuffer(_whole(relayed.elems), dtype, pool)
 
     def put_gradient(self, slice_: int, worker: int, buffer: GradientBuffer) -> None:
         self._slices[slice_].gradients[worker] = buffer
@@ -222,7 +224,7 @@ class RelayStore:
         relayed = self._slices[slice_]
         for buffer in relayed.gradients.values():
             if buffer is not relayed.total:
-                self.give_back(buffer)
+                buffer.pool.append(buffer)
         relayed.gradients.clear()
 
     def take_sum(self, slice_: int) -> GradientBuffer | None:
@@ -230,10 +232,6 @@ class RelayStore:
         relayed = self._slices[slice_]
         total, relayed.total = relayed.total, None
         return total
-
-    def give_back(self, buffer: GradientBuffer) -> None:
-        key = (buffer.extent.elems, buffer.tensor.dtype)
-        self._pool.setdefault(key, []).append(buffer)
 
     def take_value(self, slice_: int, step: int) -> memoryview:
         """Rank 0's values, which are passed on now."""
@@ -253,7 +251,7 @@ class RelayStore:
                 f"a reply for slice {slice_} carries {size_bytes} bytes, not {full_bytes}"
             )
         if relayed.answers is None:
-            relayed.answers = GradientBuffer(_whole(relayed.elems), relayed.dtype).view
+            relayed.answers = GradientBuffer(_whole(relayed.elems), relayed.dtype, []).view
         return relayed.answers[:size_bytes]
 
     def land(self, slice_: int, answer: memoryview) -> None:

@@ -68,7 +68,8 @@ class Backends:
         """Whether each step needs word of every parameter, also of one without gradients."""
         self.can_measure = self._first.can_measure
         """Whether it tells `square_sums`."""
-        self.raise_if_failed = self._first.engine.progress.raise_if_failed
+        self.progress = self._first.engine.progress
+        self.raise_if_failed = self.progress.raise_if_failed
         """Also what has gone wrong with the other one."""
 
     # One parameter, by the session's number.

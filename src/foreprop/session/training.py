@@ -316,7 +316,8 @@ class Training:
         return result
 
     def step(self) -> None:
-        self.backends.raise_if_failed()
+        if self.backends.progress.failed:
+            self.backends.raise_if_failed()
         self.leaves_rows = False  # if a state_dict() was broken off
         if self.loss_scale is not None:
             self.loss_scale.check_stepping()
