@@ -1,0 +1,100 @@
+"""The examples of docs/examples.md, as users start them: ranks agree, models learn, runs resume."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.process.harness import ROOT, Run, Zygote, environment, running
+from tests.tiers import long_cases
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+TORCHRUN = Path(torch.__path__[0]) / "distributed" / "run.py"
+
+
+def start(
+    run: Run, zygote: Zygote, name: str, *arguments: str, ranks: int = 2, **more: str
+) -> None:
+    """An example under torchrun; with one rank plainly, as ``python examples/NAME``."""
+    script = ROOT / "examples" / name
+    variables = environment(run.mark, {"TMPDIR": str(run.temporary), **more})
+    if ranks == 1:
+        run.start(zygote, variables, script=script, arguments=arguments)
+        return
+    options = ["--standalone", "--nproc-per-node", str(ranks)]
+    run.start(zygote, variables, script=TORCHRUN, arguments=[*options, str(script), *arguments])
+
+
+def ended(run: Run, ranks: int) -> str:
+    """The SHA-256 that all ranks print at the end of the example started last."""
+    run.wait(200)
+    assert run.codes()[-1] == 0, run.output()
+    told = run.outputs[-1].read_text()
+    found = re.findall(r"SHA-256 of the weights ([0-9a-f]{64})", told)
+    assert len(found) == ranks, run.output()
+    assert len(set(found)) == 1, run.output()
+    return str(found[0])
+
+
+def losses(run: Run) -> list[float]:
+    return [float(text) for text in re.findall(r"epoch \d+: loss ([0-9.]+)", run.output())]
+
+
+@pytest.mark.parametrize("ranks", [2, *long_cases(1)])
+def test_a_transformer_clips_and_accumulates(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
+    with running(tmp_path) as run:
+        start(run, zygote, "train_transformer.py", ranks=ranks)
+        ended(run, ranks)
+        first, *_, last = losses(run)
+        assert last < 0.7 * first
+        if ranks > 1:
+            assert "update=workers: the norm of gradients is taken" in run.output()
+        run.check_nothing_left()
+
+
+@pytest.mark.long
+def test_several_workers_per_node(zygote: Zygote, tmp_path: Path) -> None:
+    """Two nodes of two workers: what docs/recipes.md says to try on one machine."""
+    with running(tmp_path) as run:
+        two = {"FOREPROP_WORKERS_PER_NODE": "2"}
+        start(run, zygote, "train_transformer.py", "--epochs", "1", ranks=4, **two)
+        ended(run, 4)
+        assert "4 workers on 2 node(s)" in run.output()
+        run.check_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision(zygote: Zygote, tmp_path: Path, dtype: str) -> None:
+    with running(tmp_path) as run:
+        start(run, zygote, "train_mixed_precision.py", "--dtype", dtype)
+        ended(run, 2)
+        first, *_, last = losses(run)
+        assert last < 0.2 * first
+        run.check_nothing_left()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resnet_validates_and_resumes(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
+    """Two epochs at once, and one after the other from a checkpoint: the same bits."""
+    saved = tmp_path / "resnet.pt"
+    with running(tmp_path) as run:
+        start(run, zygote, "train_resnet.py", "--epochs", "2", ranks=ranks)
+        straight = ended(run, ranks)
+        options = ("--checkpoint", str(saved))
+        start(run, zygote, "train_resnet.py", "--epochs", "1", *options, ranks=ranks)
+        assert ended(run, ranks) != straight
+        start(run, zygote, "train_resnet.py", "--epochs", "2", *options, ranks=ranks)
+        assert ended(run, ranks) == straight
+        resumed = run.outputs[-1].read_text()
+        assert "epoch 1:" not in resumed
+        assert "epoch 2: validation accuracy" in resumed
+        run.check_nothing_left()
+    state = torch.load(saved, weights_only=True)  # plain PyTorch's
+    assert state["epoch"] == 2
+    assert "0.weight" in state["model"]
