@@ -25,7 +25,7 @@ PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-programs demo check clean
+.PHONY: help setup test test-all test-programs demo docs pages check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -54,6 +54,15 @@ test-programs: $(STAMP) ## run other people's training programs beside DDP (docs
 
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
 	$(BIN)/foreprop demo
+
+docs: $(STAMP) ## build the documentation site into runs/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'To read it with its search: python3 -m http.server --directory runs/site'
+
+pages: $(STAMP) ## write anew what docs has from the code: settings, commands, errors
+	$(BIN)/python scripts/settings_page.py
+	$(BIN)/python scripts/commands_page.py
+	$(BIN)/python scripts/errors_page.py
 
 check: $(STAMP) ## lint, format, types and unit tests, in under a minute
 	scripts/check

@@ -67,6 +67,13 @@ def test_the_page_of_settings_is_made_from_the_code() -> None:
     )
 
 
+def test_the_page_of_commands_is_made_from_the_code() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "commands_page.py"))
+    assert (DOCS / "commands.md").read_text() == script["page"](), (
+        "run: python scripts/commands_page.py"
+    )
+
+
 def test_the_optimizers_are_listed() -> None:
     errors = rows(DOCS / "semantics.md", "What is an error, and what to do instead")
     (row,) = [row for row in errors if "LBFGS" in row[0]]
@@ -137,6 +144,23 @@ def test_the_figures_of_the_readme_are_those_of_the_page_of_performance() -> Non
     shown = rows(ROOT / "README.md", "What it brings")
     assert len(shown) == len(steps) == 4
     assert {row[0]: row[1:] for row in shown} == {name: steps[name] + over[name] for name in steps}
+
+
+def test_the_chart_of_the_readme_shows_its_figures() -> None:
+    """The number on the first screen is the table's, and so is what the chart is drawn from."""
+    readme = (ROOT / "README.md").read_text()
+    shown = {row[0]: row for row in rows(ROOT / "README.md", "What it brings")}
+    headline = re.search(r"\*\*([0-9.]+) times DDP's throughput\*\*\s+for (\S+)", readme)
+    assert headline
+    assert shown[headline[2]][5].partition(",")[0] == headline[1]
+    chart = runpy.run_path(str(ROOT / "scripts" / "ddp_chart.py"))
+    for model in chart["MODELS"]:
+        panel = chart["panels"]()[model]
+        at_balance = {name: dict(chart["points"](panel, name))[1.0] for name in chart["SHOWN"]}
+        over_ddp = at_balance["p3"] / at_balance["ddp"]
+        over_tuned = at_balance["p3"] / at_balance["ddp-tuned"]
+        assert shown[model][5] == f"{over_ddp:.2f}, {over_tuned:.2f}"
+        assert at_balance["p3"] <= max(y for x, y in chart["limit"](panel) if x <= 1.03)
 
 
 def test_the_readme_has_the_two_commands() -> None:
