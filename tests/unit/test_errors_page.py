@@ -51,6 +51,17 @@ def test_every_kind_of_error_is_in_troubleshooting() -> None:
     assert "`foreprop.ForepropError`" in page
 
 
+def test_the_messages_that_troubleshooting_quotes_are_real(script: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    section = page.partition("\n## It does not start\n")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+    assert len(quoted) >= 6
+    texts = [message.text for message in script["messages"]()]
+    for text in quoted:
+        pattern = ".*".join(map(re.escape, text.split("...")))
+        assert any(re.search(pattern, listed) for listed in texts), text
+
+
 def test_each_section_names_a_page_that_is_there(script: dict[str, Any]) -> None:
     targets = {target for _, target in script["SECTIONS"].values()}
     assert [name for name in targets if not (ROOT / "docs" / name).is_file()] == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 import foreprop
 from foreprop.cli.main import app
@@ -109,6 +110,12 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 def test_the_lines_of_a_page_are_short(page: Path) -> None:
     lines = page.read_text().splitlines()
     assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_yaml_of_a_page_can_be_read(page: Path) -> None:
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        assert all(list(yaml.safe_load_all(block)))
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "notebook").glob("[!R]*.md")), ids=page_id)
