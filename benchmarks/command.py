@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.exchange import Exchange, measure_exchange
@@ -15,13 +14,16 @@ from benchmarks.overhead import measure_scheduling, measure_waiting
 from benchmarks.plain import measure_alone
 from benchmarks.tables import measure_tables
 from benchmarks.wire import measure_wire
+from foreprop.cli.checked import CheckedCommand
+from foreprop.cli.output import console, print_table, say
+from foreprop.quantities import parse_rate, rate_text
 from foreprop.workload import limit
 from foreprop.workload.profile import load_profile
 
 bench = typer.Typer(help="Measure foreprop itself.", no_args_is_help=True, add_completion=False)
 
 
-@bench.command("wire")
+@bench.command("wire", cls=CheckedCommand)
 def wire(
     slice_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per slice.")] = 50_000,
     slices: Annotated[int, typer.Option(min=1, help="Slices per step.")] = 500,
@@ -32,6 +34,10 @@ def wire(
     The bare pair moves the same messages (header and payload, pushes one way and replies the other)
     with sendmsg and recv_into and does nothing else; steps of all alternate. foreprop is shown
     without compute, and with the server applying SGD, whose memory traffic comes on top.
+
+    Examples:
+      foreprop bench wire
+      foreprop bench wire --slice-elems 200000 --slices 100
     """
     rows = measure_wire(slice_elems=slice_elems, slices=slices, steps=steps)
     shown = Table(title=f"{slices} slices of {slice_elems * 4 / 1e3:g} kB per step, each way")
@@ -44,16 +50,21 @@ def wire(
             f"{row.cpu_s_per_gb:.2f}",
             f"{100 * row.ratio:.0f} %",
         )
-    Console().print(shown)
+    print_table(console(), shown)
 
 
-@bench.command("overhead")
+@bench.command("overhead", cls=CheckedCommand)
 def overhead(
     slices: Annotated[int, typer.Option(min=1, help="Slices of 16 elements per step.")] = 2000,
     parameters: Annotated[int, typer.Option(min=1, help="Parameters of one element.")] = 500,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 20,
 ) -> None:
-    """Scheduling: microseconds per slice in worker and server, and per waiting parameter."""
+    """Scheduling: microseconds per slice in worker and server, and per waiting parameter.
+
+    Examples:
+      foreprop bench overhead
+      foreprop bench overhead --slices 500 --steps 50
+    """
     scheduling = measure_scheduling(slices=slices, steps=steps)
     waiting = measure_waiting(parameters=parameters, steps=steps)
     shown = Table(title="Cost beyond the bytes")
@@ -66,10 +77,10 @@ def overhead(
         f"{waiting.total_us:.1f}",
         f"first use {waiting.first_use_us:.1f}, swap {waiting.swap_us:.1f}",
     )
-    Console().print(shown)
+    print_table(console(), shown)
 
 
-@bench.command("alone")
+@bench.command("alone", cls=CheckedCommand)
 def alone(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 40,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each kind in a round.")] = 10,
@@ -78,16 +89,20 @@ def alone(
 
     The first three kinds train the same model; "plain, again" shows how far to believe the others.
     The last one has a server process all the same, as several ranks have; its CPU time is not in.
+
+    Examples:
+      foreprop bench alone
+      foreprop bench alone --rounds 80
     """
     shown = Table(title=f"medians of {rounds} rounds of {steps} steps each")
     for heading in ("", "", "CPU ms per step", "of plain"):
         shown.add_column(heading, justify="right")
     for cost in measure_alone(rounds=rounds, steps=steps):
         shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.3f}", f"{cost.ratio:.3f}")
-    Console().print(shown)
+    print_table(console(), shown)
 
 
-@bench.command("loopback")
+@bench.command("loopback", cls=CheckedCommand)
 def loopback(
     model: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; by default all.")
@@ -100,6 +115,9 @@ def loopback(
 
     "ddp, again" shows how far to believe the others. CPU time is that of all ranks together, in
     milliseconds per step: of threads that train, of the ranks' other threads, of servers.
+
+    Examples:
+      foreprop bench loopback --model gpt --ranks 2
     """
     unknown = sorted(set(model or ()) - set(MODELS))
     if unknown:
@@ -112,45 +130,66 @@ def loopback(
     for cost in costs:
         cpu = [f"{used_s * 1e3:.1f}" for used_s in cost.cpu]
         shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.1f}", f"{cost.ratio:.2f}", *cpu)
-    Console().print(shown)
+    print_table(console(), shown)
 
 
-@bench.command("exchange")
+@bench.command("exchange", cls=CheckedCommand)
 def exchange(
     nodes: Annotated[int, typer.Option(min=2, max=64, help="Nodes of the lab.")] = 16,
-    rate_mbit: Annotated[float, typer.Option(help="Rate of the links, Mbit/s.")] = 19.15,
-    node_mb: Annotated[float, typer.Option(help="MB that leave each node.")] = 12.0,
-    message_kb: Annotated[float, typer.Option(help="kB of each message.")] = 12.5,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 5,
+    rate: Annotated[str, typer.Option(help="Rate of the links, as 20Mbit.")] = "19.15Mbit",
+    node_mb: Annotated[
+        float, typer.Option(min=0.001, max=1e5, help="MB that leave each node.")
+    ] = 12.0,
+    message_kb: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="kB of each message.")
+    ] = 12.5,
+    steps: Annotated[int, typer.Option(min=1, help="Exchanges to take the median of.")] = 5,
 ) -> None:
     """Plain TCP from every node of the lab to every other one, nothing waiting for anything.
 
     By default what 16 nodes exchange in one step of ResNet-50 / 16, in slices: how much of such
     links is left to any parameter server, whatever its schedule.
+
+    Examples:
+      foreprop bench exchange
+      foreprop bench exchange --nodes 4 --rate 80Mbit
     """
     setting = Exchange(
         nodes=nodes,
-        rate_bits_per_s=rate_mbit * 1e6,
+        rate_bits_per_s=parse_rate("rate", rate),
         node_bytes=round(node_mb * 1e6),
         message_bytes=round(message_kb * 1e3),
     )
-    seconds = measure_exchange(setting, rounds=rounds)
-    Console().print(
-        f"{nodes} nodes at {rate_mbit:g} Mbit/s: {seconds:.3f} s until the last has everything,"
-        f" {setting.ideal_s:.3f} s at the links' rate: {setting.ideal_s / seconds:.3f} of it"
+    seconds = measure_exchange(setting, rounds=steps)
+    say(
+        console(),
+        f"{nodes} nodes at {rate_text(setting.rate_bits_per_s)}: {seconds:.3f} s until the last has"
+        " everything,"
+        f" {setting.ideal_s:.3f} s at the links' rate: {setting.ideal_s / seconds:.3f} of it",
     )
 
 
-@bench.command("jitter")
+@bench.command("jitter", cls=CheckedCommand)
 def jitter(
     model: Annotated[str, typer.Option(help="One of the lab's models.")] = "resnet50",
-    nodes: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
-    balance: Annotated[float, typer.Option(help="Wire time / compute.")] = 1.0,
-    share: Annotated[float, typer.Option(help="How far each layer's time may be off.")] = 0.2,
+    nodes: Annotated[int, typer.Option(min=2, max=1024, help="Ranks.")] = 4,
+    balance: Annotated[
+        float, typer.Option(min=0.001, max=1000.0, help="Wire time / compute.")
+    ] = 1.0,
+    share: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=0.99, help="Maximum relative deviation of a layer's time (0.2 = ±20 %)."
+        ),
+    ] = 0.2,
     chunk_elems: Annotated[int, typer.Option(min=1, help="Elements per collective.")] = 400_000,
     steps: Annotated[int, typer.Option(min=1, help="Simulated steps.")] = 200,
 ) -> None:
-    """Simulated: what a planned order of collectives loses to an adaptive one under jitter."""
+    """Simulated: what a planned order of collectives loses to an adaptive one under jitter.
+
+    Examples:
+      foreprop bench jitter --model vgg19 --nodes 8 --share 0.1
+    """
     layers = load_profile(model).layers(scale=1, compute_s=1.0)
     rate = limit.rate_for_balance(layers, nodes=nodes, balance=balance)
     result = simulate_jitter(
@@ -172,10 +211,10 @@ def jitter(
         ("backward", result.backward_s),
     ):
         shown.add_row(name, f"{seconds:.3f} s", f"{seconds / result.adaptive_s:.3f}")
-    Console().print(shown)
+    print_table(console(), shown)
 
 
-@bench.command("tables")
+@bench.command("tables", cls=CheckedCommand)
 def tables(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the shard.")] = 2_000_000,
     row_elems: Annotated[int, typer.Option(min=1, help="Elements (4 bytes) per row.")] = 64,
@@ -185,6 +224,9 @@ def tables(
     """What a server's shard of a remote table takes, with nobody else in the process.
 
     Each row is asked for, made, and updated, as in its first step.
+
+    Examples:
+      foreprop bench tables --rows 100000 --share 0.5
     """
     if not 0 < share <= 1:
         raise typer.BadParameter(f"{share} is not above 0 and at most 1", param_hint="--share")
@@ -198,4 +240,4 @@ def tables(
         sizes = (cost.table_bytes, cost.start_bytes, cost.peak_bytes)
         in_mb = [f"{size_bytes / 1e6:.1f}" for size_bytes in sizes]
         shown.add_row(cost.optimizer, *in_mb, f"{cost.update_s * 1e3:.1f}")
-    Console().print(shown)
+    print_table(console(), shown)

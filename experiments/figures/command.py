@@ -16,10 +16,7 @@ from foreprop.cli.options import writable
 from foreprop.errors import ConfigError
 from foreprop.lab.run import run_lab
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def figures(
     out: Annotated[Path, typer.Option(help="Folder for figures, data and the page.")],
     quick: Annotated[
@@ -28,7 +25,7 @@ def figures(
     only: Annotated[
         str, typer.Option(help="Numbers of the figures to make, separated by commas.")
     ] = "1,2,3,4,5",
-    iterations: Annotated[
+    steps: Annotated[
         int | None, typer.Option(min=1, help="Measured steps, instead of each figure's own.")
     ] = None,
     mxnet_python: Annotated[
@@ -39,6 +36,10 @@ def figures(
     """Run what the paper's figures need and draw them, each with its data, and a page of all.
 
     Stopped and started again with the same options, it goes on where it was.
+
+    Examples:
+      foreprop lab figures --out runs/figures --quick
+      foreprop lab figures --out runs/figures --only 1,3 --steps 10
     """
     console = Console()
     made = make_figures(
@@ -47,7 +48,7 @@ def figures(
         console=console,
         measure=partial(run_lab, build=build_system),
         only=_numbers(only),
-        iterations=iterations,
+        iterations=steps,
         mxnet_python=mxnet_python,
         command=" ".join(["foreprop", *sys.argv[1:]]),
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from experiments.language.ablation import ABLATION
@@ -19,21 +18,20 @@ from experiments.language.training import (
     build_system,
     lstm_profile,
 )
-from foreprop.cli.lab import keep, nodes_text, say_notices
-from foreprop.cli.options import Shown, filling, mbit, systems, writable
+from foreprop.cli.measured import keep, nodes_text, say_notices
+from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
+from foreprop.cli.output import console, print_table
 from foreprop.lab.run import run_lab, sampled_steps
 from foreprop.workload.setting import UNEVEN
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 @filling(
     LanguageSetting,
     ("balance", "slice_elems", "mxnet_python", "trace", *UNEVEN),
     nodes=Shown(default=8, help="Nodes, each with its workers."),
-    rate_bits_per_s=mbit(float, default=30.0, help="The links' rate in Mbit/s."),
-    compute_s=Shown(default=1.0, help="Seconds that the device computes per step."),
+    rate_bits_per_s=rate("30Mbit", help="The links' rate, as 30Mbit."),
+    compute_s=compute("1s", help="What the device computes per step, as 250ms."),
+    iterations=STEPS,
     scale=Shown(help="Divides widths; the vocabulary and the batch stay."),
     systems=systems(LANGUAGE_SYSTEMS, default=",".join(LANGUAGE_SYSTEMS)),
 )
@@ -48,10 +46,14 @@ def language(
     out: Annotated[Path, typer.Option(help="Folder for results.json.")] = Path("runs/language"),
     **given: Any,
 ) -> None:
-    """Train a language model on WikiText-2's 76,616 types, sparse and dense; write results.json.
+    """Train a language model on WikiText-2's 76,616 types, sparse and dense; write its records.
 
     A step looks up few rows of two large tables. hybrid all-reduces the LSTM and leaves the rows to
     servers; ring and ddp-dense all-reduce everything; ddp-sparse all-gathers the rows' gradients.
+
+    Examples:
+      foreprop lab language --nodes 4 --steps 6
+      foreprop lab language --ablation --nodes 4 --workers-per-node 2 --rate 20Mbit --compute 1.5s
     """
     if ablation:
         given["systems"] = tuple(ABLATION)
@@ -59,13 +61,13 @@ def language(
     setting = LanguageSetting(profile=profile, sample_network=True, **given)
     results = writable(out) / "results.json"
     Text(setting, 0)  # fetched before the clocks run
-    console = Console()
-    with console.status("") as status:
+    shown = console()
+    with shown.status("") as status:
         result = run_lab(setting, build=build_system, progress=status.update)
-    say_notices(console, result)
+    say_notices(shown, result)
     measured = with_bytes(result, sampled_steps=sampled_steps(setting))
-    console.print(_language_table(setting, measured))
-    keep(console, results, measured)
+    print_table(shown, _language_table(setting, measured))
+    keep(shown, results, measured)
 
 
 def _language_table(setting: LanguageSetting, measured: list[LanguageRecord]) -> Table:

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from experiments.mlp.run import Errors, MlpRecord, errors_of, run_mlp
 from experiments.mlp.training import MLP_SYSTEMS, MlpSetting
-from foreprop.cli.options import filling, mbit, systems, writable
+from foreprop.cli.options import compute, filling, rate, systems, writable
+from foreprop.cli.output import console, print_table
 from foreprop.errors import ConfigError
 from foreprop.workload.records import write_records
 
@@ -20,22 +21,22 @@ _WORKERS, _STEPS = "1,2,3,4,5,6,7", 40
 _QUICK_WORKERS, _QUICK_STEPS = "1,2,4", 10
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 @filling(
     MlpSetting,
     systems=systems(MLP_SYSTEMS, default=",".join(MLP_SYSTEMS)),
-    rate_bits_per_s=mbit(float, default=100.0),
+    rate_bits_per_s=rate("100Mbit"),
+    compute_s=compute("300ms"),
 )
 def mlp(
-    workers: Annotated[
-        str | None, typer.Option(help=f"Numbers of workers, with commas; default {_WORKERS}.")
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of nodes of one worker each, with commas.", show_default=_WORKERS
+        ),
     ] = None,
     *,
     steps: Annotated[
-        int | None, typer.Option(help=f"Measured steps of each system; default {_STEPS}.")
+        int | None, typer.Option(help="Measured steps of each system.", show_default=str(_STEPS))
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help=f"{_QUICK_STEPS} steps of {_QUICK_WORKERS} workers.")
@@ -49,34 +50,38 @@ def mlp(
 
     The experiment of Alqahtani and Demirbas: 1, 2 and 4 dedicated servers, peers, a ring; epoch
     times measured, predicted by the paper's formulas, and by our own model.
+
+    Examples:
+      foreprop lab mlp --quick
+      foreprop lab mlp --nodes 2,4 --systems p2p,ring,ddp --rate 100Mbit --out runs/mlp
     """
     steps = steps if steps is not None else _QUICK_STEPS if quick else _STEPS
     settings = [
         MlpSetting(workers=count, steps=steps, **given)
-        for count in _numbers(workers or (_QUICK_WORKERS if quick else _WORKERS))
+        for count in _numbers(nodes or (_QUICK_WORKERS if quick else _WORKERS))
     ]
     results = writable(out) / "results.json"
     records: list[MlpRecord] = []
-    console = Console()
-    with console.status("") as status:
+    shown = console()
+    with shown.status("") as status:
         for setting in settings:
             records += run_mlp(setting, progress=status.update)
             write_records(results, records)
-    console.print(_records_table(settings[0], records))
+    print_table(shown, _records_table(settings[0], records))
     errors = errors_of(records)
-    console.print(_errors_table(errors))
+    print_table(shown, _errors_table(errors))
     write_records(out / "errors.json", errors)
-    console.print(f"Records: {results}", soft_wrap=True, markup=False)
-    _draw(out, records, console)
+    shown.print(f"Records: {results}", soft_wrap=True, markup=False)
+    _draw(out, records, shown)
 
 
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(number) for number in text.split(",") if number.strip()]
     except ValueError as error:
-        raise ConfigError(f"workers is {text!r}; it must be numbers with commas") from error
+        raise ConfigError(f"nodes is {text!r}; it must be numbers with commas") from error
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ConfigError(f"workers is {text!r}; it must be some numbers, each once")
+        raise ConfigError(f"nodes is {text!r}; it must be some numbers, each once")
     return numbers
 
 

@@ -56,9 +56,9 @@ class MlpSetting:
     systems: tuple[str, ...] = MLP_SYSTEMS
     preset: str = option(f"Of servers and peers: {', '.join(PRESETS)}.", "tensorflow")
     """By default the protocol of the paper's TensorFlow."""
-    rate_bits_per_s: float = option("The links' rate in Mbit/s.", 100e6)
+    rate_bits_per_s: float = option("The links' rate, as 100Mbit.", 100e6)
     """Each way."""
-    compute_s: float = option("Seconds that a worker computes for one batch.", 0.3)
+    compute_s: float = option("What a worker computes for one batch, as 300ms.", 0.3)
     """T_processing."""
     batch: int = option("Images in each worker's batch.", 100)
     hidden: int = option("Units of each of the two hidden layers.", 256)

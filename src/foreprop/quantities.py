@@ -8,9 +8,15 @@ from collections.abc import Callable, Mapping
 
 from foreprop.errors import ConfigError
 
-_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATES = dict(_PREFIXES) | {
+    f"{prefix}{unit}": factor
+    for prefix, factor in {"": 1.0, **_PREFIXES}.items()
+    for unit in ("bit", "bit/s", "bps", "b/s")
+}
+_BYTES = re.compile(r"B(?!it|PS)")
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+)\s*([a-zµ]*)", re.ASCII)
+_NUMBER_AND_UNIT = re.compile(r"(\d+\.?\d*|\.\d+)\s*([a-zµ/]*)", re.ASCII)
 _MOST_VALUES = 64
 
 Parse = Callable[[str, str], float]
@@ -18,8 +24,12 @@ Parse = Callable[[str, str], float]
 
 
 def parse_rate(name: str, text: str) -> float:
-    """Bit/s, of ``10Gbit``, ``800 Mbit/s``: 1000 to a step, as in `tc`; raises `ConfigError`."""
-    return _parse(name, text, text.casefold().removesuffix("/s"), _RATES, "10Gbit or 800Mbit")
+    """Bit/s, of ``10Gbit``, ``800 Mbit/s``, ``10Gbps`` or ``10G``; raises `ConfigError`.
+
+    1000 to a step, as in `tc`. ``10GB/s`` is none: B is for bytes.
+    """
+    plain = "bytes" if _BYTES.search(text) else text.casefold()
+    return _parse(name, text, plain, _RATES, "10Gbit or 800Mbit")
 
 
 def parse_time(name: str, text: str) -> float:

@@ -30,6 +30,11 @@ from foreprop.quantities import (
         (".5kbit", 500.0),
         ("7bit", 7.0),
         ("1Tbit", 1e12),
+        ("10Gbps", 10e9),
+        ("10 GBPS", 10e9),
+        ("25G", 25e9),
+        ("2.5 Gb/s", 2.5e9),
+        ("800 mbps", 800e6),
     ],
 )
 def test_rates(text: str, bits_per_s: float) -> None:
@@ -52,7 +57,7 @@ def test_times(text: str, seconds: float) -> None:
     assert parse_time("latency", text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "10", "Gbit", "10GB", "9Gbps", "-1Gbit", "1e9bit", "1,5Gbit"])
+@pytest.mark.parametrize("text", ["", "10", "Gbit", "10GB", "10GB/s", "9Gbpss", "-1Gbit", "1e9bit", "1,5Gbit"])
 def test_a_rate_that_is_none_names_field_value_and_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"rate is '.*'; .* as 10Gbit or 800Mbit") as raised:
         parse_rate("rate", text)

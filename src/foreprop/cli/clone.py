@@ -11,30 +11,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from foreprop.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 """Where the package lies in ``src``; of an installed wheel this is some folder of Python's."""
 
-_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-
-def add_from_clone(group: typer.Typer, name: str, source: str, summary: str) -> None:
-    """Let ``group`` have a command; ``source`` is ``module:name`` of a `typer.Typer`."""
-
-    @group.command(name, help=summary, add_help_option=False, context_settings=_PASSED_ON)
-    def forward(context: typer.Context) -> None:
-        app: typer.Typer = load(source, f"`{context.command_path}`")
-        typer.main.get_command(app)(context.args, prog_name=context.command_path)
+class NotInstalled(ConfigError):
+    """What a command needs is not there; nothing was typed wrongly."""
 
 
 def load(source: str, what: str) -> Any:
-    """``what`` needs it. Raises `ConfigError` if the source, or what that needs, is not there."""
+    """``what`` needs it. Raises `NotInstalled` if the source, or what that needs, is not there."""
     module, _, name = source.partition(":")
     if not (REPOSITORY / module.partition(".")[0] / "__init__.py").is_file():
-        raise ConfigError(
+        raise NotInstalled(
             f"{what} needs a clone of foreprop's repository, and this is an installed package: in a"
             " clone, run pip install -e '.[lab]', then the same command again"
         )
@@ -46,8 +37,8 @@ def load(source: str, what: str) -> Any:
         raise missing_extra(what, error) from error
 
 
-def missing_extra(what: str, error: ModuleNotFoundError) -> ConfigError:
+def missing_extra(what: str, error: ModuleNotFoundError) -> NotInstalled:
     """For what needs a library that only an extra installs."""
-    return ConfigError(
+    return NotInstalled(
         f"{what} needs {error.name}, which is not installed: pip install 'foreprop[lab]'"
     )

@@ -52,12 +52,16 @@ def doctor(
 
     With --resources, probes are started as foreprop run starts workers. Or let the ranks of a run
     check each other: torchrun ... -m foreprop doctor, or foreprop run ... -m foreprop doctor.
+
+    Examples:
+      foreprop doctor --resources hosts.txt
+      foreprop doctor --resources hosts.txt --seconds 3 --json
     """
     info, resources = launch_info(), given["resources"]
     if info.launched and resources is not None:
         raise ConfigError(
-            f"resources is {str(resources)!r}, but this is rank {info.rank} of torchrun's; leave it"
-            " out to examine the ranks' machines, or start foreprop doctor by itself"
+            f"--resources is {str(resources)!r}, but this is rank {info.rank} of torchrun's; leave"
+            " it out to examine the ranks' machines, or start foreprop doctor by itself"
         )
     if info.launched:
         found = _examine_ranks(info, seconds=seconds, wait_s=wait)

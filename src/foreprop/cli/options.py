@@ -1,7 +1,7 @@
 """A command's options, made from the fields of the dataclass that they fill, and their reading.
 
 Name, type, default and help are the field's (`foreprop.workload.setting.option`); `Shown` says
-where the command line has another form, as Mbit/s for bit/s.
+where the command line has another form, as 10Gbit for 1e10.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -16,6 +17,7 @@ import typer
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
+from foreprop.quantities import parse_rate, parse_time
 
 Command = Callable[..., None]
 _THE_FIELDS: Any = object()
@@ -36,17 +38,22 @@ class Shown:
     read: Callable[[Any], Any] = lambda value: value
     """From what is typed to what the field holds; None stays None."""
 
+    @property
+    def reads_text(self) -> bool:
+        return self.kind in (str, str | None)
+
     def parameter(self, of: Field[Any], kind: Any) -> inspect.Parameter:
         name = self.name or of.name
         default = of.default if self.default is _THE_FIELDS else self.default
         declared = self.declared
         if kind is bool and not declared:
             declared = (f"--{name.replace('_', '-')}",)  # no --no-...
+        limits = {} if self.reads_text else of.metadata
         told = typer.Option(
             *declared,
             help=self.help or of.metadata["help"],
-            min=of.metadata.get("min"),
-            max=of.metadata.get("max"),
+            min=limits.get("min"),
+            max=limits.get("max"),
             metavar=self.metavar,
         )
         return inspect.Parameter(
@@ -92,6 +99,9 @@ def filling(
                 given[name] = None if value is None else form.read(value)
             command(**given)
 
+        filled.option_of = {  # type: ignore[attr-defined]
+            name: form.name for name, form in forms.items() if form.name is not None
+        }
         filled.__name__, filled.__doc__ = command.__name__, command.__doc__
         filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         filled.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -105,9 +115,24 @@ def names_in(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def mbit(kind: Any = float | None, **changes: Any) -> Shown:
-    """A rate in bit/s is typed in Mbit/s."""
-    return Shown(name="rate_mbit", kind=kind, read=lambda rate: rate * 1e6, **changes)
+def rate(default: str | None = None, *, help: str | None = None) -> Shown:
+    """A rate is typed with its unit."""
+    kind = str if default is not None else str | None
+    return Shown(
+        name="rate", kind=kind, default=default, help=help, read=partial(parse_rate, "rate")
+    )
+
+
+def compute(default: str | None = None, *, help: str | None = None) -> Shown:
+    """The device's time per step is typed with its unit."""
+    kind = str if default is not None else str | None
+    return Shown(
+        name="compute", kind=kind, default=default, help=help, read=partial(parse_time, "compute")
+    )
+
+
+STEPS = Shown(name="steps")
+"""For a field that is called otherwise."""
 
 
 def systems(known: Collection[str], *, default: str, more: str = "") -> Shown:
@@ -124,7 +149,7 @@ def presets_from(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(names_in(text)))
     for name in names or ("",):
         if name not in PRESETS:
-            raise ConfigError(f"preset is {name!r}; it must be one of {list(PRESETS)}")
+            raise ConfigError(f"presets has {name!r}; it must be one of {list(PRESETS)}")
     return names
 
 

@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from foreprop.cli import output
 from foreprop.cli.clone import missing_extra
 from foreprop.cli.options import Shown, filling
 from foreprop.errors import ConfigError
@@ -98,6 +99,12 @@ def plan(
 
     All by arithmetic, in seconds, with nothing started; docs/plan.md says how to read it. Plain DDP
     is recommended wherever it is as good.
+
+    Examples:
+      foreprop plan --model resnet50 --nodes 4 --rate 10Gbit --compute 180ms
+      foreprop plan --model vgg19 --nodes 8 --rate 1Gbps --compute 0.5s --servers 0..8
+      foreprop plan --model resnet50 --nodes 4 --rate 10Gbit --compute 180ms \\
+        --what-if rate=1Gbit..100Gbit --out rates.png
     """
     chosen = _profile(model, profile)
     setting = PlanSetting(profile=chosen, compute_s=_compute_s(chosen, compute), **given)
@@ -108,9 +115,9 @@ def plan(
         made = forecasts(setting, progress=status.update)
         recommendation = recommend(setting, made)
     if as_json:
-        typer.echo(_json(setting, made, recommendation, curves))
+        output.print_json(_whole(setting, made, recommendation, curves))
     else:
-        _print(Console(), setting, made, recommendation, curves)
+        _print(output.console(), setting, made, recommendation, curves)
     if draw is not None and curves is not None:
         draw(title(setting, but=curves.variable), curves)
         Console(stderr=as_json).print(f"Picture: {out}", soft_wrap=True, markup=False)
@@ -118,8 +125,9 @@ def plan(
 
 def _profile(model: str | None, path: Path | None) -> Profile:
     if (model is None) == (path is None):
+        given = "neither --model nor --profile is" if model is None else "both are"
         raise ConfigError(
-            f"model is {model!r} and profile is {path}: give one of them; models are"
+            f"{given} given: give either --model or --profile; models are"
             f" {', '.join(profile_names())}"
         )
     return load_profile(model) if model is not None else read_profile(path or Path())
@@ -130,7 +138,7 @@ def _compute_s(profile: Profile, compute: str | None) -> float:
         return parse_time("compute", compute)
     if profile.measured_s is None:
         raise ConfigError(
-            f"compute is not given, and the profile of {profile.name} has no measured times; say"
+            f"--compute is not given, and the profile of {profile.name} has no measured times; say"
             " how long one worker takes for the forward and backward pass of a batch, as"
             " --compute 180ms"
         )
@@ -152,13 +160,13 @@ def _drawing(out: Path, what_if_range: str | None) -> Callable[[str, WhatIf], No
     return partial(draw_what_if, out)
 
 
-def _json(
+def _whole(
     setting: PlanSetting,
     made: list[Forecast],
     recommendation: Recommendation,
     curves: WhatIf | None,
-) -> str:
-    whole = Plan(
+) -> Plan:
+    return Plan(
         model=setting.profile.name,
         nodes=setting.nodes,
         workers_per_node=setting.workers_per_node,
@@ -174,7 +182,6 @@ def _json(
         recommendation=recommendation,
         what_if=curves,
     )
-    return msgspec.json.format(msgspec.json.encode(whole), indent=1).decode()
 
 
 def title(setting: PlanSetting, *, but: str = "") -> str:
@@ -199,13 +206,11 @@ def _print(
     recommendation: Recommendation,
     curves: WhatIf | None,
 ) -> None:
-    def say(line: str, style: str | None = None) -> None:
-        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
-
+    say = partial(output.say, console)
     say(title(setting), "bold")
     enough = enough_servers(made)
     shown = [f for f in made if f.candidate.servers <= enough]
-    console.print(_forecasts_table(setting, shown, recommendation))
+    output.print_table(console, _forecasts_table(setting, shown, recommendation))
     say("efficiency: compute / step. link: how long the busiest link, or server, is busy.")
     if len(shown) < len(made):
         say(f"More than {enough} dedicated servers are no faster.")
@@ -220,7 +225,7 @@ def _print(
         say("")
         heading = f"{title(setting, but=curves.variable)}: {curves.throughput_unit} of all workers"
         say(heading, "bold")
-        console.print(_what_if_table(curves))
+        output.print_table(console, _what_if_table(curves))
         say("ideal: no device ever waits. use: what would be recommended of these.")
 
 

@@ -1,4 +1,4 @@
-"""Starting a training: ``foreprop run`` on several machines, ``foreprop server`` beside one."""
+"""``foreprop run``: start a training on several machines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from foreprop.cli.options import Command, Shown, filling
-from foreprop.config import environment_for_hosts, launch_info
+from foreprop.cli.output import print_json
+from foreprop.config import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host, read_resources
 from foreprop.run.run import Launcher
-from foreprop.servers.dedicated import Supervisor
 from foreprop.workload.setting import option
 
 
@@ -110,6 +110,9 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what to type for the same with torchrun.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print it as JSON, and nothing else.")
+    ] = False,
     **given: Any,
 ) -> None:
     """Train on several machines: start torchrun on every host of a file, and watch over it.
@@ -120,10 +123,21 @@ def run(
 
     ssh has to work without a password; hosts that are this machine need none. docs/run.md
     describes the file.
+
+    Examples:
+      foreprop run train.py --epochs 3
+      foreprop run --workers-per-node 2 train.py
+      foreprop run --resources hosts.txt --env NCCL_DEBUG=INFO -m package.train
+      foreprop run --resources hosts.txt --dry-run train.py
     """
+    if as_json and not dry_run:
+        raise ConfigError("--json is given without --dry-run: it is what that prints as JSON")
     plan = hosts_from(given).plan(script, module=module, grace_s=grace)
     if dry_run:
-        typer.echo(describe(plan))
+        if as_json:
+            print_json(described(plan))
+        else:
+            typer.echo(describe(plan))
         return
     outcome = Launcher(plan, sys.stdout.buffer, sys.stderr.buffer).run()
     if outcome.failure is not None:
@@ -151,6 +165,23 @@ def _ssh_words(text: str) -> tuple[str, ...]:
     return (_absolute(words[0]), *words[1:])
 
 
+def described(plan: Plan) -> dict[str, Any]:
+    """What `describe` says."""
+    return {
+        "master_address": plan.master_address,
+        "port": plan.port,
+        "hosts": [
+            {
+                "name": host.name,
+                "here": plan.is_here(index),
+                "ranks": list(plan.ranks(index)),
+                "command": plan.by_hand(index),
+            }
+            for index, host in enumerate(plan.hosts)
+        ],
+    }
+
+
 def describe(plan: Plan) -> str:
     """For each host a comment and the command."""
     lines = []
@@ -163,63 +194,3 @@ def describe(plan: Plan) -> str:
         where = "this machine" if plan.is_here(index) else f"over {plan.ssh[0]}"
         lines += [f"# {host.name} ({where}): rank {ranks}", plan.by_hand(index)]
     return "\n".join(lines)
-
-
-# Dedicated servers.
-def server(
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The workers' rendezvous: torchrun's --master-addr and --master-port, or its"
-            " --rdzv-endpoint. By default MASTER_ADDR and MASTER_PORT, else 127.0.0.1:29500,"
-            " which is torchrun's own default.",
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Servers to give to each session.")] = 1,
-    interface: Annotated[
-        str | None,
-        typer.Option(
-            help="Network interface or address to listen on; by default the one on the route to"
-            " the rendezvous host."
-        ),
-    ] = None,
-    wait: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for the rendezvous to appear.")
-    ] = 120.0,
-) -> None:
-    """Run dedicated servers for a script that says parallelize(..., dedicated_servers=K).
-
-    Start it before or after torchrun, on any machine that reaches the rendezvous; several commands
-    together give K. All settings come from the script. It ends, with exit code 0, when the run has
-    ended; Ctrl-C ends it and its servers at once, and the workers then raise PeerLost.
-
-    torchrun --standalone picks a port at random: the script's workers say after 10 seconds which
-    --rendezvous they wait at, or give torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT.
-    """
-    host, port = endpoint(rendezvous)
-    supervisor = Supervisor(
-        host=host, port=port, count=count, interface=interface, wait_s=wait, report=_report
-    )
-    try:
-        succeeded = supervisor.run()
-    except KeyboardInterrupt:
-        _report("interrupted; its servers have been ended")
-        raise typer.Exit(130) from None
-    if not succeeded:
-        raise typer.Exit(1)
-
-
-def endpoint(text: str | None) -> tuple[str, int]:
-    """``HOST:PORT`` (an IPv6 address in brackets); raises `ConfigError`."""
-    if text is None:
-        info = launch_info()
-        return info.master_address, info.master_port or DEFAULT_PORT
-    host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"rendezvous is {text!r}; it must be HOST:PORT, as 10.0.0.1:29500")
-    return host.strip("[]"), int(port)
-
-
-def _report(text: str) -> None:
-    print(f"foreprop server: {text}", file=sys.stderr, flush=True)

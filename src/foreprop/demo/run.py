@@ -6,11 +6,12 @@ import errno
 import json
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from rich.console import Console
@@ -38,6 +39,10 @@ from foreprop.version import __version__
 from foreprop.workload.network import Network
 
 _BURST_BYTES = 80_000  # the two CPUs are busy training: let TCP's large segments pass whole
+RESULTS = "results.json"
+_MOST_BUSY = 0.5
+"""Of the emulated compute: more, and steps take what the processors happen to take."""
+PrintTable = Callable[[Console, Table], None]
 _SHAPED = "each a namespace, its link shaped by the kernel (tbf)"
 _PACED = "each with a link that foreprop emulates by pacing its sockets"
 _DDP_BUCKETS = "ddp has its default buckets, which are those of 1 MB too: fc1 is one array"
@@ -71,21 +76,26 @@ class Found:
     outcomes: dict[str, Outcome]
 
 
-def run_demo(setting: DemoSetting, report: Path, *, command: str, console: Console) -> None:
-    """Train with every system, print the table, write the report to ``report``."""
+def run_demo(
+    setting: DemoSetting, report: Path, *, command: str, console: Console, output: PrintTable
+) -> None:
+    """Train with every system; write the report and results.json, print table and headline."""
     folder = Path(setting.folder)
     _make_room(report, [folder / name for name in setting.presets])
     console.print("Fashion-MNIST (31 MB) is fetched once, and checked ...")
     fashion_mnist("train")
     found = measure(setting, console)
     summaries = [summarise(name, found) for name in found.setting.systems]
-    console.print(table(summaries, found))
+    _write_results(report.parent / RESULTS, found, summaries, command)
+    output(console, table(summaries, found))
+    console.print(headline(summaries, found), style="bold", soft_wrap=True, markup=False)
     timelines = [
         Timeline(preset=name, events=_events(folder / name, found.outcomes[name]))
         for name in setting.presets
     ]
     write_report(report, _context(found, command), summaries, timelines)
     console.print(f"Report with the timeline of two steps: {report}", soft_wrap=True)
+    console.print(f"All steps: {report.parent / RESULTS}", soft_wrap=True)
     console.print(
         f"Traces of all processes: foreprop trace {folder / setting.presets[-1]} lays them into one"
         " file for https://ui.perfetto.dev",
@@ -104,14 +114,23 @@ def _make_room(report: Path, trace_folders: list[Path]) -> None:
                 old.unlink()
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"report is {report}, which cannot be written: {why}") from error
+        raise ConfigError(f"out is {report}, which cannot be written: {why}") from error
 
 
 def measure(setting: DemoSetting, console: Console) -> Found:
-    """Calibrate without a network, then train on one whose rate follows from that."""
+    """See that the machine is as fast as the emulated devices, then train on links of one rate."""
     with _cluster(setting, None) as cluster:
         cluster.ask_all(("ready", ""))  # nobody begins to measure before all have their data
-        compute_s: float = cluster.ask_all(("calibrate", ""))[0]
+        busy_s: float = cluster.ask_all(("calibrate", ""))[0]
+    if busy_s > _MOST_BUSY * setting.compute_s:
+        console.print(
+            f"Notice: this machine's processors compute {1e3 * busy_s:.0f} ms per step, much of"
+            f" the emulated {1e3 * setting.compute_s:.0f} ms: steps will spread; take a larger"
+            " --compute or a smaller --batch",
+            style="yellow",
+            soft_wrap=True,
+        )
+    compute_s = setting.compute_s
     rate = setting.rate_bits_per_s or balanced_rate(setting.workers, compute_s)
     setting = replace(setting, rate_bits_per_s=rate)
     network = Network(
@@ -159,10 +178,11 @@ def _train_in_turns(cluster: Cluster, setting: DemoSetting) -> dict[str, Outcome
             steps = min(BLOCK_STEPS, setting.steps - done)
             for name, outcome in outcomes.items():
                 block: Block = cluster.ask_all(("block", name, steps))[0]
+                note = "warming up"
                 if done:
                     outcome.add(block)
-                note = f"{1e3 * statistics.fmean(block.step_s):.0f} ms/step"
-                progress.update(bars[name], advance=steps, note=note if done else "warming up")
+                    note = f"{1e3 * statistics.median(outcome.step_s):.0f} ms/step"
+                progress.update(bars[name], advance=steps, note=note)
     for name, outcome in outcomes.items():
         outcome.trained = cluster.ask_all(("finish", name))
     return outcomes
@@ -193,23 +213,75 @@ def summarise(name: str, found: Found) -> RunSummary:
 def table(summaries: Sequence[RunSummary], found: Found) -> Table:
     shown = Table(
         title=f"Fashion-MNIST, {found.rate_bits_per_s / 1e6:.0f} Mbit/s per node,"
-        f" {1e3 * found.compute_s:.0f} ms of computation per step",
+        f" {1e3 * found.compute_s:.0f} ms of (emulated) computation per step"
+        f"{_limit_text(found)}",
         caption=_caption(summaries),
     )
-    for heading in ("system", "ms/step", "p10-p90", "samples/s", "waiting", "accuracy", "SHA-256"):
-        shown.add_column(heading, justify="left" if heading in {"system", "SHA-256"} else "right")
+    other = baseline(summaries)
+    headings = ["system", "ms/step", "p10-p90", f"over {other.preset}", "samples/s", "waiting"]
+    for heading in (*headings, "accuracy", "SHA-256"):
+        left = heading in {"system", "SHA-256"}
+        shown.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for summary in summaries:
         share = summary.waiting_share
         shown.add_row(
             summary.preset,
             f"{1e3 * summary.step_s_median:.0f}",
             f"{1e3 * summary.step_s_p10:.0f}-{1e3 * summary.step_s_p90:.0f}",
+            f"{other.step_s_median / summary.step_s_median:.2f}x",
             f"{summary.samples_per_s:.0f}",
             "-" if share is None else f"{100 * share:.0f} %",
             f"{100 * summary.test_accuracy:.1f} %",
             summary.weights_sha256[:16],
         )
     return shown
+
+
+def _limit_text(found: Found) -> str:
+    limit_s = found.setting.limit_s
+    return "" if limit_s is None else f", limit {1e3 * limit_s:.0f} ms"
+
+
+def baseline(summaries: Sequence[RunSummary]) -> RunSummary:
+    """What all are compared with: DDP, or where it is left out the first preset."""
+    return next((summary for summary in summaries if summary.preset == DDP), summaries[0])
+
+
+def headline(summaries: Sequence[RunSummary], found: Found) -> str:
+    """What the last preset, p3 unless others are asked for, has over the baseline."""
+    other, best = baseline(summaries), summaries[len(found.setting.presets) - 1]
+    ratio = other.step_s_median / best.step_s_median
+    clear = best.step_s_p90 < other.step_s_p10 or best.step_s_p10 > other.step_s_p90
+    return (
+        f"{best.preset} trains {ratio:.2f}x as fast as {other.preset}:"
+        f" {1e3 * best.step_s_median:.0f} ms per step instead of"
+        f" {1e3 * other.step_s_median:.0f}{_limit_text(found)}"
+        f"{'' if clear else ' (but their ranges overlap: p10 to p90)'}"
+    )
+
+
+def _write_results(path: Path, found: Found, summaries: Sequence[RunSummary], command: str) -> None:
+    other = baseline(summaries)
+    systems = [
+        {
+            **msgspec.to_builtins(summary),
+            "over": other.step_s_median / summary.step_s_median,
+            "step_s": found.outcomes[summary.preset].step_s,
+        }
+        for summary in summaries
+    ]
+    whole = {
+        "command": command,
+        "foreprop": __version__,
+        "torch": str(torch.__version__),
+        "setting": msgspec.to_builtins(found.setting),
+        "rate_bits_per_s": found.rate_bits_per_s,
+        "compute_s": found.compute_s,
+        "limit_s": found.setting.limit_s,
+        "compared_with": other.preset,
+        "systems": systems,
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
 
 
 def _caption(summaries: Sequence[RunSummary]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import statistics
 import time
@@ -20,28 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from foreprop.config import Config
 from foreprop.data.shard import shard
 from foreprop.datasets import fashion_mnist
+from foreprop.demo.network import SmallVgg, layers_of
+from foreprop.errors import ConfigError
 from foreprop.lab.systems import join_process_group
 from foreprop.session.session import connect
+from foreprop.workload import limit
 from foreprop.workload.setting import option
-
-
-class SmallVgg(nn.Module):
-    """VGG in small, for 1x28x28 images; 1.6 of its 1.65 million parameters are in ``fc1``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.pool = nn.MaxPool2d(2)
-        self.fc1 = nn.Linear(32 * 7 * 7, 1024)
-        self.fc2 = nn.Linear(1024, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.pool(torch.relu(self.conv1(x)))
-        x = self.pool(torch.relu(self.conv2(x)))
-        x = torch.relu(self.fc1(x.flatten(1)))
-        out: torch.Tensor = self.fc2(x)
-        return out
 
 
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -68,26 +53,48 @@ _SLICE_ELEMS = 25_000  # for so slow a link; half of the usual
 _CALIBRATION_STEPS = 8
 _DEFAULT = Config()
 MAX_BATCH_SIZE = 60_000 // _CALIBRATION_STEPS
+_MOST_NODES = 64
+_LEAST_COMPUTE_S = 0.001
+_LEAST_RATE = 1e6
+MAX_STEPS = 1_000_000
 MIN_STEPS = 32
 """Enough for a median, and for two steps in the middle of a block to show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSetting:
-    steps: int = option("Steps with each system.", 72, least=MIN_STEPS)
+    steps: int = option("Steps with each system.", 72, least=MIN_STEPS, most=MAX_STEPS)
     workers: int = option("Nodes, each with a worker and a server.", 4, least=2)
-    batch_size: int = option("Images per worker and step.", 512, least=1, most=MAX_BATCH_SIZE)
+    batch_size: int = option("Images per worker and step.", 64, least=1, most=MAX_BATCH_SIZE)
+    compute_s: float = option(
+        "What the emulated device of each node computes per step, as 300ms.", 0.3
+    )
     rate_bits_per_s: float | None = option(
-        "Rate of each node's link in Mbit/s; by default such that communication takes as long as"
+        "Rate of each node's link, as 300Mbit; by default such that communication takes as long as"
         " computation.",
         None,
-        least=1.0,
     )
     presets: tuple[str, ...] = option("Presets to compare, separated by commas.", ("kvstore", "p3"))
     paced: bool = False
     """The sockets are paced, for want of links of such a rate."""
     folder: str = "runs/demo"
     """Each preset's traces go into a folder of its name in this one."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("compute_s", _LEAST_COMPUTE_S), ("rate_bits_per_s", _LEAST_RATE)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{name} is {value:g}; it must be finite and at least {least:g}")
+        if self.workers > _MOST_NODES:
+            raise ConfigError(f"workers is {self.workers}; at most {_MOST_NODES} on one machine")
+
+    @property
+    def limit_s(self) -> float | None:
+        """What no schedule can beat, once the rate is known."""
+        if self.rate_bits_per_s is None:
+            return None
+        layers = layers_of(self.compute_s)
+        return limit.limit_s(layers, nodes=self.workers, rate_bits_per_s=self.rate_bits_per_s)
 
     @property
     def systems(self) -> tuple[str, ...]:
@@ -122,7 +129,7 @@ class Training:
 
     def __init__(self, name: str, setting: DemoSetting, data: TensorDataset) -> None:
         torch.manual_seed(0)
-        self._model = SmallVgg()
+        self._model = SmallVgg(setting.compute_s)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
         self._forward: nn.Module = self._model
         self._session = None
@@ -154,16 +161,19 @@ class Training:
     def _steps(self, count: int) -> list[float]:
         """Seconds of each step."""
         step_s = []
+        self._model.clock.restart()
         for _ in range(count):
             started = time.perf_counter()
             images, labels = next(self._batches)
             self._optimizer.zero_grad()
             torch.autograd.backward(nn.functional.cross_entropy(self._forward(images), labels))
+            self._model.end_backward()
             self._optimizer.step()
             step_s.append(time.perf_counter() - started)
         return step_s
 
     def finish(self, test: TensorDataset | None) -> Trained:
+        self._model.take_no_time()
         measured = None if test is None else accuracy(self._model, *test.tensors)
         digest = hashlib.sha256()
         for tensor in self._model.state_dict().values():
@@ -202,7 +212,7 @@ def serve_node(node: int, connection: Connection, setting: DemoSetting) -> None:
 
 
 def _calibrate(setting: DemoSetting, data: TensorDataset) -> float:
-    """Seconds per step without communication, with the machine's CPUs to the nodes alone.
+    """Seconds of this machine's CPUs for a step of all nodes: the device's must be longer.
 
     From CPU time, so that what else runs there now does not count as computation.
     """
@@ -221,8 +231,7 @@ def _calibrate(setting: DemoSetting, data: TensorDataset) -> float:
 
 def balanced_rate(workers: int, compute_s: float) -> float:
     """The link rate (bit/s) at which the wire takes as long as the compute: balance 1."""
-    model_bytes = sum(p.numel() * p.element_size() for p in SmallVgg().parameters())
-    return 2 * (workers - 1) / workers * model_bytes * 8 / compute_s
+    return limit.rate_for_balance(layers_of(compute_s), nodes=workers, balance=1.0)
 
 
 def typical_step(step_s: Sequence[float]) -> int:

@@ -44,7 +44,7 @@ class PlanSetting:
     """Forward and backward pass of one batch on one worker."""
     nodes: int = option("Machines with workers.")
     rate_bits_per_s: float = option("Each node's link, each way, as 10Gbit or 800Mbit.")
-    latency_s: float = option("From one machine to another, as 50us; half a ping.", 100e-6)
+    latency_s: float = option("One-way latency (half the ping time), as 50us.", 100e-6)
     workers_per_node: int = option("Workers on each node.", 1)
     servers: tuple[int, ...] = option(
         "Dedicated servers to consider, as 2, 0..8 or 0,2,4; 0: beside the workers.", (0,)

@@ -26,7 +26,8 @@ from foreprop.report.timeline import Timeline
 from foreprop.report.timeline_svg import draw_timelines, layer_names
 
 _SUBJECT = "p3"
-_BASELINE = "kvstore"
+_BASELINES = ("ddp", "kvstore")
+"""The first one that was run."""
 _NO_DIFFERENCE = 0.02
 """A ratio closer to 1 than this is not called a win or a loss."""
 
@@ -118,10 +119,13 @@ def headline(runs: Sequence[RunSummary]) -> str:
             f"{subject.preset} does not win here: a step takes about as long as with "
             f"{baseline.preset} ({ratio:.2f}{TIMES})"
         )
-    claim = f"takes {ratio:.2f}{TIMES} the time of {baseline.preset} per step"
     if ratio > 1:
+        claim = f"takes {ratio:.2f}{TIMES} the time of {baseline.preset} per step"
         return f"{subject.preset} does not win here: it {claim}"
-    return f"{subject.preset} {claim}"
+    return (
+        f"{subject.preset} trains {1 / ratio:.2f}{TIMES} as fast as {baseline.preset}:"
+        f" {_step(subject)} per step instead of {_step(baseline)}"
+    )
 
 
 def _pair(runs: Sequence[RunSummary]) -> tuple[RunSummary, RunSummary] | None:
@@ -131,7 +135,9 @@ def _pair(runs: Sequence[RunSummary]) -> tuple[RunSummary, RunSummary] | None:
     others = list(runs)
     presets = [run.preset for run in runs]
     subject = others.pop(presets.index(_SUBJECT) if _SUBJECT in presets else -1)
-    return subject, next((run for run in others if run.preset == _BASELINE), others[0])
+    by_name = {run.preset: run for run in others}
+    found = [by_name[name] for name in _BASELINES if name in by_name]
+    return subject, (found or others)[0]
 
 
 def _lede(context: ReportContext, runs: Sequence[RunSummary]) -> str:

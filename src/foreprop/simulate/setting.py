@@ -53,7 +53,7 @@ _USUAL_NODES_EACH = 64
 class SimulatedSetting(LabSetting):
     """What can be simulated: fewer systems than the lab has, on more nodes."""
 
-    latency_s: float = option("From host to host, without queues: half of what ping shows.", 100e-6)
+    latency_s: float = option("One-way latency (half the ping time), as 50us.", 100e-6)
     """Both links on the way together."""
     symmetric: bool | None = option(
         "Let one stand for all that do the same; by default above 64 nodes of one worker.", None

@@ -92,10 +92,12 @@ class LabSetting:
     workers_per_node: int = option("Workers on each node.", 1)
     balance: float | None = option("Wire time / compute, which sets the rate; default 1.0.", None)
     """Decides the rate if none is given."""
-    rate_bits_per_s: float | None = option("The links' rate in Mbit/s, instead of --balance.", None)
+    rate_bits_per_s: float | None = option(
+        "The links' rate, as 100Mbit, instead of --balance.", None
+    )
     scale: int = option("Divides every array, slice and bucket.", 16)
     compute_s: float = option(
-        "Seconds that the device computes per step; by default as measured (see --profile), or"
+        "What the device computes per step, as 250ms; by default as measured (see --profile), or"
         " else enough for 2 CPUs.",
         2.0,
     )
@@ -108,7 +110,9 @@ class LabSetting:
     """By default what a session on so many nodes cuts (`slice_elems_of`)."""
     slow_nodes: int = option("Nodes that compute more slowly.", 0)
     """The last ones."""
-    slowdown: float = option("By what share they take longer, as 0.5 for half as long again.", 0.0)
+    slowdown: float = option(
+        "Slow nodes take 1 + this times as long, as 0.5 for half as long again.", 0.0
+    )
     jitter: float = option("Draw each layer's time anew, up to this share off, as 0.2.", 0.0)
     """On every node and in every step."""
     step_jitter: float = option(

@@ -1,0 +1,143 @@
+"""A command whose options have one vocabulary, finite numbers, and errors that name them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from foreprop.errors import ConfigError
+
+PANELS = {
+    "Cluster": "nodes workers_per_node rate balance latency servers server_rate link_rates"
+    " cross_traffic egress_only resources port master_addr interface rendezvous count",
+    "Model and compute": "model profile scale compute batch batch_size slice_elems width hidden"
+    " dense_gradients preset",
+    "What is compared": "systems presets steps warm_up seed trace mxnet_python ablation quick only"
+    " what_if_range",
+    "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths",
+    "Simulation": "symmetric representatives",
+    "On every host": "env python directory ssh",
+    "Output": "out as_json dry_run",
+}
+"""Where a help shows an option, by its name."""
+_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """What an option is called now; ``unit`` is written after its value."""
+
+    now: str
+    unit: str = ""
+    lasting: bool = False
+    """The name that other tools have: it stays, and is no reason for a notice."""
+
+
+OTHER_NAMES = {
+    "--rate-mbit": Renamed("--rate", "Mbit"),
+    "--compute-s": Renamed("--compute", "s"),
+    "--iterations": Renamed("--steps"),
+    "--rounds": Renamed("--steps"),
+    "--workers": Renamed("--nodes"),
+    "--report": Renamed("--out"),
+    "--batch-size": Renamed("--batch", lasting=True),
+    "--hostfile": Renamed("--resources", lasting=True),
+    "--nproc-per-node": Renamed("--workers-per-node", lasting=True),
+}
+"""Accepted where a command has the option of today, and none of this name."""
+
+
+class CheckedCommand(TyperCommand):
+    """Every command of foreprop's is one."""
+
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        for parameter in self.params:
+            if getattr(parameter, "rich_help_panel", "") is None:
+                parameter.rich_help_panel = _PANEL_OF.get(parameter.name or "")  # type: ignore[attr-defined]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        rest = super().parse_args(ctx, list(with_names_of_today(args, known)))
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name or "")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise typer.BadParameter(
+                    f"{value} is not a finite number", ctx, param_hint=parameter.opts
+                )
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            error.args = (self._with_options(str(error), ctx),)
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = copy.copy(self)
+        shown.help = escape(unwrapped(self.help or ""))
+        super(CheckedCommand, shown).format_help(ctx, formatter)
+
+    def _with_options(self, text: str, ctx: Any) -> str:
+        """Where ``text`` names a field, or a parameter of ours: the option that is typed."""
+        options = {p.name: p for p in self.params if p.name and p.opts[-1].startswith("--")}
+        fields = getattr(self.callback, "option_of", {})
+        for field, name in {**{name: name for name in options}, **fields}.items():
+            if name in options:
+                flag, typed = options[name].opts[-1], ctx.params.get(name)
+                text = named(text, field, flag, typed if isinstance(typed, str) else None)
+        return text
+
+
+def named(text: str, field: str, flag: str, typed: str | None) -> str:
+    """``text`` with ``flag`` for ``field``: a common word is one only where a sentence begins.
+
+    The first value is as it was typed.
+    """
+    found = re.match(rf"{re.escape(field)} (is|has|names) ", text)
+    if found is not None:
+        text = f"{flag} {text[len(field) + 1 :]}"
+        if typed is not None and found[1] == "is":
+            text = re.sub(rf"^{flag} is [^\s;]+;", lambda _: f"{flag} is {typed!r};", text)
+    if "_" in field:
+        return re.sub(rf"(?<![\w.'-]){re.escape(field)}(?![\w'])", flag, text)
+    return re.sub(rf"(?<=, or ){field} (?=is)|^{field} (?=and )", f"{flag} ", text)
+
+
+def with_names_of_today(args: Iterable[str], known: set[str]) -> Iterator[str]:
+    """``args`` with the options of an older foreprop, or of other tools, as ours; says so."""
+    rest = iter(args)
+    for arg in rest:
+        typed, equals, value = arg.partition("=")
+        other = OTHER_NAMES.get(typed)
+        if other is None or typed in known or other.now not in known:
+            yield arg
+            if arg == "--":
+                yield from rest
+            continue
+        if not equals and (following := next(rest, None)) is not None:
+            value, equals = following, "="
+        if re.fullmatch(r"[\d.]+", value):
+            value += other.unit
+        if not other.lasting:
+            typer.echo(
+                f"foreprop: {typed} is now {other.now} {value}; the old name goes with the next"
+                " version",
+                err=True,
+            )
+        yield f"{other.now}={value}" if equals else other.now
+
+
+def unwrapped(text: str) -> str:
+    """Paragraphs as one line each, for the terminal to wrap; indented lines, as examples', stay."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(p if "\n  " in p else " ".join(p.split("\n")) for p in paragraphs)

@@ -1,0 +1,98 @@
+"""``foreprop config``: every setting, its value, and where that came from."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from foreprop.cli.output import console, print_json, print_table
+from foreprop.config import Config, did_you_mean, parse_setting
+from foreprop.errors import ConfigError
+
+
+def config(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Settings, as parallelize() takes them."),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="p3 (default), slicing, kvstore, wfbp or tensorflow.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Show every setting: its value, where the value came from, and its meaning with its unit.
+
+    A NAME=VALUE here beats the environment (FOREPROP_ and the name in capitals), which beats the
+    preset, which beats the default. A script's parallelize() sees the same environment.
+
+    Examples:
+      foreprop config
+      foreprop config --preset kvstore slice_elems=100000
+      foreprop config --json
+    """
+    chosen, sources = Config.resolve_with_sources(preset, **settings_from(settings or []))
+    if as_json:
+        print_json(
+            {
+                spec.name: {
+                    "value": getattr(chosen, spec.name),
+                    "from": sources[spec.name],
+                    "meaning": spec.metadata["help"],
+                }
+                for spec in fields(chosen)
+            }
+        )
+    else:
+        print_table(console(), settings_table(chosen, sources))
+
+
+def settings_from(texts: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` texts as arguments of `Config`; raises `ConfigError`."""
+    hints = typing.get_type_hints(Config)
+    names = [spec.name for spec in fields(Config)]
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is not a setting; write it as NAME=VALUE")
+        if name == "preset":
+            raise ConfigError(f"{text!r} is not a setting; write it as --preset {value}")
+        if name not in names:
+            advice = did_you_mean(name, names)
+            raise ConfigError(
+                f"no setting is called {name!r}; there are {', '.join(names)}{advice}"
+            )
+        found[name] = parse_setting(name, value, hints[name])
+    return found
+
+
+_UNITS = {"_bits_per_s": "bit/s", "_bytes": "bytes", "_elems": "elements", "_s": "s"}
+"""By the end of a setting's name; the first that fits."""
+
+
+def value_text(name: str, value: Any) -> str:
+    """A setting's value with its unit."""
+    if value is None:
+        return "not set"
+    number = f"{value:g}" if isinstance(value, float) else str(value)
+    unit = next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
+    return f"{number} {unit}".strip()
+
+
+_LEAST_MEANING = 30
+"""Characters: in less, words stand below each other."""
+
+
+def settings_table(chosen: Config, sources: dict[str, str]) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("setting", "value", "from"):
+        shown.add_column(heading, no_wrap=True)
+    shown.add_column("meaning", min_width=_LEAST_MEANING)
+    for spec in fields(chosen):
+        text = value_text(spec.name, getattr(chosen, spec.name))
+        shown.add_row(spec.name, text, sources[spec.name], spec.metadata["help"])
+    return shown

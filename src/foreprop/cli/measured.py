@@ -1,0 +1,128 @@
+"""What ``lab run`` and ``lab simulate`` have in common: options, and how records are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foreprop.cli.options import Shown
+from foreprop.errors import ConfigError
+from foreprop.quantities import time_text
+from foreprop.simulate.run import SIMULATED
+from foreprop.workload.links import parse_cross_traffic, parse_link_rates
+from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
+from foreprop.workload.records import Record, write_records
+from foreprop.workload.setting import LabSetting, usual_compute_s
+from foreprop.workload.systemconfig import environment_text
+from foreprop.workload.unevenness import parse_step_lengths
+
+if TYPE_CHECKING:
+    from foreprop.lab.run import LabResult
+
+Model = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(profile_names())}; default vgg19.")
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        help="A file that foreprop.profile() has saved, or a JSON file of arrays and FLOPs.",
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Folder for results.json.")]
+EGRESS_ONLY = Shown(
+    name="egress_only",
+    kind=bool,
+    default=False,
+    declared=("--egress-only",),
+    help="Shape only what nodes send, as the paper did.",
+    read=lambda only: not only,
+)
+UNEVEN_OPTIONS = {
+    "slowdown": Shown(default=0.5),
+    "step_lengths": Shown(kind=str | None, read=parse_step_lengths),
+    "link_rates": Shown(kind=str | None, default=None, read=parse_link_rates),
+    "cross_traffic": Shown(kind=str | None, default=None, read=parse_cross_traffic),
+}
+USUAL_SYSTEMS = "p3,slicing,kvstore,ddp"
+
+_SHORT_S = 0.1
+"""Shorter steps are shown with more digits."""
+
+
+def completed(model: str | None, path: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """With the profile, and the compute that suits it."""
+    profile = _profile(model, path)
+    compute_s = given["compute_s"]
+    if compute_s is None:
+        compute_s = usual_compute_s(profile, given["nodes"] * given["workers_per_node"])
+    links = {name: given[name] or () for name in ("link_rates", "cross_traffic")}
+    return given | links | {"profile": profile, "compute_s": compute_s}
+
+
+def say_notices(console: Console, result: LabResult) -> None:
+    for notice in result.notices:
+        console.print(f"Notice: {notice}", style="yellow", markup=False)
+
+
+def say_environment(console: Console, setting: LabSetting) -> None:
+    if text := environment_text(setting):
+        console.print(text, soft_wrap=True, markup=False)
+
+
+def keep(console: Console, path: Path, records: Sequence[msgspec.Struct]) -> None:
+    write_records(path, records)
+    console.print(f"Records: {path}", soft_wrap=True, markup=False)
+
+
+def nodes_text(setting: LabSetting) -> str:
+    each = f" of {setting.workers_per_node} workers" * (setting.workers_per_node > 1)
+    return f"{setting.nodes} nodes{each}"
+
+
+def _profile(model: str | None, path: Path | None) -> Profile:
+    if path is None:
+        return load_profile(model or "vgg19")
+    if model is not None:
+        raise ConfigError(f"--model {model} and --profile {path} are both given: give one of them")
+    return read_profile(path)
+
+
+def table(setting: LabSetting, records: list[Record]) -> Table:
+    first = records[0]
+    simulated = first.network == SIMULATED
+    kind = "simulated: " if simulated else ""
+    if first.representatives is not None:
+        kind = "simulated by symmetry: "
+    places = 3 if first.limit_s >= _SHORT_S else 4
+    shown = Table(
+        title=f"{kind}{first.model} / {first.scale}, {nodes_text(setting)},"
+        f" {first.rate_bits_per_s / 1e6:.0f} Mbit/s (balance {first.balance:.2f}),"
+        f" compute {first.compute_s:.{places - 1}f} s, limit {first.limit_s:.{places}f} s"
+    )
+    for heading in ("system", "s/step", "p10-p90", "efficiency", "waiting s", "CPU s/GB", "CPUs"):
+        shown.add_column(heading, justify="left" if heading == "system" else "right")
+    for record in records:
+        step = record.iteration_s
+        shown.add_row(
+            record.system,
+            f"{step.median:.{places}f}",
+            f"{step.p10:.{places}f}-{step.p90:.{places}f}",
+            "CPU-bound" if record.cpu_bound else f"{record.efficiency:.3f}",
+            f"{record.waiting_s:.{places}f}",
+            "" if simulated else f"{record.cpu_s_per_gb:.1f}",
+            "" if simulated else f"{100 * record.cpu_share:.0f} %",
+        )
+    if any(record.cpu_bound for record in records):
+        shown.caption = (
+            "CPU-bound: the processors were busy for over 80 % of the time, so that these steps say"
+            f" nothing about the network; take a larger --compute (now"
+            f" {time_text(setting.compute_s)})"
+        )
+    return shown

@@ -1,0 +1,50 @@
+"""``foreprop trace``: one run's traces as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foreprop.cli.output import print_json
+from foreprop.errors import ConfigError
+from foreprop.observe.trace import merge_traces
+
+
+def trace(
+    directory: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder given as trace=...")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="DIRECTORY/merged.json")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the file's name and its number of events as JSON.")
+    ] = False,
+) -> None:
+    """Lay the traces of one run's workers and servers into one file for Perfetto.
+
+    Times are microseconds since 1970 by each machine's clock: exact on one machine, across machines
+    as good as their clocks agree.
+
+    Examples:
+      foreprop trace runs/demo/p3
+      foreprop trace runs/trace --out all.json
+    """
+    target = out or directory / "merged.json"
+    if not any(directory.glob("*.trace.json")):
+        raise ConfigError(
+            f"{directory} has no *.trace.json: a process writes its own when its session closes,"
+            " if parallelize() had trace=FOLDER or FOREPROP_TRACE was set"
+        )
+    try:
+        count = merge_traces(directory, target)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"a trace in {directory} is damaged: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
+    if as_json:
+        print_json({"file": str(target), "events": count})
+    else:
+        typer.echo(f"{count} events in {target}; open it in https://ui.perfetto.dev")
