@@ -12,7 +12,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from foreprop.cli.main import value_text
+from foreprop.cli.config import value_text
 from foreprop.config import PRESETS, Config
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"

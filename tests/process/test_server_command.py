@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from foreprop.cli.main import app
-from foreprop.cli.run import endpoint
+from foreprop.cli.server import endpoint
 from foreprop.errors import ConfigError
 from tests.process.harness import ROOT, Zygote, free_port, running, wait_for
 from tests.process.train_script import Scenario

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner, Result
 
-from benchmarks.command import bench
-from experiments.figures import command as figures
-from experiments.language import command as language
-from experiments.mlp import command as mlp
-from foreprop.cli import main as cli
-from foreprop.cli.main import settings_from, value_text
+from foreprop.cli import app as cli
+from foreprop.cli import main as script
+from foreprop.cli.config import settings_from, value_text
 from foreprop.cli.options import presets_from
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError, PeerLost
@@ -53,14 +51,6 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 COMMANDS = dict(commands(typer.main.get_command(cli.app)))
-FROM_CLONE = {
-    ("bench",): bench,
-    ("lab", "figures"): figures.app,
-    ("lab", "language"): language.app,
-    ("lab", "mlp"): mlp.app,
-}
-for name, group in FROM_CLONE.items():
-    COMMANDS |= commands(typer.main.get_command(group), name)
 
 
 # Help.
@@ -94,7 +84,10 @@ def test_the_expected_commands_are_there() -> None:
 
 
 def test_version() -> None:
-    assert invoke("--version").output.strip() == __version__
+    for option in ("--version", "-V"):
+        told = invoke(option).output
+        assert told.startswith(f"foreprop {__version__} (torch {version('torch')}, Python 3.")
+        assert told.count("\n") == 1
 
 
 # Wrong usage.
@@ -123,21 +116,37 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The console script's exit code."""
     monkeypatch.setattr(sys, "argv", ["foreprop", *arguments])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        script.main()
     return int(caught.value.code or 0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["demo", "--presets", "p3,p4"], "preset is 'p4'; it must be one of ['p3'"),
-        (["demo", "--presets", ","], "preset is ''; it must be one of"),
-        (["config", "--preset", "p4"], "preset is 'p4'; it must be one of"),
+        (["demo", "--presets", "p3,p4"], "--presets has 'p4'; it must be one of ['p3'"),
+        (["demo", "--presets", ","], "--presets has ''; it must be one of"),
+        (["config", "--preset", "p4"], "--preset is 'p4'; it must be one of"),
         (["config", "slice_elem=1"], "no setting is called 'slice_elem'; there are architecture"),
         (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
         (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
         (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),
-        (["bench", "exchange", "--rate-mbit", "0"], "rate is 0.0 bit/s; it must be positive"),
+        (["bench", "exchange", "--rate", "0Mbit"], "--rate is 0.0 bit/s; it must be positive"),
+        (["bench", "exchange", "--rate", "5"], "--rate is '5'; it must be a number with its unit"),
+        (["lab", "run", "--nodes", "0"], "--nodes is 0; at least 2"),
+        (["lab", "run", "--workers-per-node", "0"], "--workers-per-node is 0; at least 1"),
+        (["lab", "simulate", "--nodes", "0"], "--nodes is 0; at least 2"),
+        (["lab", "simulate", "--systems", "foo"], "--systems has 'foo'; there are"),
+        (["lab", "simulate", "--rate", "0Gbit"], "--rate is '0Gbit'; it must be positive"),
+        (["lab", "simulate", "--rate", "1G", "--balance", "1"], "--rate and --balance are both"),
+        (["lab", "simulate", "--compute", "2"], "--compute is '2'; it must be a number with its"),
+        (["lab", "simulate", "--steps", "0"], "--steps is 0; at least 1"),
+        (["plan", "--nodes", "2", "--rate", "1G"], "neither --model nor --profile is given"),
+        (["run", "--json", "train.py"], "--json is given without --dry-run"),
+        (["demo", "--steps", "many"], "Invalid value for '--steps': 'many' is not a valid int"),
+        (["demo", "--nodes", "1"], "Invalid value for '--nodes': 1 is not in the range"),
+        (["doctor", "--seconds", "nan"], "Invalid value for '--seconds': nan is not a finite"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["config", "preset=p3"], "'preset=p3' is not a setting; write it as --preset p3"),
         (
             ["bench", "exchange", "--nodes", "3", "--node-mb", "1", "--message-kb", "501"],
             "a message has 501000 bytes; each node gets 500000",
@@ -145,13 +154,13 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["config", "order=random"], "order is 'random'; it must be one of ['priority', 'fifo']"),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_1(
+def test_wrong_usage_is_one_line_that_names_what_was_typed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     told: str,
 ) -> None:
-    assert run_main(monkeypatch, *arguments) == 1
+    assert run_main(monkeypatch, *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"foreprop: {told}")
     assert error.count("\n") == 1
@@ -161,10 +170,11 @@ def test_a_report_that_cannot_be_written_is_told_before_the_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    for report in (tmp_path, tmp_path / "file" / "report.html"):
-        assert run_main(monkeypatch, "demo", "--report", str(report)) == 1
+    (tmp_path / "folder.html").mkdir()
+    for report in (tmp_path / "folder.html", tmp_path / "file" / "report.html"):
+        assert run_main(monkeypatch, "demo", "--out", str(report)) == 2
         captured = capsys.readouterr()
-        assert f"report is {report}, which cannot be written" in captured.err
+        assert f"--out is {report}, which cannot be written" in captured.err
         assert not captured.out
 
 
@@ -173,7 +183,7 @@ def failing_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     def run(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("foreprop.cli.main.run_demo", run)
+    monkeypatch.setattr("foreprop.cli.demo.run_demo", run)
     return run_main(monkeypatch, "demo")
 
 
@@ -274,7 +284,7 @@ def test_config_shows_where_each_value_came_from(monkeypatch: pytest.MonkeyPatch
 def test_a_misspelt_setting_is_told_which_is_meant(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_main(monkeypatch, "config", "slice_elem=1") == 1
+    assert run_main(monkeypatch, "config", "slice_elem=1") == 2
     assert capsys.readouterr().err.endswith("; did you mean 'slice_elems'?\n")
 
 
@@ -336,7 +346,7 @@ def test_trace_says_what_is_wrong_with_the_folder(
 ) -> None:
     if content is not None:
         (tmp_path / "worker-0.abc.trace.json").write_text(content)
-    assert run_main(monkeypatch, "trace", str(tmp_path)) == 1
+    assert run_main(monkeypatch, "trace", str(tmp_path)) == 2
     assert told in capsys.readouterr().err
 
 
@@ -345,7 +355,7 @@ def test_trace_says_where_it_cannot_write(
 ) -> None:
     write_trace(tmp_path, "worker-0", 1)
     target = tmp_path / "no" / "folder.json"
-    assert run_main(monkeypatch, "trace", str(tmp_path), "--out", str(target)) == 1
+    assert run_main(monkeypatch, "trace", str(tmp_path), "--out", str(target)) == 2
     assert f"cannot write {target}" in capsys.readouterr().err
 
 
@@ -374,3 +384,56 @@ def test_a_library_that_is_missing_is_named_with_the_extra(
     assert run_main(monkeypatch, "bench") == 1
     told = "needs no_such_library, which is not installed: pip install 'foreprop[lab]'"
     assert told in capsys.readouterr().err
+
+
+# One vocabulary.
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The settings that `lab simulate` has been given; it does nothing with them."""
+    given: list[Any] = []
+
+    def simulate(setting: Any, **_: Any) -> list[Any]:
+        given.append(setting)
+        raise PeerLost("nothing is simulated")
+
+    monkeypatch.setattr("foreprop.cli.simulate.simulate_lab", simulate)
+    monkeypatch.chdir(tmp_path)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "notice"),
+    [
+        ("--rate-mbit 100", "--rate 100Mbit", "--rate-mbit is now --rate 100Mbit"),
+        ("--rate-mbit=2.5", "--rate=2500kbit", "--rate-mbit is now --rate 2.5Mbit"),
+        ("--compute-s 0.25", "--compute 250ms", "--compute-s is now --compute 0.25s"),
+        ("--iterations 7", "--steps 7", "--iterations is now --steps 7"),
+    ],
+)
+def test_old_names_mean_the_new_ones_and_say_so(
+    simulated: list[Any], old: str, new: str, notice: str
+) -> None:
+    common = ("lab", "simulate", "--systems", "p3", "--nodes", "2")
+    before, after = invoke(*common, *old.split()), invoke(*common, *new.split())
+    assert simulated[0] == simulated[1]
+    assert f"foreprop: {notice}; the old name goes with the next version\n" in before.stderr
+    assert "is now" not in after.output
+
+
+def test_an_old_name_is_told_as_it_was_typed(simulated: list[Any]) -> None:
+    result = invoke("lab", "simulate", "--iterations", "0")
+    assert "foreprop: --iterations is 0; at least 1\n" in result.stderr
+    assert not simulated
+
+
+def test_names_of_other_tools_are_taken_without_a_word() -> None:
+    ours = invoke("run", "--workers-per-node", "3", "--dry-run", "train.py")
+    theirs = invoke("run", "--nproc-per-node", "3", "--dry-run", "train.py")
+    assert ours.exit_code == theirs.exit_code == 0
+    assert ours.output == theirs.output
+
+
+def test_a_scripts_own_options_are_left_alone() -> None:
+    result = invoke("run", "--dry-run", "train.py", "--nproc-per-node", "3", "--iterations", "4")
+    assert "train.py --nproc-per-node 3 --iterations 4" in result.output
+    assert not result.stderr

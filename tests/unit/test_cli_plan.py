@@ -12,7 +12,7 @@ import pytest
 from plan_example import SMALL, sparse_profile
 from typer.testing import CliRunner, Result
 
-from foreprop.cli import main as cli
+from foreprop.cli import app as cli
 from foreprop.cli.plan import Plan
 from foreprop.config import PRESETS
 from foreprop.workload.profile import Profile

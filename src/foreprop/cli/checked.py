@@ -28,6 +28,8 @@ PANELS = {
     "Output": "out as_json dry_run",
 }
 """Where a help shows an option, by its name."""
+_TYPED = "foreprop.typed"
+"""Of a context's meta: by our name of an option, the other one that was typed."""
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 
 
@@ -66,7 +68,14 @@ class CheckedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in parameter.opts}
-        rest = super().parse_args(ctx, list(with_names_of_today(args, known)))
+        typed: dict[str, str] = {}
+        ctx.meta[_TYPED] = typed
+        try:
+            rest = super().parse_args(ctx, list(with_names_of_today(args, known, typed)))
+        except typer.BadParameter as error:
+            name = error.param.opts[-1] if error.param is not None else ""
+            error.param_hint = typed.get(name, error.param_hint)
+            raise
         for parameter in self.params:
             value = ctx.params.get(parameter.name or "")
             if isinstance(value, float) and not math.isfinite(value):
@@ -94,6 +103,7 @@ class CheckedCommand(TyperCommand):
         for field, name in {**{name: name for name in options}, **fields}.items():
             if name in options:
                 flag, typed = options[name].opts[-1], ctx.params.get(name)
+                flag = ctx.meta[_TYPED].get(flag, flag)
                 text = named(text, field, flag, typed if isinstance(typed, str) else None)
         return text
 
@@ -113,8 +123,13 @@ def named(text: str, field: str, flag: str, typed: str | None) -> str:
     return re.sub(rf"(?<=, or ){field} (?=is)|^{field} (?=and )", f"{flag} ", text)
 
 
-def with_names_of_today(args: Iterable[str], known: set[str]) -> Iterator[str]:
-    """``args`` with the options of an older foreprop, or of other tools, as ours; says so."""
+def with_names_of_today(
+    args: Iterable[str], known: set[str], typed_as: dict[str, str]
+) -> Iterator[str]:
+    """``args`` with the options of an older foreprop, or of other tools, as ours; says so.
+
+    ``typed_as`` gets, by our name, the one that was typed.
+    """
     rest = iter(args)
     for arg in rest:
         typed, equals, value = arg.partition("=")
@@ -126,6 +141,7 @@ def with_names_of_today(args: Iterable[str], known: set[str]) -> Iterator[str]:
             continue
         if not equals and (following := next(rest, None)) is not None:
             value, equals = following, "="
+        typed_as[other.now] = typed
         if re.fullmatch(r"[\d.]+", value):
             value += other.unit
         if not other.lasting:
