@@ -49,7 +49,7 @@ def cluster(*arguments, network, **others):
 demo.Cluster = cluster
 """
 _TIMEOUT_S = 100.0
-DEMO = ("demo", "--workers", "2", "--batch-size", "16", "--rate-mbit", "500")
+DEMO = ("demo", "--nodes", "2", "--batch", "16", "--rate", "500Mbit")
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def check_presets(output: str, report: Path) -> None:
 @pytest.mark.usefixtures("fashion_mnist", "namespaces")
 def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
     report = tmp_path / "out" / "report.html"
-    output, _ = run(tmp_path, *DEMO, "--steps", "32", "--report", str(report))
+    output, _ = run(tmp_path, *DEMO, "--steps", "32", "--out", str(report))
     check_presets(output, report)
     assert "its link shaped by the kernel" in output
     assert "final weights identical among the presets, bit for bit" in output
@@ -146,7 +146,7 @@ def test_the_demo_trains_prints_and_reports(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fashion_mnist")
 def test_without_namespaces_the_demo_paces_and_leaves_ddp_out(tmp_path: Path) -> None:
     report = tmp_path / "out" / "report.html"
-    arguments = (*DEMO, "--steps", "32", "--report", str(report))
+    arguments = (*DEMO, "--steps", "32", "--out", str(report))
     output, _ = run(tmp_path, *arguments, before=_FOREPROP_WITHOUT_LINKS)
     check_presets(output, report)
     assert "No links made by the kernel (no user namespace: Operation not permitted)" in output

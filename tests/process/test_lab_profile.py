@@ -62,7 +62,7 @@ PROFILES: dict[str, Any] = {"cnn": convolutional, "words": language}
 def run_command(command: str, systems: str, profile: Profile, folder: Path) -> Result:
     path = folder / "profile.json"
     profile.save(path)
-    options = f"--systems {systems} --nodes 2 --scale 1 --iterations 2"
+    options = f"--systems {systems} --nodes 2 --scale 1 --steps 2"
     arguments = f"lab {command} --profile {path} {options} --out {folder}"
     result = CliRunner().invoke(app, arguments.split())
     assert result.exit_code == 0, result.output

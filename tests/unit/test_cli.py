@@ -142,9 +142,10 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["lab", "simulate", "--steps", "0"], "--steps is 0; at least 1"),
         (["plan", "--nodes", "2", "--rate", "1G"], "neither --model nor --profile is given"),
         (["run", "--json", "train.py"], "--json is given without --dry-run"),
-        (["demo", "--steps", "many"], "Invalid value for '--steps': 'many' is not a valid int"),
-        (["demo", "--nodes", "1"], "Invalid value for '--nodes': 1 is not in the range"),
-        (["doctor", "--seconds", "nan"], "Invalid value for '--seconds': nan is not a finite"),
+        (["demo", "--steps", "many"], "--steps is 'many'; it must be a valid integer"),
+        (["demo", "--nodes", "1"], "--nodes is '1'; it must be greater than or equal to 2"),
+        (["doctor", "--seconds", "nan"], "--seconds is 'nan'; it must be less than or equal to 10"),
+        (["lab", "run", "--balance", "nan"], "--balance is nan; it must be a finite number"),
         (["nonsense"], "No such command 'nonsense'"),
         (["config", "preset=p3"], "'preset=p3' is not a setting; write it as --preset p3"),
         (

@@ -13,6 +13,7 @@ from plan_example import SMALL, sparse_profile
 from typer.testing import CliRunner, Result
 
 from foreprop.cli import app as cli
+from foreprop.cli import main as script
 from foreprop.cli.plan import Plan
 from foreprop.config import PRESETS
 from foreprop.workload.profile import Profile
@@ -161,22 +162,28 @@ def test_measured_compute_is_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"--rate": "10Gbps"}, "rate is '10Gbps'; it must be a number with its unit, as 10Gbit"),
-        ({"--latency": "50"}, "latency is '50'; it must be a number with its unit, as 50us"),
-        ({"--compute": "fast"}, "compute is 'fast'; it must be a number with its unit"),
-        ({"--compute": None}, "compute is not given, and the profile of resnet50 has no measured"),
-        ({"--model": None}, "model is None and profile is None: give one of them; models are"),
-        ({"--model": "alexnet"}, "model is 'alexnet'; there are inceptionv3"),
-        ({"--profile": "x.json"}, "model is 'resnet50' and profile is x.json: give one of them"),
-        ({"--servers": "8..0"}, "servers is '8..0'; a range goes from the smaller"),
-        ({"--server-rate": "1"}, "server_rate is '1'; it must be a number with its unit"),
-        ({"--nodes": "1"}, "nodes is 1; at least 2"),
-        ({"--batch": "0"}, "batch is 0; at least 1"),
-        ({"--what-if": "rate"}, "what_if is 'rate'; it must be one of rate, latency"),
+        ({"--rate": "10GB/s"}, "--rate is '10GB/s'; it must be a number with its unit, as 10Gbit"),
+        ({"--latency": "50"}, "--latency is '50'; it must be a number with its unit, as 50us"),
+        ({"--compute": "fast"}, "--compute is 'fast'; it must be a number with its unit"),
+        (
+            {"--compute": None},
+            "--compute is not given, and the profile of resnet50 has no",
+        ),
+        ({"--model": None}, "neither --model nor --profile is given: give either"),
+        ({"--model": "alexnet"}, "--model is 'alexnet'; there are inceptionv3"),
+        ({"--profile": "x.json"}, "both are given: give either --model or --profile"),
+        ({"--servers": "8..0"}, "--servers is '8..0'; a range goes from the smaller"),
+        ({"--server-rate": "1"}, "--server-rate is '1'; it must be a number with its unit"),
+        ({"--nodes": "1"}, "--nodes is 1; at least 2"),
+        ({"--batch": "0"}, "--batch is 0; at least 1"),
+        ({"--what-if": "rate"}, "--what-if is 'rate'; it must be one of rate, latency"),
         ({"--what-if": "nodes=1..4"}, "nodes is 1; at least 2"),
-        ({"--out": "x.png"}, "out is x.png, but there is nothing to draw without --what-if"),
-        ({"--out": "x.gif", "--what-if": "nodes=2..4"}, "out is x.gif; its name must end in .png"),
-        ({"--out": "/no/x.png", "--what-if": "nodes=2..4"}, "out is /no/x.png, which cannot be"),
+        ({"--out": "x.png"}, "--out is x.png, but there is nothing to draw without --what-if"),
+        (
+            {"--out": "x.gif", "--what-if": "nodes=2..4"},
+            "--out is x.gif; its name must end in",
+        ),
+        ({"--out": "/no/x.png", "--what-if": "nodes=2..4"}, "--out is /no/x.png, which cannot be"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(
@@ -194,9 +201,9 @@ def test_wrong_input_is_one_line_that_names_it(
     given = [word for pair in (options | changes).items() if pair[1] for word in pair]
     monkeypatch.setattr(sys, "argv", ["foreprop", "plan", *map(str, given)])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        script.main()
     captured = capsys.readouterr()
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     assert captured.err.startswith(f"foreprop: {told}")
     assert captured.err.count("\n") == 1
     assert not captured.out

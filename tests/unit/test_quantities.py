@@ -57,7 +57,9 @@ def test_times(text: str, seconds: float) -> None:
     assert parse_time("latency", text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "10", "Gbit", "10GB", "10GB/s", "9Gbpss", "-1Gbit", "1e9bit", "1,5Gbit"])
+@pytest.mark.parametrize(
+    "text", ["", "10", "Gbit", "10GB", "10GB/s", "9Gbpss", "-1Gbit", "1e9bit", "1,5Gbit"]
+)
 def test_a_rate_that_is_none_names_field_value_and_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"rate is '.*'; .* as 10Gbit or 800Mbit") as raised:
         parse_rate("rate", text)

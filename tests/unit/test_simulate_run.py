@@ -273,7 +273,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 
 def test_the_command_writes_records(tmp_path: Path) -> None:
-    options = "--model sockeye --systems p3,ddp --iterations 2 --balance 1.0 --out".split()
+    options = "--model sockeye --systems p3,ddp --steps 2 --balance 1.0 --out".split()
     result = CliRunner().invoke(app, ["lab", "simulate", *options, str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "simulated" in result.output
@@ -297,8 +297,8 @@ def test_the_command_takes_the_times_of_a_measured_profile(tmp_path: Path) -> No
     """All systems, one layer of which has no arrays; and another compute instead."""
     MEASURED.save(tmp_path / "mine.json")
     systems = ",".join(SIMULATED_SYSTEMS)
-    options = f"--systems {systems} --iterations 2 --scale 1 --profile {tmp_path}/mine.json"
-    for compute, compute_s in (("", 0.2), ("--compute-s 0.4", 0.4)):
+    options = f"--systems {systems} --steps 2 --scale 1 --profile {tmp_path}/mine.json"
+    for compute, compute_s in (("", 0.2), ("--compute 0.4s", 0.4)):
         arguments = ["lab", "simulate", *f"{options} {compute} --out {tmp_path}".split()]
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output

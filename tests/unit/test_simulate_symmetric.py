@@ -272,8 +272,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_the_command_says_that_symmetry_was_used(tmp_path: Path) -> None:
     options = (
-        "--model resnet50 --systems p3,ddp --iterations 1 --nodes 16 --rate-mbit 1000"
-        " --latency 50us --slow-nodes 1 --slowdown 0.5 --step-jitter 0.1 --compute-s 2 --symmetric"
+        "--model resnet50 --systems p3,ddp --steps 1 --nodes 16 --rate 1Gbit"
+        " --latency 50us --slow-nodes 1 --slowdown 0.5 --step-jitter 0.1 --compute 2s --symmetric"
     )
     arguments = ["lab", "simulate", *options.split(), "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)

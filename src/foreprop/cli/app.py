@@ -43,7 +43,7 @@ class CommandLine(LazyGroup):
         except typer.TyperException as error:
             context = getattr(error, "ctx", None)
             path = "foreprop" if context is None else context.command_path
-            return _fail(f"{error.format_message().rstrip('.')}; see {path} -h", error.exit_code)
+            return _fail(f"{_told(error)}; see {path} -h", error.exit_code)
         except typer.Abort:
             return FAILED
         except (HandshakeError, NotInstalled) as error:
@@ -54,6 +54,14 @@ class CommandLine(LazyGroup):
             return _fail(str(error))
         except Exception as error:
             return _launcher_code(error)
+
+
+def _told(error: typer.TyperException) -> str:
+    """As our own errors are: the option, what was typed, and what is allowed."""
+    hint = getattr(error, "param_hint", None)
+    if isinstance(hint, str) and error.message:
+        return f"{hint} is {error.message}" if "; " in error.message else f"{hint}: {error.message}"
+    return error.format_message().rstrip(".")
 
 
 def _launcher_code(error: Exception) -> int:

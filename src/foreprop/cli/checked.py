@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +67,19 @@ class CheckedCommand(TyperCommand):
                 parameter.rich_help_panel = _PANEL_OF.get(parameter.name or "")  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
         typed: dict[str, str] = {}
         ctx.meta[_TYPED] = typed
+        takes_value = {
+            name: not getattr(parameter, "is_flag", False)
+            for parameter in self.params
+            for name in parameter.opts
+        }
+        words = with_names_of_today(args, takes_value, typed, ctx.allow_interspersed_args)
         try:
-            rest = super().parse_args(ctx, list(with_names_of_today(args, known, typed)))
+            rest = super().parse_args(ctx, list(words))
         except typer.BadParameter as error:
-            name = error.param.opts[-1] if error.param is not None else ""
-            error.param_hint = typed.get(name, error.param_hint)
+            if error.param is not None and error.message:
+                _say_what_was_typed(error, args, typed)
             raise
         for parameter in self.params:
             value = ctx.params.get(parameter.name or "")
@@ -100,57 +105,86 @@ class CheckedCommand(TyperCommand):
         """Where ``text`` names a field, or a parameter of ours: the option that is typed."""
         options = {p.name: p for p in self.params if p.name and p.opts[-1].startswith("--")}
         fields = getattr(self.callback, "option_of", {})
-        for field, name in {**{name: name for name in options}, **fields}.items():
+        ours = {p.opts[-1][2:].replace("-", "_"): name for name, p in options.items()}
+        for field, name in {**{name: name for name in options}, **ours, **fields}.items():
             if name in options:
                 flag, typed = options[name].opts[-1], ctx.params.get(name)
                 flag = ctx.meta[_TYPED].get(flag, flag)
-                text = named(text, field, flag, typed if isinstance(typed, str) else None)
+                text = named(text, field, flag, typed)
         return text
 
 
-def named(text: str, field: str, flag: str, typed: str | None) -> str:
+def named(text: str, field: str, flag: str, typed: object) -> str:
     """``text`` with ``flag`` for ``field``: a common word is one only where a sentence begins.
 
-    The first value is as it was typed.
+    The first value is as it was typed; another number is of something else, as of ``--what-if``.
     """
     found = re.match(rf"{re.escape(field)} (is|has|names) ", text)
     if found is not None:
+        number = isinstance(typed, int | float)
+        if number and found[1] == "is" and not text.startswith(f"{field} is {typed}"):
+            return text
         text = f"{flag} {text[len(field) + 1 :]}"
-        if typed is not None and found[1] == "is":
-            text = re.sub(rf"^{flag} is [^\s;]+;", lambda _: f"{flag} is {typed!r};", text)
+        if isinstance(typed, str) and found[1] == "is":
+            text = re.sub(rf"^{flag} is [^\s;'\"]+;", lambda _: f"{flag} is {typed!r};", text)
     if "_" in field:
         return re.sub(rf"(?<![\w.'-]){re.escape(field)}(?![\w'])", flag, text)
-    return re.sub(rf"(?<=, or ){field} (?=is)|^{field} (?=and )", f"{flag} ", text)
+    return re.sub(rf"^(|[\w-]+ and ){field}(?= and | are )", rf"\1{flag}", text)
+
+
+def _say_what_was_typed(
+    error: typer.BadParameter, args: Sequence[str], typed_as: Mapping[str, str]
+) -> None:
+    """``--steps is '3'; it must be ...``, for typer's ``Input should be ...``."""
+    name = error.param.opts[-1] if error.param is not None else ""
+    name = typed_as.get(name, name)
+    error.message = error.message.replace("Input should be", "it must be")
+    error.param_hint = name
+    for place, arg in enumerate(args):
+        option, equals, value = arg.partition("=")
+        if option == name and (equals or place + 1 < len(args)):
+            error.message = f"{value if equals else args[place + 1]!r}; {error.message}"
 
 
 def with_names_of_today(
-    args: Iterable[str], known: set[str], typed_as: dict[str, str]
+    args: Iterable[str],
+    takes_value: Mapping[str, bool],
+    typed_as: dict[str, str],
+    interspersed: bool = True,
 ) -> Iterator[str]:
     """``args`` with the options of an older foreprop, or of other tools, as ours; says so.
 
-    ``typed_as`` gets, by our name, the one that was typed.
+    ``takes_value``: by name the command's options; ``typed_as`` gets, by our name, the one that was
+    typed. Not ``interspersed``: what follows the first argument is somebody else's.
     """
     rest = iter(args)
     for arg in rest:
-        typed, equals, value = arg.partition("=")
-        other = OTHER_NAMES.get(typed)
-        if other is None or typed in known or other.now not in known:
-            yield arg
-            if arg == "--":
-                yield from rest
-            continue
-        if not equals and (following := next(rest, None)) is not None:
-            value, equals = following, "="
-        typed_as[other.now] = typed
-        if re.fullmatch(r"[\d.]+", value):
-            value += other.unit
-        if not other.lasting:
-            typer.echo(
-                f"foreprop: {typed} is now {other.now} {value}; the old name goes with the next"
-                " version",
-                err=True,
-            )
-        yield f"{other.now}={value}" if equals else other.now
+        name, equals, value = arg.partition("=")
+        other = OTHER_NAMES.get(name)
+        is_other = other is not None and name not in takes_value and other.now in takes_value
+        needs_value = is_other or takes_value.get(name, False)
+        if needs_value and not equals and (following := next(rest, None)) is not None:
+            value, equals = following, " "
+        if other is not None and is_other:
+            yield from _of_today(name, value, other, typed_as)
+        else:
+            yield from (name, value) if equals == " " else (arg,)
+        if arg == "--" or not (interspersed or arg.startswith("-")):
+            yield from rest
+
+
+def _of_today(name: str, value: str, other: Renamed, typed_as: dict[str, str]) -> Iterator[str]:
+    typed_as[other.now] = name
+    if re.fullmatch(r"[\d.]+", value):
+        value += other.unit
+    if not other.lasting:
+        typer.echo(
+            f"foreprop: {name} is now {other.now} {value}; the old name goes with the next version",
+            err=True,
+        )
+    yield other.now
+    if value:
+        yield value
 
 
 def unwrapped(text: str) -> str:

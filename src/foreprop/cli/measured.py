@@ -61,7 +61,7 @@ def completed(model: str | None, path: Path | None, given: dict[str, Any]) -> di
     profile = _profile(model, path)
     compute_s = given["compute_s"]
     if compute_s is None:
-        compute_s = usual_compute_s(profile, given["nodes"] * given["workers_per_node"])
+        compute_s = usual_compute_s(profile, max(1, given["nodes"] * given["workers_per_node"]))
     links = {name: given[name] or () for name in ("link_rates", "cross_traffic")}
     return given | links | {"profile": profile, "compute_s": compute_s}
 

@@ -124,7 +124,8 @@ def command_of(entry: Entry) -> Any:
     name = entry.name.rpartition(" ")[2]
     command = typer.main.get_command(found if isinstance(found, typer.Typer) else _alone(found))
     command.name, command.rich_help_panel = name, entry.panel  # type: ignore[attr-defined]
-    command.context_settings["allow_interspersed_args"] = not entry.takes_script
+    if entry.takes_script:
+        command.context_settings["allow_interspersed_args"] = False
     return command
 
 

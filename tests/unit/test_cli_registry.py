@@ -1,0 +1,264 @@
+"""Commands are loaded when they are called; each says what it does, with examples; Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
+
+from foreprop.cli.app import app
+from foreprop.cli.output import print_table
+from foreprop.cli.registry import COMMANDS, Entry, command_of
+
+_WITHOUT_TORCH = [
+    ["--version"],
+    ["-V"],
+    ["-h"],
+    ["lab", "-h"],
+    ["plan", "-h"],
+    ["run", "-h"],
+    ["doctor", "-h"],
+    ["config"],
+    ["config", "--json"],
+    ["lab", "simulate", "-h"],
+    ["run", "--dry-run", "train.py"],
+    ["plan", "--nodes", "0"],
+    ["nonsense"],
+]
+
+_IMPORTED = """
+import json, sys
+from foreprop.cli import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        main.main()
+    except SystemExit:
+        pass
+    print("torch" in sys.modules, *arguments, file=sys.stderr)
+"""
+
+
+def test_what_needs_no_torch_imports_none() -> None:
+    """In one process, one after the other: none of them may be the first."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTED, json.dumps(_WITHOUT_TORCH)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith(("True", "False"))]
+    assert told == [" ".join(["False", *arguments]) for arguments in _WITHOUT_TORCH]
+
+
+def test_a_command_that_is_not_called_is_not_imported() -> None:
+    code = (
+        "import sys\nfrom foreprop.cli.main import app\nimport typer\n"
+        "typer.main.get_command(app)(['config'], standalone_mode=False)\n"
+        "print(*[name for name in sys.modules if name.startswith('foreprop.cli.')])"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.splitlines()[-1].split()}
+    assert loaded == {"app", "checked", "clone", "config", "main", "output", "registry"}
+
+
+# Help.
+def leaves() -> Iterator[tuple[str, Any]]:
+    for entry in COMMANDS:
+        command = command_of(entry)
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield entry.name, command
+        else:
+            yield from ((f"{entry.name} {name}", below[name]) for name in below)
+
+
+LEAVES = dict(leaves())
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_the_table_says_of_a_command_what_it_says_itself(entry: Entry) -> None:
+    told = " ".join(command_of(entry).help.split("\n\n")[0].split())
+    assert told == entry.summary
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_help_has_examples_that_can_be_typed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs/demo/p3", "runs/trace"):
+        Path(folder).mkdir(parents=True)
+    _, _, text = LEAVES[name].help.partition("\n\nExamples:\n")
+    examples = text.replace("\\\n", " ").strip().splitlines()
+    assert examples, "none"
+    for example in examples:
+        words = shlex.split(example)
+        given = name.split()
+        assert words[: len(given) + 1] == ["foreprop", *given]
+        with LEAVES[name].make_context(name, words[len(given) + 1 :]):
+            pass
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_option_of_a_command_with_many_has_its_group(name: str) -> None:
+    options = [p for p in LEAVES[name].params if p.opts[0].startswith("-")]
+    if len(options) > 8:
+        groups = {option.rich_help_panel for option in options}
+        assert len(groups) > 2
+        assert sum(option.rich_help_panel is None for option in options) <= 3
+
+
+def test_short_help_is_help() -> None:
+    for path in ([], ["lab"], ["lab", "run"], ["plan"], ["bench", "wire"]):
+        short = CliRunner().invoke(app, [*path, "-h"])
+        assert short.exit_code == 0
+        assert short.output == CliRunner().invoke(app, [*path, "--help"]).output
+
+
+def test_a_paragraph_is_wrapped_by_the_terminal_only() -> None:
+    output = subprocess.run(
+        [sys.executable, "-m", "foreprop", "run", "-h"],
+        env={**os.environ, "TERMINAL_WIDTH": "400", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+    (line,) = [line for line in output.splitlines() if "Every line that a worker prints" in line]
+    assert "No process is left on any host, however this command ends." in line
+    assert "foreprop run --resources hosts.txt --dry-run train.py" in output
+
+
+# Completion.
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("foreprop pl", {"plan"}),
+        ("foreprop lab s", {"simulate"}),
+        ("foreprop plan --no", {"--nodes"}),
+        ("foreprop lab run --co", {"--compute"}),
+    ],
+)
+def test_the_shell_completes_commands_and_options(typed: str, offered: set[str]) -> None:
+    shell = {
+        "_FOREPROP_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }
+    done = CliRunner().invoke(app, [], prog_name="foreprop", env=shell)
+    assert set(done.output.split()) == offered
+
+
+# Width.
+def example() -> Table:
+    table = Table()
+    for heading in ("system", "step\nms", "limited by"):
+        table.add_column(heading, no_wrap=True)
+    table.add_row("p2p p3", "183.25", "compute and a word")
+    table.add_row("[bold]ddp[/bold]", "243.8", "")
+    return table
+
+
+def printed(width: int) -> list[str]:
+    console = Console(width=width, record=True, quiet=True, force_terminal=False)
+    with console.capture() as capture:
+        console.quiet = False
+        print_table(console, example())
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_a_table_that_does_not_fit_is_printed_row_by_row_with_nothing_cut() -> None:
+    assert any("compute and a word" in line and "183.25" in line for line in printed(60))
+    assert printed(20) == [
+        "p2p p3",
+        "  step ms: 183.25",
+        "  limited by: compute and a word",
+        "ddp",
+        "  step ms: 243.8",
+    ]
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_what_is_piped_is_never_wrapped(columns: str) -> None:
+    output = CliRunner().invoke(app, ["config"], env={"COLUMNS": columns}).output
+    (line,) = [line for line in output.splitlines() if line.startswith("slice_elems ")]
+    told = next(
+        spec["meaning"]
+        for name, spec in json.loads(CliRunner().invoke(app, ["config", "--json"]).output).items()
+        if name == "slice_elems"
+    )
+    assert told in line
+
+
+# JSON.
+def test_a_dry_run_as_json_is_what_it_prints() -> None:
+    options = ["run", "--workers-per-node", "2", "--port", "1234", "--dry-run"]
+    plain = CliRunner().invoke(app, [*options, "train.py"]).output
+    made = json.loads(CliRunner().invoke(app, [*options, "--json", "train.py"]).output)
+    assert made["port"] == 1234
+    (host,) = made["hosts"]
+    assert host["ranks"] == [0, 1]
+    assert host["here"] is True
+    assert host["command"] in plain
+
+
+# Ctrl-C.
+_INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+# A shell that starts tests in the background lets them, and so their children, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from foreprop.cli.main import main
+sys.meta_path.insert(0, Interrupting())
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("foreprop.cli.app", ["--version"]),
+        ("typer", ["--version"]),
+        ("foreprop.cli.registry", ["-h"]),
+        ("foreprop.cli.plan", ["plan", "-h"]),
+        ("foreprop.model.planner", ["plan", "-h"]),
+        ("foreprop.cli.config", ["config"]),
+    ],
+)
+def test_ctrl_c_while_it_imports_shows_no_traceback(module: str, arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED.replace("MODULE", repr(module)), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 130
+    assert done.stderr == ""
+
+
+def test_an_unknown_name_of_the_script_is_none() -> None:
+    from foreprop.cli import main
+
+    assert isinstance(main.app, typer.Typer)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = main.nonsense
