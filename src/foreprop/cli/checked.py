@@ -105,7 +105,8 @@ class CheckedCommand(TyperCommand):
         """Where ``text`` names a field, or a parameter of ours: the option that is typed."""
         options = {p.name: p for p in self.params if p.name and p.opts[-1].startswith("--")}
         fields = getattr(self.callback, "option_of", {})
-        ours = {p.opts[-1][2:].replace("-", "_"): name for name, p in options.items()}
+        ours = {f"{name}_s": name for name in options}
+        ours |= {p.opts[-1][2:].replace("-", "_"): name for name, p in options.items()}
         for field, name in {**{name: name for name in options}, **ours, **fields}.items():
             if name in options:
                 flag, typed = options[name].opts[-1], ctx.params.get(name)

@@ -24,6 +24,8 @@ Draw = Callable[[int], Times]
 
 DISTRIBUTIONS = ("lognormal", "uniform", "exponential")
 _MOST_SEED = 2**32 - 1
+_MOST_STEP_JITTER = 10.0
+"""exp(10) is 22,000: one step of a few would be all of them."""
 _EXAMPLE = "lognormal:0.4"
 
 
@@ -94,6 +96,10 @@ class Unevenness:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+        if self.step_jitter > _MOST_STEP_JITTER:
+            raise ConfigError(
+                f"step_jitter is {self.step_jitter}; it must be at most {_MOST_STEP_JITTER}"
+            )
         if not 0 <= self.seed <= _MOST_SEED:
             raise ConfigError(
                 f"seed is {self.seed}; it must be at least 0 and at most {_MOST_SEED}"

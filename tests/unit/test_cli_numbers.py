@@ -1,0 +1,111 @@
+"""Every numeric option of every command at 0, -1, huge and NaN: it works, or the option is named.
+
+No command does its work here: where that begins stands a function which says that it was reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foreprop.cli.app import app
+from foreprop.cli.registry import COMMANDS, command_of
+
+WORK = {
+    "demo": ["foreprop.cli.demo.run_demo"],
+    "run": ["foreprop.cli.run.Launcher"],
+    "server": ["foreprop.cli.server.Supervisor"],
+    "doctor": ["foreprop.cli.doctor.examine_hosts"],
+    "lab run": ["foreprop.cli.lab.run_lab"],
+    "lab simulate": ["foreprop.cli.simulate.simulate_lab"],
+    "lab mlp": ["experiments.mlp.command.run_mlp"],
+    "lab language": ["experiments.language.command.Text"],
+    "lab figures": ["experiments.figures.command.make_figures"],
+    "bench wire": ["benchmarks.command.measure_wire"],
+    "bench overhead": ["benchmarks.command.measure_scheduling"],
+    "bench alone": ["benchmarks.command.measure_alone"],
+    "bench loopback": ["benchmarks.command.measure_loopback"],
+    "bench exchange": ["benchmarks.command.measure_exchange"],
+    "bench jitter": ["benchmarks.command.simulate_jitter"],
+    "bench tables": ["benchmarks.command.measure_tables"],
+}
+"""Where each command's work begins. `plan` only computes: it is run."""
+NEEDED = {
+    "plan": ["--model", "resnet110_cifar", "--nodes", "2", "--rate", "1Gbit", "--compute", "50ms"],
+    "run": ["--", "train.py"],
+    "lab figures": ["--out", "figures"],
+}
+QUANTITIES = {"rate": "bit", "server_rate": "bit", "compute": "s", "latency": "s"}
+"""Options that are typed with a unit."""
+NUMBERS = ("0", "-1", "1" + "0" * 30, "nan")
+
+
+class Reached(Exception):
+    """A command has accepted its options."""
+
+
+def reached(*arguments: Any, **named: Any) -> None:
+    """What follows from the setting is computed, as the work would begin with it."""
+    for setting in (*arguments, *named.values()):
+        for follows in ("rate", "limit_s", "wire_s", "ideal_s"):
+            getattr(setting, follows, None)
+    raise Reached
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    for entry in COMMANDS:
+        command = command_of(entry)
+        below = getattr(command, "commands", None) or {"": command}
+        yield from ((f"{entry.name} {name}".strip(), below[name]) for name in below)
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    """A command, an option, and what is typed for it."""
+    for name, command in commands():
+        for parameter in command.params:
+            option = parameter.opts[-1]
+            kind = parameter.type_descriptor.annotation
+            unit = QUANTITIES.get(parameter.name, "")
+            if unit or kind in (int, float):
+                yield from ((name, option, f"{number}{unit}") for number in NUMBERS)
+
+
+CASES = list(cases())
+
+
+def test_there_are_cases_of_every_command_with_numbers() -> None:
+    assert {name for name, _, _ in CASES} == {*WORK, "plan"}
+    assert len(CASES) > 200
+    for name, option in (("lab run", "--nodes"), ("plan", "--rate"), ("bench jitter", "--share")):
+        assert sum(case[:2] == (name, option) for case in CASES) == len(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * case[2].startswith(("-1", "10")))
+        for case in CASES
+    ],
+)
+def test_a_number_is_taken_or_its_option_is_named(
+    name: str, option: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for work in WORK.get(name, ()):
+        monkeypatch.setattr(work, reached)
+    given = NEEDED.get(name, [])
+    arguments = [*name.split(), f"{option}={value}", *given]
+    if name == "plan":  # the last one counts
+        arguments = [*name.split(), *given, f"{option}={value}"]
+    result = CliRunner().invoke(app, arguments)
+    if isinstance(result.exception, Reached):
+        return
+    assert result.exit_code in (0, 2), result.exception
+    if result.exit_code == 2:
+        assert result.stderr.startswith("foreprop: ")
+        assert result.stderr.count("\n") == 1
+        assert option in result.stderr
