@@ -5,12 +5,14 @@ python benchmarks/convergence.py convergence "1 process"=one.json "2 workers, hy
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
 
-matplotlib.use("svg")
-from matplotlib import pyplot
+from foreprop.report.document import LIGHT_RAMP, ramp_colour
+from foreprop.report.style import save
 
 
 def main(name: str, *runs: str) -> None:
@@ -18,18 +20,33 @@ def main(name: str, *runs: str) -> None:
     curves = {
         run.partition("=")[0]: json.loads(Path(run.partition("=")[2]).read_text()) for run in runs
     }
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    write(curves, name)
+    Path(f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
+
+
+def write(curves: Mapping[str, Sequence[tuple[float, float]]], name: str) -> None:
+    """The picture."""
+    paths = [Path(f"{name}.{suffix}") for suffix in ("svg", "png")]
+    save(partial(draw, curves), (7, 4), *paths)
+
+
+def draw(curves: Mapping[str, Sequence[tuple[float, float]]], figure: Figure) -> None:
+    axes = figure.subplots()
+    last = max(len(curves) - 1, 1)
     for number, (label, points) in enumerate(curves.items()):
         steps, perplexities = zip(*points, strict=True)
         # later ones lie on earlier ones: thinner, and with other marks
-        axes.plot(steps, perplexities, marker="osv^"[number % 4], label=label,
-                  linewidth=6 / (number + 1), markersize=10 / (number + 1))  # fmt: skip
+        axes.plot(
+            steps,
+            perplexities,
+            color=ramp_colour(LIGHT_RAMP, number / last),  # no system's
+            marker="osv^"[number % 4],
+            label=label,
+            linewidth=6 / (number + 1),
+            markersize=10 / (number + 1),
+        )
     axes.set(xlabel="step", ylabel="perplexity of held-out text", yscale="log")
-    axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    for suffix in ("svg", "png"):
-        figure.savefig(f"{name}.{suffix}", dpi=150)
-    Path(f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from foreprop.core.slicing import SLICE_ELEMS
-from foreprop.report.charts import STYLES, Style
+from foreprop.report.document import LIGHT_RAMP, ramp_colour
+from foreprop.report.style import INK, save, style_of
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
@@ -53,15 +51,6 @@ LABELS = {
     "slicing": "slicing (50,000 per slice)",
     "p3": "p3 (50,000 per slice)",
     "p3-fine": "p3, finer slices",
-}
-LOOKS = {
-    "ddp": STYLES["ddp"],
-    "ddp-tuned": STYLES["ddp-tuned"],
-    "ring": Style("#86702a", "#d8c878", "P"),
-    "ring-tuned": Style("#b8560f", "#f0a35e", "D", "--"),
-    "slicing": STYLES["slicing"],
-    "p3": STYLES["p3"],
-    "p3-fine": Style("#2458b0", "#6ea5f5", "*", "--"),
 }
 Point = dict[str, Any]
 DISTURBANCES: dict[str, Point] = {
@@ -231,25 +220,26 @@ def draw_rates(points: Sequence[Point], name: str) -> None:
     """How near the steps are to what no schedule beats; a panel for each model and rate."""
     points = [p for p in points if p["experiment"] == "rates"]
     size = (3.0 * len(RATES_BITS_PER_S), 3.3 * len(MODELS))
-    figure, grid_ = pyplot.subplots(
-        len(MODELS), len(RATES_BITS_PER_S), figsize=size, squeeze=False, sharey=True,
-        layout="constrained",
-    )  # fmt: skip
-    for row, model in zip(grid_, MODELS, strict=True):
-        for ax, rate in zip(row, RATES_BITS_PER_S, strict=True):
-            shown = [p for p in points if (p["model"], p["rate_bits_per_s"]) == (model, rate)]
-            for system in SYSTEMS:
-                chosen = [p for p in shown if p["system"] == system]
-                plot(ax, system, [(p["nodes"], p["limit_s"] / p["step_s"]) for p in chosen])
-            ax.set_title(f"{model}, {rate / 1e9:g} Gbit/s")
-            _nodes_axis(ax)
-        row[0].set_ylabel("limit / step, %")
-    _finish(figure, grid_[0][0], name)
+
+    def draw_panels(figure: Figure) -> None:
+        grid = figure.subplots(len(MODELS), len(RATES_BITS_PER_S), squeeze=False, sharey=True)
+        for row, model in zip(grid, MODELS, strict=True):
+            for ax, rate in zip(row, RATES_BITS_PER_S, strict=True):
+                shown = [p for p in points if (p["model"], p["rate_bits_per_s"]) == (model, rate)]
+                for system in SYSTEMS:
+                    chosen = [p for p in shown if p["system"] == system]
+                    plot(ax, system, [(p["nodes"], p["limit_s"] / p["step_s"]) for p in chosen])
+                ax.set_title(f"{model}, {rate / 1e9:g} Gbit/s")
+                _nodes_axis(ax)
+            row[0].set_ylabel("limit / step, %")
+        _legend(figure, grid[0][0])
+
+    _save(draw_panels, size, name)
 
 
 def plot(ax: Axes, system: str, shares: Sequence[tuple[int, float]]) -> None:
     """By nodes."""
-    style = LOOKS[system]
+    style = style_of(system)
     ax.plot(
         [nodes for nodes, _ in sorted(shares)],
         [100 * share for _, share in sorted(shares)],
@@ -263,57 +253,66 @@ def plot(ax: Axes, system: str, shares: Sequence[tuple[int, float]]) -> None:
 
 
 def _nodes_axis(ax: Axes) -> None:
+    """Small numbers and a margin: the last must not touch the next panel's first."""
     ax.set_xscale("log", base=2)
-    ax.set_xticks(NODES, [str(nodes) for nodes in NODES])
+    ax.set_xticks(NODES, [str(nodes) for nodes in NODES], fontsize=7)
     ax.minorticks_off()
+    ax.margins(x=0.08)
     ax.set_ylim(0, 104)
     ax.set_xlabel("nodes")
-    ax.grid(visible=True, alpha=0.3)
 
 
 def draw_slices(points: Sequence[Point], name: str) -> None:
-    figure, ax = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
-    for nodes, shade in zip(NODES, pyplot.colormaps["viridis"](range(0, 256, 45)), strict=False):
-        chosen = sorted(
-            (p["size"], p["step_s"])
-            for p in points
-            if p["experiment"] == "slices" and p["nodes"] == nodes
-        )
-        if chosen:
-            ax.plot(*zip(*chosen, strict=True), marker="o", color=shade, label=f"{nodes} nodes")
-    ax.axhline(COMPUTE_S, color="black", linestyle=":", linewidth=1)
-    ax.set(xscale="log", yscale="log", xlabel="elements per slice", ylabel="step, s")
-    ax.set_title("p3, resnet50, 10 Gbit/s; dotted: the compute")
-    ax.set_xticks(SLICES_ELEMS, [f"{elems:,}" for elems in SLICES_ELEMS], fontsize=7)
-    ax.set_yticks((0.25, 0.5, 1, 2), ("0.25", "0.5", "1", "2"))
-    ax.minorticks_off()
-    ax.grid(visible=True, alpha=0.3)
-    _finish(figure, ax, name)
+    def draw_lines(figure: Figure) -> None:
+        ax = figure.subplots()
+        for place, nodes in enumerate(NODES):
+            chosen = sorted(
+                (p["size"], p["step_s"])
+                for p in points
+                if p["experiment"] == "slices" and p["nodes"] == nodes
+            )
+            shade = ramp_colour(LIGHT_RAMP, place / (len(NODES) - 1))
+            if chosen:
+                ax.plot(
+                    *zip(*chosen, strict=True),
+                    marker="osD^vh"[place],
+                    color=shade,
+                    label=f"{nodes} nodes",
+                )
+        ax.axhline(COMPUTE_S, color=INK, linestyle=":", linewidth=1, label="compute")
+        ax.set(xscale="log", yscale="log", xlabel="elements per slice", ylabel="step, s")
+        ax.set_title("p3, resnet50, 10 Gbit/s")
+        ax.set_xticks(SLICES_ELEMS, [f"{elems:,}" for elems in SLICES_ELEMS])
+        ax.set_yticks((0.25, 0.5, 1, 2), ("0.25", "0.5", "1", "2"))
+        ax.minorticks_off()
+        _legend(figure, ax)
+
+    _save(draw_lines, (6.4, 4.3), name)
 
 
 def draw_by_nodes(points: Sequence[tuple[str, Point]], name: str, panels: Sequence[str]) -> None:
-    size = (2.9 * len(panels), 3.3)
-    figure, row = pyplot.subplots(
-        1, len(panels), figsize=size, squeeze=False, sharey=True, layout="constrained"
-    )
-    for ax, title in zip(row[0], panels, strict=True):
-        for system in ("ddp-tuned", "ring-tuned", "p3-fine"):
-            chosen = [p for panel, p in points if panel == title and p["system"] == system]
-            plot(ax, system, [(p["nodes"], COMPUTE_S / p["step_s"]) for p in chosen])
-        ax.set_title(title, fontsize=10)
-        _nodes_axis(ax)
-        ax.tick_params(axis="x", labelsize=7)
-    row[0][0].set_ylabel("compute / step, %")
-    _finish(figure, row[0][0], name)
+    def draw_panels(figure: Figure) -> None:
+        row = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for ax, title in zip(row, panels, strict=True):
+            for system in ("p3-fine", "ring-tuned", "ddp-tuned"):
+                chosen = [p for panel, p in points if panel == title and p["system"] == system]
+                plot(ax, system, [(p["nodes"], COMPUTE_S / p["step_s"]) for p in chosen])
+            ax.set_title(title)
+            _nodes_axis(ax)
+        row[0].set_ylabel("compute / step, %")
+        _legend(figure, row[0])
+
+    _save(draw_panels, (3.1 * len(panels), 3.3), name)
 
 
-def _finish(figure: Any, first: Axes, name: str) -> None:
+def _legend(figure: Figure, first: Axes) -> None:
     handles, labels = first.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    for suffix in ("svg", "png"):
-        figure.savefig(f"{name}.{suffix}", dpi=130)
-    pyplot.close(figure)
+
+
+def _save(draw_all: Callable[[Figure], None], size: tuple[float, float], name: str) -> None:
+    save(draw_all, size, *(Path(f"{name}.{suffix}") for suffix in ("svg", "png")))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,18 @@ import json
 import math
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
 
-matplotlib.use("svg")
-from matplotlib import pyplot
-
+from foreprop.report.style import INK, QUIET, save, style_of
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
 from foreprop.workload.profile import load_profile
 from foreprop.workload.records import Record, read_records
 
 ITERATIONS = 5
-MARKERS = "osv^DPX*"
 
 
 def main(
@@ -96,23 +94,25 @@ def describe(compared: list[dict[str, float | str]]) -> str:
 
 
 def draw(points: dict[str, list[dict[str, float | str]]], name: str) -> None:
-    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
-    for marker, (system, compared) in zip(MARKERS, points.items(), strict=False):
+    paths = [Path(f"{name}.{suffix}") for suffix in ("svg", "png")]
+    save(partial(_draw_points, points), (6, 6), *paths)
+
+
+def _draw_points(points: dict[str, list[dict[str, float | str]]], figure: Figure) -> None:
+    axes = figure.subplots()
+    for system, compared in points.items():
         x, y = (
             [float(p[key]) / float(p["compute_s"]) for p in compared]
             for key in ("measured_s", "simulated_s")
         )
-        axes.scatter(x, y, marker=marker, alpha=0.6, label=system)
+        style = style_of(system)
+        axes.scatter(x, y, color=style.light, marker=style.marker, alpha=0.75, label=system)
     ends = (1.0, max(axes.get_xlim()[1], axes.get_ylim()[1]))
-    axes.plot(ends, ends, color="black", linewidth=1)
+    axes.plot(ends, ends, color=INK, linewidth=1)
     for share in (0.88, 1.12):
-        axes.plot(ends, [share * end for end in ends], color="grey", linewidth=1, linestyle=":")
+        axes.plot(ends, [share * end for end in ends], color=QUIET, linewidth=1, linestyle=":")
     axes.set(xlabel="measured step / compute", ylabel="simulated step / compute")
-    axes.grid(visible=True, alpha=0.3)
     axes.legend(title="dotted: 12 % off")
-    for suffix in ("svg", "png"):
-        figure.savefig(f"{name}.{suffix}", dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreprop.report.charts import CARD, PNG_DPI, STYLES, Draw, Style, drawn
+from foreprop.report.style import Draw, save
 
-_OTHER = Style("#68717c", "#99a3af", "*")
 PART_IN = (4.4, 3.2)
 
 
@@ -25,13 +24,7 @@ class Chart:
     """What the page's legend lists."""
 
 
-def style_of(system: str) -> Style:
-    return STYLES.get(system, _OTHER)
-
-
 def write_chart(folder: Path, name: str, chart: Chart, data: bytes) -> None:
     """``name``.png, ``name``.svg and ``name``.json."""
-    with drawn(chart.whole, chart.whole_in) as figure:
-        figure.savefig(folder / f"{name}.png", dpi=PNG_DPI, facecolor=CARD)
-        figure.savefig(folder / f"{name}.svg", facecolor=CARD, metadata={"Date": None})
+    save(chart.whole, chart.whole_in, folder / f"{name}.png", folder / f"{name}.svg")
     (folder / f"{name}.json").write_bytes(data)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.chart import PART_IN, Chart, style_of
+from experiments.chart import PART_IN, Chart
 from experiments.figures.comparison import in_order
 from experiments.figures.curves import (
     THROUGHPUT_LABEL,
@@ -23,8 +23,8 @@ from experiments.figures.curves import (
     ThroughputPanel,
     UtilisationPanel,
 )
-from foreprop.report.charts import CARD, INK, QUIET, WAIT, Draw
 from foreprop.report.document import LIGHT_RAMP, ramp_colour
+from foreprop.report.style import CARD, INK, QUIET, WAIT, Draw, style_of
 from foreprop.report.timeline import Lane, Shape, Timeline
 from foreprop.report.timeline_svg import Panel, plan_panels
 

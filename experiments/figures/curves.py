@@ -20,6 +20,7 @@ from foreprop.workload.records import Record
 from foreprop.workload.setting import LabSetting
 
 THROUGHPUT_LABEL = "batches/s, all workers"
+RATE_LABEL = "link rate, Gbit/s (of the undivided model)"
 _LIMIT_POINTS = 80
 _WINDOW_STEPS = 2.2
 _LEAST_INTERVAL_S = 0.005
@@ -79,25 +80,28 @@ Measured = tuple[LabSetting, Sequence[Record]]
 
 
 def bandwidth_panels(runs: Sequence[Measured]) -> list[ThroughputPanel]:
-    """One per model: throughput over the emulated links' rate in Mbit/s."""
+    """One per model: throughput over the links' rate, in Gbit/s of the undivided model."""
     return [_bandwidth_panel(model, of_model) for model, of_model in _by_model(runs).items()]
 
 
 def _bandwidth_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
     setting = runs[0][0]
-    rates = sorted(run_setting.rate / 1e6 for run_setting, _ in runs)
+    rates = sorted(run_setting.rate for run_setting, _ in runs)
     margin = _ACROSS * (rates[-1] - rates[0])
     grid = _spaced(rates[0] - margin, rates[-1] + margin)
-    balances = sorted((s.rate / 1e6, f"{_balance(s):.3g}") for s, _ in runs)
+    balances = sorted((unscaled_gbit_per_s(s.rate), f"{_balance(s):.3g}") for s, _ in runs)
     return ThroughputPanel(
         title=model_name(model),
         axis=Axis(
-            label="emulated link rate, Mbit/s",
+            label=RATE_LABEL,
             second_label="balance: wire time / compute",
             second_ticks=balances,
         ),
-        curves=_curves(runs, lambda s: s.rate / 1e6),
-        limit=[(x, setting.nodes / _at_rate(setting, x * 1e6).limit_s) for x in grid],
+        curves=_curves(runs, lambda s: unscaled_gbit_per_s(s.rate)),
+        limit=[
+            (unscaled_gbit_per_s(rate), setting.nodes / _at_rate(setting, rate).limit_s)
+            for rate in grid
+        ],
     )
 
 
@@ -124,7 +128,7 @@ def _nodes_panel(model: str, runs: Sequence[Measured]) -> ThroughputPanel:
     counts = sorted({s.nodes for s, _ in runs})
     balances = sorted((float(s.nodes), f"{_balance(s):.2f}") for s, _ in runs)
     return ThroughputPanel(
-        title=f"{model_name(model)}, {rate / 1e6:.0f} Mbit/s",
+        title=f"{model_name(model)}, {unscaled_gbit_per_s(rate):.2g} Gbit/s",
         axis=Axis(
             label="nodes",
             logarithmic=True,

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from experiments.chart import style_of
 from experiments.figures import sweeps
 from experiments.figures.comparison import SUBJECT, Point, model_name, points_of
 from experiments.figures.curves import Measured, unscaled_gbit_per_s
@@ -26,8 +25,8 @@ from experiments.figures.pagetables import (
 )
 from experiments.figures.pictures import Part, systems_css, variable
 from experiments.figures.sweeps import Measurement
-from foreprop.report.charts import STYLES
 from foreprop.report.document import asset, palette_css, rate, render
+from foreprop.report.style import STYLES, style_of
 from foreprop.report.timeline import Timeline
 from foreprop.report.timeline_svg import DrawnTimelines, draw_timelines, layer_names
 from foreprop.workload.records import CPU_BOUND_SHARE, Record

@@ -8,8 +8,21 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from experiments.chart import Chart, style_of
-from foreprop.report.charts import CARD, GRID, INK, QUIET, STYLES, WAIT, Draw, drawn
+from experiments.chart import Chart
+from foreprop.report.style import (
+    CARD,
+    GRID,
+    INK,
+    OTHER,
+    QUIET,
+    STYLES,
+    WAIT,
+    Draw,
+    drawn,
+    style_of,
+)
+
+_SYSTEMS = {**STYLES, "other": OTHER}
 
 
 class Part(NamedTuple):
@@ -51,19 +64,20 @@ def _with_variables(svg: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    systems = {style_of(name).light: variable(name) for name in (*STYLES, "other")}
+    systems = {style.light: variable(name) for name, style in _SYSTEMS.items()}
     page = {INK: "ink", QUIET: "quiet", GRID: "grid", CARD: "card", WAIT: "wait"}
     return page | systems
 
 
 def variable(system: str) -> str:
-    """The CSS variable that holds the system's colour."""
-    return f"system-{system if system in STYLES else 'other'}"
+    """The CSS variable that holds the system's colour, which its variants have, too."""
+    colour = style_of(system).light
+    return f"system-{next(name for name, style in _SYSTEMS.items() if style.light == colour)}"
 
 
 def systems_css() -> str:
     """The systems' colours for a light and for a dark page."""
-    styles = {variable(name): style_of(name) for name in (*STYLES, "other")}
+    styles = {variable(name): style for name, style in _SYSTEMS.items()}
     light = "".join(f"--{name}:{style.light};" for name, style in styles.items())
     dark = "".join(f"--{name}:{style.dark};" for name, style in styles.items())
     return f":root{{{light}}}\n@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"

@@ -12,11 +12,18 @@ from matplotlib.ticker import MaxNLocator
 from experiments.chart import Chart
 from experiments.mlp.run import MlpRecord
 from experiments.mlp.training import DDP, P2P, RING
-from foreprop.report.charts import INK, QUIET, STYLES, Style
+from foreprop.report.style import INK, QUIET, STYLES, Style, lighter
 
-_STYLE_OF: Mapping[str, Style] = dict(
-    zip((P2P, "2ps", "1ps", RING, DDP, "4ps"), STYLES.values(), strict=False)
-)
+_STYLE_OF: Mapping[str, Style] = {
+    P2P: STYLES["tensorflow"],
+    "4ps": lighter(STYLES["tensorflow"], 0.25, "D", "--"),
+    "2ps": lighter(STYLES["tensorflow"], 0.45, "s", "-."),
+    "1ps": lighter(STYLES["tensorflow"], 0.6, "h", ":"),
+    RING: STYLES["ring"],
+    DDP: STYLES["ddp"],
+}
+"""Servers and peers have one preset, and so one hue: the fewer servers, the lighter."""
+_PRESET = "tensorflow"
 _TITLES = {P2P: "peer to peer", RING: "ring all-reduce", DDP: "DistributedDataParallel"}
 _PANEL_IN = (4.2, 3.2)
 _COLUMNS = 3
@@ -53,9 +60,9 @@ def comparison_chart(records: Sequence[MlpRecord]) -> Chart:
                     marker=style.marker,
                     markersize=5,
                     linestyle=style.dashes,
-                    label=system,
+                    label=system if system in (RING, DDP) else f"{system} ({_PRESET})",
                 )
-        _finish(left, "epoch time, measured", "s")
+        _finish(left, "epoch time, measured", "seconds")
         _finish(right, "throughput, measured", "images/s")
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
@@ -112,7 +119,7 @@ def _draw_epochs(ax: Axes, system: str, points: Sequence[MlpRecord]) -> None:
         linewidth=1.2,
         label="published formulas, n in batches",
     )
-    _finish(ax, f"{_TITLES.get(system, system)}: epoch time", "s")
+    _finish(ax, f"{_TITLES.get(system, system)}: epoch time", "seconds")
 
 
 def _draw_throughput(ax: Axes, system: str, points: Sequence[MlpRecord]) -> None:

@@ -19,8 +19,8 @@ from experiments.figures.campaign import PAGE, make_figures
 from experiments.figures.comparison import points_of
 from experiments.figures.pagetables import best_table, points_table
 from experiments.figures.sweeps import FULL, plan_measurements
-from foreprop.report.charts import STYLES
 from foreprop.report.document import contrast
+from foreprop.report.style import STYLES
 from tests.unit.lab_example import ExampleLab, example_record
 
 pytestmark = pytest.mark.long

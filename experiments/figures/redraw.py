@@ -1,0 +1,111 @@
+"""The charts of docs/results anew, from the data that lie beside them: nothing is measured.
+
+python -m experiments.figures.redraw docs/results
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import convergence, scale, simulated_steps
+from experiments.chart import write_chart
+from experiments.figures.charts import throughput_chart, utilisation_chart
+from experiments.figures.curves import RATE_LABEL, Axis, ThroughputPanel, UtilisationPanel
+from experiments.figures.pictures import systems_css
+from experiments.figures.sweeps import SCALE
+from experiments.mlp import charts as mlp
+from experiments.mlp.run import MlpRecord
+from foreprop.report.style import save
+
+_EMULATED = "emulated link rate, Mbit/s"
+"""What older files have on their axis: the divided model's rate."""
+_TITLE_RATE = re.compile(r", (\d+) Mbit/s$")
+_GBIT_PER_MBIT = SCALE / 1e3
+THROUGHPUT = ("figure-1-bandwidth", "figure-3-nodes", "figure-4-slice-size")
+
+
+def main(folder: str) -> None:
+    results = Path(folder)
+    for name in THROUGHPUT:
+        _redraw_throughput(results, name)
+    data = (results / "figure-2-utilisation.json").read_bytes()
+    panels = msgspec.json.decode(data, type=list[UtilisationPanel])
+    write_chart(results, "figure-2-utilisation", utilisation_chart(panels), data)
+    _redraw_mlp(results)
+    for name in ("simulated-steps", "predicted-steps"):
+        points = msgspec.json.decode((results / f"{name}.json").read_bytes())
+        simulated_steps.draw(points, str(results / name))
+    curves = msgspec.json.decode((results / "convergence.json").read_bytes())
+    convergence.write(curves, str(results / "convergence"))
+    scale.draw(msgspec.json.decode((results / "scale.json").read_bytes()), str(results / "scale"))
+    _recolour(results / "index.html")
+
+
+def _redraw_throughput(results: Path, name: str) -> None:
+    path = results / f"{name}.json"
+    panels = msgspec.json.decode(path.read_bytes(), type=list[ThroughputPanel])
+    undivided = [in_gbit(panel) for panel in panels]
+    write_chart(results, name, throughput_chart(undivided), msgspec.json.encode(undivided))
+
+
+def in_gbit(panel: ThroughputPanel) -> ThroughputPanel:
+    """With the rates of the undivided model, if it has the emulated ones."""
+    title = _TITLE_RATE.sub(lambda m: f", {int(m[1]) * _GBIT_PER_MBIT:.2g} Gbit/s", panel.title)
+    panel = msgspec.structs.replace(panel, title=title)
+    if panel.axis.label != _EMULATED:
+        return panel
+    axis = msgspec.structs.replace(
+        panel.axis,
+        label=RATE_LABEL,
+        second_ticks=[(x * _GBIT_PER_MBIT, text) for x, text in panel.axis.second_ticks],
+    )
+    return _scaled(panel, axis)
+
+
+def _scaled(panel: ThroughputPanel, axis: Axis) -> ThroughputPanel:
+    return msgspec.structs.replace(
+        panel,
+        axis=axis,
+        curves=[
+            msgspec.structs.replace(
+                curve,
+                points=[
+                    msgspec.structs.replace(point, x=point.x * _GBIT_PER_MBIT)
+                    for point in curve.points
+                ],
+            )
+            for curve in panel.curves
+        ],
+        limit=[(x * _GBIT_PER_MBIT, y) for x, y in panel.limit],
+    )
+
+
+def _redraw_mlp(results: Path) -> None:
+    records = msgspec.json.decode((results / "mlp.json").read_bytes(), type=list[MlpRecord])
+    charts = {
+        "mlp-epoch-times": mlp.epoch_chart(records),
+        "mlp-throughput": mlp.throughput_chart(records),
+        "mlp-comparison": mlp.comparison_chart(records),
+    }
+    for name, chart in charts.items():
+        save(chart.whole, chart.whole_in, results / f"{name}.png", results / f"{name}.svg")
+
+
+def _recolour(page: Path) -> None:
+    """The page's own pictures take their colours from its variables."""
+    light, dark = systems_css().splitlines()
+    text = page.read_text()
+    text = re.sub(r":root\{--system-p3:[^}]*\}", light, text, count=1)
+    dark_root = dark[dark.index(":root") : -1]
+    start = text.index(light) + len(light)
+    rest = re.sub(r":root\{--system-p3:[^}]*\}", dark_root, text[start:], count=1)
+    variant = re.compile(r"var\(--system-(\w+)-tuned\)")
+    page.write_text(text[:start] + variant.sub(r"var(--system-\1)", rest))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
