@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from foreprop.demo.run import Found, Outcome, summarise, table
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from foreprop.demo.run import Found, Outcome, headline, summarise, table, write_results
 from foreprop.demo.training import Block, DemoSetting, Trained
 
 
@@ -48,3 +52,46 @@ def test_the_caption_compares_the_presets_only() -> None:
         run = found(digest)
         shown = table([summarise(name, run) for name in run.outcomes], run)
         assert str(shown.caption).startswith(told)
+
+
+def slower(step_s: float) -> Outcome:
+    return Outcome(
+        step_s=[step_s * factor for factor in (0.98, 1.0, 1.0, 1.02)],
+        waited_s=None,
+        trained=[Trained(test_accuracy=0.8, weights_sha256="cc")],
+    )
+
+
+def test_every_system_is_compared_with_ddp_and_the_headline_says_by_how_much() -> None:
+    run = found()
+    run.outcomes["ddp"] = slower(0.8)
+    summaries = [summarise(name, run) for name in run.outcomes]
+    (over,) = [column for column in table(summaries, run).columns if column.header == "over ddp"]
+    assert list(over.cells) == ["1.60x", "1.60x", "1.00x"]
+    told = "p3 trains 1.60x as fast as ddp: 500 ms per step instead of 800"
+    assert headline(summaries, run) == told
+    run.outcomes["ddp"] = slower(0.55)
+    near = headline([summarise(name, run) for name in run.outcomes], run)
+    assert near.endswith("(but their ranges overlap: p10 to p90)")
+
+
+def test_without_ddp_the_first_preset_is_the_baseline() -> None:
+    run = found()
+    del run.outcomes["ddp"]
+    summaries = [summarise(name, run) for name in run.outcomes]
+    assert "over kvstore" in [column.header for column in table(summaries, run).columns]
+    assert headline(summaries, run).startswith("p3 trains 1.00x as fast as kvstore")
+
+
+def test_results_have_every_step_and_what_they_were_measured_with(tmp_path: Path) -> None:
+    run = replace(found(), setting=DemoSetting(workers=2, rate_bits_per_s=1e8))
+    summaries = [summarise(name, run) for name in run.outcomes]
+    write_results(tmp_path / "results.json", run, summaries, "foreprop demo")
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["command"] == "foreprop demo"
+    assert written["compared_with"] == "ddp"
+    assert written["setting"]["workers"] == 2
+    assert written["limit_s"] == run.setting.limit_s
+    assert [system["preset"] for system in written["systems"]] == ["kvstore", "p3", "ddp"]
+    assert written["systems"][1]["step_s"] == run.outcomes["p3"].step_s
+    assert written["systems"][0]["over"] == 1.0

@@ -86,7 +86,7 @@ def run_demo(
     fashion_mnist("train")
     found = measure(setting, console)
     summaries = [summarise(name, found) for name in found.setting.systems]
-    _write_results(report.parent / RESULTS, found, summaries, command)
+    write_results(report.parent / RESULTS, found, summaries, command)
     output(console, table(summaries, found))
     console.print(headline(summaries, found), style="bold", soft_wrap=True, markup=False)
     timelines = [
@@ -260,7 +260,7 @@ def headline(summaries: Sequence[RunSummary], found: Found) -> str:
     )
 
 
-def _write_results(path: Path, found: Found, summaries: Sequence[RunSummary], command: str) -> None:
+def write_results(path: Path, found: Found, summaries: Sequence[RunSummary], command: str) -> None:
     other = baseline(summaries)
     systems = [
         {
