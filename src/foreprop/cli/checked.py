@@ -84,9 +84,8 @@ class CheckedCommand(TyperCommand):
         for parameter in self.params:
             value = ctx.params.get(parameter.name or "")
             if isinstance(value, float) and not math.isfinite(value):
-                raise typer.BadParameter(
-                    f"{value} is not a finite number", ctx, param_hint=parameter.opts
-                )
+                told = f"{value}; it must be a finite number"
+                raise typer.BadParameter(told, ctx, param_hint=parameter.opts[-1])
         return rest
 
     def invoke(self, ctx: Any) -> Any:
