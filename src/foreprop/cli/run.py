@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from foreprop.cli.options import Command, Shown, filling
-from foreprop.config import environment_for_hosts, launch_info
+from foreprop.config import launch_info
+from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host, read_resources

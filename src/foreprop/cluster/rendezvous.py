@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 
 from foreprop.cluster.world import World
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.errors import (
     HandshakeError,
     RemoteProtocolError,
@@ -172,8 +171,8 @@ class Board:
                 )
             if now >= report_at:
                 report_at = float("inf")
-                text = f"foreprop: rank {self.rank} for {now - started:.0f} s waits for {what}"
-                print(text, file=sys.stderr, flush=True)
+                waited_s = now - started
+                LOGGER.warning("rank %d for %.0f s waits for %s", self.rank, waited_s, what)
             # Store.wait() would block Ctrl-C, and torch prints a warning whenever it times out
             time.sleep(min(pause_s, started + timeout_s - now))
             pause_s = min(pause_s * 1.5, _LAST_LOOK_S)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import abc
 import os
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from foreprop.cluster.world import World, current_world, is_alone
-from foreprop.config import Config, Preset
+from foreprop.config import LOGGER, Config, Preset
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import bare_model, bare_optimizer
 from foreprop.session.backends import needs_servers
@@ -210,7 +209,7 @@ def connect(
     world = world or current_world(config.join_timeout_s)
     session = ConnectedSession(model, optimizer, world, config, scaler)
     if session.rank == 0 and session.world_size > 1:
-        print(f"foreprop: {session.describe()}", file=sys.stderr, flush=True)
+        LOGGER.info("%s", session.describe())
     return session
 
 

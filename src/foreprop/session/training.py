@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 
 from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
@@ -177,7 +176,7 @@ class Training:
 
     def report(self, text: str | None) -> None:
         if text and self.world.rank == 0:
-            print(f"foreprop: {text}", file=sys.stderr, flush=True)
+            LOGGER.info("%s", text)
 
     # What a parameter asks on its gradient's way and at its use: see `SessionState`.
     @property
