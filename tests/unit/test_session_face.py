@@ -13,6 +13,7 @@ from foreprop.session.session import ConnectedSession
 from tests.cluster import worlds
 
 CALLED = {
+    "call_every",
     "close",
     "config",
     "describe",
@@ -22,6 +23,7 @@ CALLED = {
     "load_ema_state_dict",
     "load_tables",
     "master_state_dict",
+    "metrics",
     "planning",
     "rank",
     "rows",

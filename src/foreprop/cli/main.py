@@ -26,7 +26,7 @@ from foreprop.config import Config, did_you_mean, parse_setting
 from foreprop.demo.run import run_demo
 from foreprop.demo.training import DemoSetting
 from foreprop.errors import ConfigError, ForepropError
-from foreprop.observe.trace import merge_traces
+from foreprop.report.perfetto import merge_traces
 from foreprop.version import __version__
 
 
@@ -64,21 +64,11 @@ def trace(
 ) -> None:
     """Lay the traces of one run's workers and servers into one file for Perfetto.
 
-    Times are microseconds since 1970 by each machine's clock: exact on one machine, across machines
-    as good as their clocks agree.
+    Times are by each machine's clock: exact on one machine, across machines as good as their clocks
+    agree. `foreprop report` draws some steps, for any browser.
     """
     target = out or directory / "merged.json"
-    if not any(directory.glob("*.trace.json")):
-        raise ConfigError(
-            f"{directory} has no *.trace.json: a process writes its own when its session closes,"
-            " if parallelize() had trace=FOLDER or FOREPROP_TRACE was set"
-        )
-    try:
-        count = merge_traces(directory, target)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"a trace in {directory} is damaged: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
+    count = merge_traces(directory, target)
     typer.echo(f"{count} events in {target}; open it in https://ui.perfetto.dev")
 
 

@@ -220,12 +220,12 @@ def agree_on_session(
     """Rank 0's session id; raises `HandshakeError` if this rank has another cluster in mind.
 
     ``shape`` is what decides who connects to whom: who does not agree on that could never meet.
-    `ConfigError` if this rank's traces cannot be written: better now than after the training.
+    `ConfigError` if what it is to record cannot be written: better now than after the training.
     """
-    if config.trace is not None:
-        from foreprop.observe.trace import check_trace_folder
+    if config.trace is not None or config.watch is not None:
+        from foreprop.observe.trace import check_folders
 
-        check_trace_folder(config.trace)
+        check_folders(config)
     if board.rank == 0:
         board.publish("", json.dumps([session_id, shape]))
         return session_id

@@ -91,7 +91,7 @@ class Server:
             process = process or self.name
             path = trace_path(Path(config.trace), process.replace(" ", "-"), session_id)
             number = _FIRST_PROCESS + index if process_id is None else process_id
-            self.trace = TraceRecorder(path, process, number)
+            self.trace = TraceRecorder(path, process, number, config.trace_steps)
 
     # Life.
     def run(self, listener: socket.socket) -> Failure | None:

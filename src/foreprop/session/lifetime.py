@@ -109,6 +109,8 @@ class Lifetime:
             for undo in reversed(self._undo):
                 undo()
             self._undo.clear()
+            if training.follower is not None:
+                training.follower.end(failure)
             if training.trace is not None:
                 training.trace.write()  # last: it may raise
 

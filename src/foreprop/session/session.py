@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -21,6 +21,7 @@ from foreprop.session.training import Training
 
 if TYPE_CHECKING:
     from foreprop.config.typed import Settings
+    from foreprop.observe.metrics import Metrics
 
 
 class Session(abc.ABC):
@@ -119,6 +120,14 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def stats(self) -> dict[str, Any]:
         """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
+
+    @abc.abstractmethod
+    def metrics(self) -> Metrics:
+        """What this rank did since the last call: steps, waiting, traffic, the straggler."""
+
+    @abc.abstractmethod
+    def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
+        """Give ``callback`` the metrics since its last call, after every so many steps."""
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -271,23 +280,15 @@ class ConnectedSession(Session):
         self._training.checkpoints.load_tables(folder)
 
     def stats(self) -> dict[str, Any]:
-        backends = self._training.backends
-        counters = backends.counters
-        names = [info.name for info in self._training.infos]
-        return {
-            "steps": self._steps,
-            "pushes": counters.pushes,
-            "pushed_bytes": counters.pushed_bytes,
-            "replies": counters.replies,
-            "reply_bytes": counters.reply_bytes,
-            "queue_depth": backends.queue_depth,
-            "max_queue_depth": counters.max_queue_depth,
-            "waits": counters.waits,
-            "waited_s": counters.waited_s,
-            "waited_s_by_parameter": {
-                names[index]: seconds for index, seconds in counters.waited_s_by_parameter.items()
-            },
-        }
+        from foreprop.session.figures import stats_of
+
+        return stats_of(self._training)
+
+    def metrics(self) -> Metrics:
+        return self._training.followed().metrics()
+
+    def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
+        self._training.followed().call_every(steps, callback)
 
     @property
     def _steps(self) -> int:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
+    from foreprop.session.figures import Follower
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
     from foreprop.tables.tables import RemoteTables
@@ -82,6 +83,7 @@ class Training:
         self._checkpoints: Checkpoints | None = None
         self.norm_before: float | None = None  # of the last step before the backend was connected
         self.trace: TraceRecorder | None = None
+        self.follower: Follower | None = None
         self._begin(model, optimizer, scaler)
 
     # The start.
@@ -120,6 +122,16 @@ class Training:
             self.life.release(failure=error)
             raise
         self.begin_planning()
+        if config.log_steps is not None or config.watch is not None:
+            self.followed()
+
+    def followed(self) -> Follower:
+        """Who tells about steps; from the first call on."""
+        if self.follower is None:
+            from foreprop.session.figures import follow
+
+            self.follower = follow(self)
+        return self.follower
 
     def choose(self, choice: UpdateChoice | None) -> None:
         self.choice = choice
@@ -355,6 +367,8 @@ class Training:
             engine.end_step(rounds)
         if self._automatic is not None:
             self._automatic.end_step()
+        if self.follower is not None:
+            self.follower.end_step(self.completed_before + self.completed)
 
     # The end.
     def give_away(self, parameter: torch.Tensor) -> bool:
