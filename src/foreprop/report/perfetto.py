@@ -41,6 +41,8 @@ _OF_A_PEER = _SENT | _RECEIVED
 _SAMPLES = 2000
 """Of the link's rate, over the whole recording; at least a millisecond each."""
 _LEAST_SAMPLE_NS = 1_000_000
+_SAME_NS = 1000
+"""Recorded times are good to about a microsecond."""
 
 Event = dict[str, Any]
 
@@ -101,22 +103,37 @@ class Placed(NamedTuple):
     span: Span
 
 
-def place(spans: Iterable[Span]) -> list[list[Span]]:
-    """As few rows as it takes for each span to lie beside or within others of its row."""
-    rows: list[list[Span]] = []
-    open_until: list[list[int]] = []
+def place(spans: Iterable[Span], *, same_ns: int = 0) -> list[list[Span]]:
+    """As few rows as it takes for each span to lie beside or within others of its row.
+
+    Where two overlap by no more than ``same_ns``, the second one begins so much later.
+    """
+    rows: list[_Row] = []
     for span in sorted(spans, key=lambda s: (s.start_ns, -s.stop_ns)):
-        for row, stops in zip(rows, open_until, strict=True):
-            while stops and stops[-1] <= span.start_ns:
-                stops.pop()
-            if not stops or span.stop_ns <= stops[-1]:
-                row.append(span)
-                stops.append(span.stop_ns)
-                break
-        else:
-            rows.append([span])
-            open_until.append([span.stop_ns])
-    return rows
+        if not any(row.takes(span, same_ns) for row in rows):
+            rows.append(_Row())
+            rows[-1].takes(span, same_ns)
+    return [row.spans for row in rows]
+
+
+class _Row:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._open_until: list[int] = []
+        """When the spans stop that the next one may lie within, the outermost first."""
+
+    def takes(self, span: Span, same_ns: int) -> bool:
+        """Add it, if it fits; spans come in the order of their starts."""
+        start_ns, open_until = span.start_ns, self._open_until
+        while open_until and open_until[-1] <= start_ns:
+            open_until.pop()
+        if open_until and span.stop_ns > open_until[-1]:
+            if len(open_until) > 1 or open_until[-1] - start_ns > same_ns:
+                return False
+            start_ns = open_until.pop()
+        self.spans.append(span._replace(start_ns=start_ns))
+        open_until.append(span.stop_ns)
+        return True
 
 
 @dataclass(kw_only=True)
@@ -145,7 +162,7 @@ class ProcessTracks:
             if span.category not in _QUEUES and span.category not in _MOMENTS:
                 by_track[_track_of(span)].append(span)
         for (_, name), spans in sorted(by_track.items()):
-            for row in place(spans):
+            for row in place(spans, same_ns=_SAME_NS):
                 track = len(self.names) + 1
                 self.names[track] = name
                 self.placed += [Placed(self.number, track, span) for span in row]
