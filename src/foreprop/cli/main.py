@@ -21,7 +21,9 @@ from foreprop.cli.doctor import doctor
 from foreprop.cli.lab import lab
 from foreprop.cli.options import Shown, filling, mbit, presets_from
 from foreprop.cli.plan import plan
+from foreprop.cli.report import report
 from foreprop.cli.run import run, server
+from foreprop.cli.top import top
 from foreprop.config import Config, did_you_mean, parse_setting
 from foreprop.demo.run import run_demo
 from foreprop.demo.training import DemoSetting
@@ -146,6 +148,8 @@ app.add_typer(lab, name="lab")
 add_from_clone(app, "bench", "benchmarks.command:bench", "Measure foreprop itself.")
 app.command("config")(config)
 app.command("trace")(trace)
+app.command("report")(report)
+app.command("top")(top)
 
 
 def _show_version(wanted: bool) -> None:

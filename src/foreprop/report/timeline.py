@@ -73,7 +73,10 @@ class Timeline:
 
 
 class StepSpan(NamedTuple):
-    """A step from its first forward block, or the waiting that leads to it, to the next step."""
+    """A step from its first forward block, or the waiting that leads to it, to the next step.
+
+    Where the next one is not recorded, to its last backward block.
+    """
 
     step: int
     start_s: float
@@ -102,7 +105,10 @@ def step_spans(events: Sequence[TimelineEvent], *, floor_s: float = 0.0) -> list
         leading = (max(a, idle_since_s) for a, b in waits if b > idle_since_s and a < first)
         starts.append(min(first, min(leading, default=first)))
         idle_since_s = last
-    stops = [*starts[1:], idle_since_s]
+    stops = [
+        starts[place + 1] if step + 1 in compute else compute[step][1]
+        for place, step in enumerate(steps)
+    ]
     return [
         StepSpan(step, start, stop, _overlap_s(waits, start, stop))
         for step, start, stop in zip(steps, starts, stops, strict=False)

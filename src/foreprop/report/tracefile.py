@@ -35,8 +35,16 @@ class ProcessTrace:
     @property
     def rank(self) -> int | None:
         """None if it is no worker."""
-        kind, _, number = self.process.partition(" ")
-        return int(number) if kind == "worker" and number.isdecimal() else None
+        return self._number("worker")
+
+    @property
+    def server(self) -> int | None:
+        """None if it is no server."""
+        return self._number("server")
+
+    def _number(self, kind: str) -> int | None:
+        found, _, number = self.process.partition(" ")
+        return int(number) if found == kind and number.isdecimal() else None
 
 
 def read_folder(folder: Path) -> list[ProcessTrace]:
