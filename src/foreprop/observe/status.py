@@ -54,14 +54,16 @@ class StatusFile:
         )
         self._last = self._first
 
-    def write(self, state: State, metrics: Metrics | None = None, error: str = "") -> None:
+    def write(
+        self, state: State, step: int, metrics: Metrics | None = None, error: str = ""
+    ) -> None:
         """Without metrics the last ones stay."""
-        found: dict[str, object] = {}
+        found: dict[str, object] = {"step": step}
         if metrics is not None and metrics.steps:
             scalars = metrics.scalars()
             names = ("step_s", "waiting_share", "sent_bits_per_s", "received_bits_per_s")
-            found = {name: scalars.get(name) for name in names}
-            found |= {"step": metrics.step, "queue_depth": metrics.queue_depth}
+            found |= {name: scalars.get(name) for name in names}
+            found["queue_depth"] = metrics.queue_depth
             straggler = metrics.straggler
             found["straggler"] = None if straggler is None else straggler.rank
         self._last = msgspec.structs.replace(

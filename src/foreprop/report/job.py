@@ -22,7 +22,7 @@ from foreprop.workload.profile import Profile, ProfiledArray
 
 LEARNING_STEPS = 2
 """The first steps, in which a session learns the loop: they are left out if others are there."""
-_MOST_LEFT_OUT = 1 / 3
+_ENOUGH_STEPS = 3
 _WINDOW_S = 0.02
 """In which the most bytes are looked for that a link has carried."""
 _LATE_SHARE = 0.05
@@ -91,7 +91,7 @@ def measure(trace: ProcessTrace) -> WorkerSteps:
             " pass, and no two in a row: record more steps (trace_steps)"
         )
     known = [step for step in whole if step.step > LEARNING_STEPS]
-    kept = known if len(known) >= (1 - _MOST_LEFT_OUT) * len(whole) else whole
+    kept = known if len(known) >= _ENOUGH_STEPS else whole
     return WorkerSteps(
         rank=trace.rank or 0,
         steps=kept,

@@ -206,7 +206,7 @@ def _notes(job: Job) -> list[str]:
         if abs(off) > _MODEL_IS_OFF:
             notes.append(
                 f"For p3 the model would say {milliseconds(predicted.p3_s)}, and this run took"
-                f" {milliseconds(subject.median_s)}: take its other numbers with as much salt."
+                f" {milliseconds(subject.median_s)}: its other numbers may be off by as much."
             )
     if predicted.limit_s is None and predicted.ddp_s is not None:
         notes.append("No limit is given: it is known for float32 on the wire only.")

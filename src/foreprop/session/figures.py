@@ -74,8 +74,7 @@ class Follower:
     def end(self, failure: BaseException | None) -> None:
         """The session is over."""
         error = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        last = self._status_meter.since_last() if self._status is not None else None
-        self._leave_word("closed" if failure is None else "failed", last, error)
+        self._leave_word("closed" if failure is None else "failed", None, error)
         self._told.clear()
 
     def _leave_word(self, state: State, metrics: Metrics | None = None, error: str = "") -> None:
@@ -83,7 +82,7 @@ class Follower:
             return
         self._written_s = time.monotonic()
         try:
-            self._status.write(state, metrics, error)
+            self._status.write(state, self._read().step, metrics, error)
         except OSError as failed:
             self._status = None
             LOGGER.warning("watch: this rank leaves word no more: %s", failed)
