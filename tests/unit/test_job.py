@@ -163,7 +163,7 @@ def test_the_page_has_the_sentence_and_a_panel_for_each_worker(folder: Path) -> 
         r" \(predicted\), the limit is [\d.]+ ms",
         sentence,
     )
-    page = render_job(job, command="foreprop report x")
+    page = render_job(job, command="foreprop report x").replace("\N{NO-BREAK SPACE}", " ")
     assert page.count("<figure>") == 2
     assert "slice 0" in page
     assert "400 KB" in page or "200 KB" in page

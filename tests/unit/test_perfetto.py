@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traced_run import record_run
+from traced_run import find_partial_overlaps, record_run
 
 from foreprop.report.perfetto import Span, lay_out, merge_traces, place, rates
 from foreprop.report.tracefile import read_folder
@@ -25,27 +24,6 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("run")
     record_run(folder, steps=STEPS, ranks=RANKS)
     return lay_out(read_folder(folder))
-
-
-def find_partial_overlaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
-    """Pairs of spans of one track of which neither lies beside nor within the other."""
-    tracks = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            start = round(event["ts"] * 1e3)
-            stop = start + round(event["dur"] * 1e3)
-            tracks[event["pid"], event["tid"]].append((start, stop, event["name"]))
-    found = []
-    for spans in tracks.values():
-        spans.sort(key=lambda span: (span[0], -span[1]))
-        around: list[tuple[int, int, str]] = []
-        for span in spans:
-            while around and around[-1][1] <= span[0]:
-                around.pop()
-            if around and span[1] > around[-1][1]:
-                found.append((around[-1], span))
-            around.append(span)
-    return found
 
 
 def test_no_two_spans_of_a_track_overlap_in_part(laid_out: dict[str, Any]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from foreprop.observe.trace import TraceRecorder
 
@@ -94,3 +97,24 @@ def _communicate(
         worker.span(
             "reply_received", name, start + 10 * MS, stop_ns=start + 13 * MS, peer=server, **about
         )
+
+
+def find_partial_overlaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
+    """Pairs of spans of one track of which neither lies beside nor within the other."""
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1e3)
+            stop = start + round(event["dur"] * 1e3)
+            tracks[event["pid"], event["tid"]].append((start, stop, event["name"]))
+    found = []
+    for spans in tracks.values():
+        spans.sort(key=lambda span: (span[0], -span[1]))
+        around: list[tuple[int, int, str]] = []
+        for span in spans:
+            while around and around[-1][1] <= span[0]:
+                around.pop()
+            if around and span[1] > around[-1][1]:
+                found.append((around[-1], span))
+            around.append(span)
+    return found
