@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,22 @@ import foreprop
 from foreprop.config import LOGGER
 from foreprop.config.checks import parse_windows
 from foreprop.errors import ConfigError
-from foreprop.observe.metrics import Meter, Metrics, Straggler, Totals
+from foreprop.observe.metrics import Meter, Metrics, Totals
 from foreprop.observe.status import StatusFile, read_statuses
 from foreprop.session.figures import Follower
 from tests.cluster import worlds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """As a server tells of it."""
+
+    rank: int | None
+    late_s: float
+    since_step: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is late by {self.late_s * 1e3:.0f} ms per step"
 
 
 def metrics(**changed: Any) -> Metrics:
@@ -41,7 +54,7 @@ def test_a_line_says_how_it_goes() -> None:
     assert str(metrics()) == "step 500: 5.49 steps/s, 182 ms/step, 12% waiting, 1.1 Gbit/s out"
     late = Straggler(rank=3, late_s=0.04, since_step=120)
     assert str(metrics(reply_bytes=1_000_000_000, straggler=late)).endswith(
-        "1.1 Gbit/s out, 440 Mbit/s in, rank 3 is 40 ms late since step 120"
+        "1.1 Gbit/s out, 440 Mbit/s in, rank 3 is late by 40 ms per step since step 120"
     )
     assert str(metrics(steps=0)) == "step 500: no step in 18.2 s"
 
@@ -52,6 +65,10 @@ def test_scalars_are_numbers() -> None:
     assert found["waiting_share"] == pytest.approx(0.12)
     assert found["sent_bits_per_s"] == pytest.approx(1.1e9)
     assert "straggler_rank" not in found
+    late = metrics(straggler=Straggler(rank=3, late_s=0.04, since_step=1)).scalars()
+    assert (late["straggler_rank"], late["straggler_late_s"]) == (3, 0.04)
+    server = metrics(straggler=Straggler(rank=None, late_s=0.04, since_step=1)).scalars()
+    assert "straggler_rank" not in server
     empty = metrics(steps=0, seconds=0.0)
     assert math.isnan(empty.step_s)
     assert empty.scalars() == {"queue_depth": 3.0}

@@ -38,9 +38,11 @@ def report(
     """Make one HTML page of a job's traces: time per step, waiting, and a timeline.
 
     Says beside it what DistributedDataParallel would take, and what no schedule can beat, as the
-    model of `foreprop plan` predicts them from the recorded times. Example:
+    model of `foreprop plan` predicts them from the recorded times.
 
-    foreprop report runs/trace --rate 10Gbit
+    Examples:
+      foreprop report runs/trace
+      foreprop report runs/trace --rate 10Gbit --worker 3
     """
     asked = Asked(
         folder=directory,

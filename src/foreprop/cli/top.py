@@ -23,9 +23,11 @@ def top(
     """Show all ranks of a training: step, time per step, waiting, traffic, and what failed.
 
     Every rank leaves word in the folder about once a second, so all must see it: one machine, or a
-    shared file system. Ends when all ranks have, or on Ctrl-C. Example:
+    shared file system. Ends when all ranks have, or on Ctrl-C.
 
-    FOREPROP_WATCH=/shared/run torchrun ... train.py, and meanwhile: foreprop top /shared/run
+    Examples:
+      FOREPROP_WATCH=/shared/run torchrun ... train.py
+      foreprop top /shared/run
     """
     console = Console()
     page, over = live_page(directory)

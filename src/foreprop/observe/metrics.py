@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from foreprop.quantities import rate_text, short, time_text
 
@@ -24,14 +24,19 @@ class Totals:
     max_queue_depth: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
-    """The rank that the others wait for."""
+class HoldUp(Protocol):
+    """What holds up the others, in words as a text."""
 
-    rank: int
-    late_s: float
-    """Behind the others, in a step."""
-    since_step: int
+    @property
+    def rank(self) -> int | None:
+        """None: it is no rank."""
+
+    @property
+    def late_s(self) -> float:
+        """Behind the others, in each step."""
+
+    @property
+    def since_step(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class Metrics:
     """Frames queued at this moment."""
     max_queue_depth: int
     """The most since the start of the session."""
-    straggler: Straggler | None = None
+    straggler: HoldUp | None = None
     """If somebody knows that one rank holds up the others."""
 
     @property
@@ -90,7 +95,8 @@ class Metrics:
             "queue_depth": float(self.queue_depth),
         }
         if self.straggler is not None:
-            found["straggler_rank"] = float(self.straggler.rank)
+            rank = self.straggler.rank
+            found["straggler_rank"] = math.nan if rank is None else float(rank)
             found["straggler_late_s"] = self.straggler.late_s
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -106,13 +112,11 @@ class Metrics:
         parts += [f"{rate_text(self.sent_bits_per_s)} out"] * bool(self.pushed_bytes)
         parts += [f"{rate_text(self.received_bits_per_s)} in"] * bool(self.reply_bytes)
         if self.straggler is not None:
-            late, since = self.straggler.late_s, self.straggler.since_step
-            who = f"rank {self.straggler.rank} is {time_text(late)} late since step {since}"
-            parts.append(who)
+            parts.append(f"{self.straggler} since step {self.straggler.since_step}")
         return f"step {self.step}: {', '.join(parts)}"
 
 
-def no_straggler() -> Straggler | None:
+def no_straggler() -> HoldUp | None:
     """Nobody knows of one."""
     return None
 
@@ -123,7 +127,7 @@ class Meter:
     def __init__(
         self,
         read: Callable[[], Totals],
-        straggler: Callable[[], Straggler | None] = no_straggler,
+        straggler: Callable[[], HoldUp | None] = no_straggler,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._read, self._straggler, self._clock = read, straggler, clock

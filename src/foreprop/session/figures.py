@@ -14,7 +14,7 @@ import torch
 from foreprop.config import LOGGER, Config
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
-from foreprop.observe.metrics import Meter, Metrics, Straggler, Totals, no_straggler
+from foreprop.observe.metrics import HoldUp, Meter, Metrics, Totals, no_straggler
 from foreprop.observe.status import State, StatusFile
 from foreprop.version import __version__
 
@@ -34,7 +34,7 @@ class Follower:
     """
 
     def __init__(self, read: Callable[[], Totals]) -> None:
-        self.straggler: Callable[[], Straggler | None] = no_straggler
+        self.straggler: Callable[[], HoldUp | None] = no_straggler
         self._read = read
         self._told: list[tuple[int, Meter, Told]] = []
         self._meter = self._new_meter()
