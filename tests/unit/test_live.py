@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from foreprop.cli.main import app
+from foreprop.cli.top import top
 from foreprop.observe.status import RankStatus
 from foreprop.report.live import is_over, live_page, waited_for
 
@@ -115,3 +117,26 @@ def test_piped_the_table_is_printed_once(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0
         assert result.output.count("node1") == 1
+
+
+def test_in_a_terminal_it_goes_on_until_all_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = io.StringIO()
+    console = Console(file=seen, force_terminal=True, width=120)
+    monkeypatch.setattr("foreprop.cli.top.Console", lambda: console)
+    shown(tmp_path, status(0), status(1), status(2))
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            ended = [status(n, state="closed", step=1600) for n in (0, 2)]
+            shown(tmp_path, *ended, status(1, state="failed", error="ValueError: odd"))
+
+    monkeypatch.setattr("foreprop.cli.top.time.sleep", sleep)
+    top(tmp_path, every=0.25)
+    assert slept == [0.25, 0.25]
+    assert "1,500" in seen.getvalue()
+    assert "1,600" in seen.getvalue()
+    assert "rank 1 (node1) failed: ValueError: odd" in seen.getvalue()
