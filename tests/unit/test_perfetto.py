@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections import defaultdict
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from traced_run import find_partial_overlaps, record_run
 
 from foreprop.report.perfetto import Span, lay_out, merge_traces, place, rates
-from foreprop.report.tracefile import read_folder
+from foreprop.report.tracefile import ProcessTrace, read_folder
 
 SLICES, STEPS, RANKS = 3, 6, 2
 
@@ -90,7 +91,7 @@ def test_arrows_lead_from_the_push_over_update_and_reply_to_the_first_use(
 ) -> None:
     events = laid_out["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    arrows = defaultdict(list)
+    arrows, times = defaultdict(list), defaultdict(list)
     for event in events:
         if event["ph"] in "stf":
             around = [
@@ -101,7 +102,9 @@ def test_arrows_lead_from_the_push_over_update_and_reply_to_the_first_use(
             ]
             assert around, "Perfetto drops an arrow that begins or ends outside of a span"
             arrows[event["id"]].append((event["ph"], around[-1]))
+            times[event["id"]].append(event["ts"])
     assert len(arrows) == SLICES * STEPS * RANKS
+    assert all(moments == sorted(moments) for moments in times.values())
     way = ["push_sent", "updated", "reply_sent", "reply_received"]
     ends = [tuple(kind for _, kind in arrow) for arrow in arrows.values()]
     for arrow in arrows.values():
@@ -123,8 +126,8 @@ def test_counters_end_at_nothing(laid_out: dict[str, Any]) -> None:
         "push queue",
         "reply queue",
         "pushes under way, KB",
-        "sent, Mbit/s",
-        "received, Mbit/s",
+        "link out, Mbit/s",
+        "link in, Mbit/s",
     }
     for samples in values.values():
         assert samples == sorted(samples)
@@ -171,3 +174,50 @@ def test_sessions_of_one_folder_are_kept_apart(tmp_path: Path) -> None:
     assert len(events) == count
     assert len({event["pid"] for event in events}) == 8
     assert find_partial_overlaps(events) == []
+
+
+def process(name: str) -> ProcessTrace:
+    return ProcessTrace(
+        process=name, session="s", number=0, about={}, threads={}, spans=[], written_s=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "changed", "crosses"),
+    [
+        ("worker 1", 1, {}, False),
+        ("worker 1", 0, {}, True),
+        ("server 0", 1, {}, True),
+        ("server 1", 1, {}, False),
+        ("worker 3", 1, {"ranks": 4}, False),
+        ("worker 3", 0, {"ranks": 4}, True),
+        ("worker 1", 3, {"servers": 4}, False),
+        ("worker 1", 1, {"dedicated_servers": 2}, True),
+        ("relay 1", 1, {}, True),
+        ("worker 1", -1, {}, True),
+    ],
+)
+def test_which_frames_cross_a_link(
+    name: str, peer: int, changed: dict[str, int], crosses: bool
+) -> None:
+    about = {"nodes": 2, "ranks": 2, "servers": 2, "dedicated_servers": 0, **changed}
+    assert process(name).crosses(peer, about) is crosses
+    assert process(name).crosses(peer, {})
+
+
+def test_where_clocks_disagree_an_arrow_still_leads_forward(tmp_path: Path) -> None:
+    record_run(tmp_path, steps=2)
+    traces = []
+    for trace in read_folder(tmp_path):
+        late_us = 40_000 if trace.server == 1 else 0  # that machine's clock is ahead
+        spans = [{**span, "ts": span["ts"] + late_us} for span in trace.spans]
+        traces.append(dataclasses.replace(trace, spans=spans))
+    arrows = defaultdict(list)
+    for event in lay_out(traces)["traceEvents"]:
+        if event["ph"] in "stf":
+            arrows[event["id"]].append((event["ts"], event["ph"]))
+    assert len(arrows) == SLICES * 2 * RANKS
+    for arrow in arrows.values():
+        assert arrow == sorted(arrow, key=lambda step: step[0])
+        phases = "".join(phase for _, phase in arrow)
+        assert phases == "s" + "t" * (len(phases) - 2) + "f"

@@ -45,6 +45,7 @@ def facts(ranks: int, rate: float | None) -> dict[str, object]:
         "ranks": ranks,
         "nodes": ranks,
         "servers": ranks,
+        "dedicated_servers": 0,
         "architecture": None,
         "update": "auto",
         "order": "priority",

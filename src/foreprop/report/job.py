@@ -260,23 +260,17 @@ def busiest_rate(about: Mapping[str, Any], traces: Sequence[ProcessTrace]) -> fl
 
     Over 20 ms. 0 if nothing has come from another node.
     """
-    ranks, nodes, servers = about["ranks"], about["nodes"], about["servers"]
     arrived: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
     for trace in traces:
+        node = trace.node(about)
+        if node is None:
+            continue
         for event in trace.spans:
-            args, category = event["args"], event["cat"]
-            peer = args.get("peer", -1)
-            if peer < 0:
-                continue
-            if category == Stage.REPLY_RECEIVED.value and trace.rank is not None:
-                here, there = trace.rank * nodes // ranks, peer * nodes // servers
-            elif category == Stage.PUSH_RECEIVED.value and trace.server is not None:
-                here, there = trace.server * nodes // servers, peer * nodes // ranks
-            else:
-                continue
-            if here != there:
+            args = event["args"]
+            is_received = event["cat"] in (Stage.REPLY_RECEIVED.value, Stage.PUSH_RECEIVED.value)
+            if is_received and trace.crosses(args.get("peer", -1), about):
                 stop_s = (float(event["ts"]) + float(event["dur"])) / 1e6
-                arrived[here].append((stop_s, args["bytes"]))
+                arrived[node].append((stop_s, args["bytes"]))
     return max((_most(frames) for frames in arrived.values()), default=0.0)
 
 

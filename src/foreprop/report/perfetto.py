@@ -61,8 +61,10 @@ def lay_out(traces: Sequence[ProcessTrace]) -> dict[str, Any]:
     """The whole file: Chrome's trace event format, in its form as an object."""
     stamps = [float(span["ts"]) for trace in traces for span in trace.spans]
     zero_us = min(stamps, default=0.0)
+    abouts = {trace.session: trace.about for trace in traces if trace.about}
     tracks = [
-        ProcessTracks.of(trace, number, zero_us) for number, trace in enumerate(traces, start=1)
+        ProcessTracks.of(trace, number, zero_us, abouts.get(trace.session, {}))
+        for number, trace in enumerate(traces, start=1)
     ]
     events = [event for process in tracks for event in process.events()]
     numbers = itertools.count(1)
@@ -72,10 +74,9 @@ def lay_out(traces: Sequence[ProcessTrace]) -> dict[str, Any]:
     for processes in by_session.values():
         events += _arrows(processes, numbers)
         events += _under_way(processes)
-    about = next((trace.about for trace in traces if trace.about), {})
     return {
         "displayTimeUnit": "ms",
-        "otherData": {**about, "zero_us": zero_us},
+        "otherData": {"sessions": abouts, "zero_us": zero_us},
         "traceEvents": events,
     }
 
@@ -144,15 +145,19 @@ class ProcessTracks:
     number: int
     """Its "pid" in the new file."""
     spans: list[Span]
+    about: Mapping[str, Any]
+    """What is run, as a worker of the session has told."""
     placed: list[Placed] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     """Of the tracks."""
 
     @classmethod
-    def of(cls, trace: ProcessTrace, number: int, zero_us: float) -> ProcessTracks:
+    def of(
+        cls, trace: ProcessTrace, number: int, zero_us: float, about: Mapping[str, Any]
+    ) -> ProcessTracks:
         spans = [_span(event, zero_us) for event in trace.spans]
         spans += _steps(trace, zero_us)
-        made = cls(trace=trace, number=number, spans=spans)
+        made = cls(trace=trace, number=number, spans=spans, about=about)
         made._place()
         return made
 
@@ -213,10 +218,11 @@ class ProcessTracks:
             yield from _counter(self.number, name, "slices", _summed(changes))
 
     def _rate(self) -> Iterator[Event]:
-        """What leaves and what arrives, on average over a short while."""
-        for name, categories in (("sent", _SENT), ("received", _RECEIVED)):
+        """What leaves the node and what comes to it, on average over a short while."""
+        for name, categories in (("link out", _SENT), ("link in", _RECEIVED)):
             spans = [span for span in self.spans if span.category in categories]
-            yield from _counter(self.number, f"{name}, Mbit/s", "Mbit/s", rates(spans))
+            crossing = [s for s in spans if self.trace.crosses(s.args.get("peer", -1), self.about)]
+            yield from _counter(self.number, f"{name}, Mbit/s", "Mbit/s", rates(crossing))
 
 
 def rates(spans: Sequence[Span]) -> list[tuple[int, float]]:
@@ -322,8 +328,18 @@ def _arrows(processes: Sequence[ProcessTracks], numbers: Iterator[int]) -> Itera
 
 
 def _arrow(steps: Sequence[Placed], number: int) -> Iterator[Event]:
-    for place_, (process, track, span) in enumerate(steps):
-        kind = "s" if place_ == 0 else "f" if place_ == len(steps) - 1 else "t"
+    """Forward in time, as Perfetto wants it: where clocks disagree, without that step."""
+    at_ns, way = 0, []
+    for placed in steps:
+        at_ns = max(at_ns, placed.span.start_ns)
+        if at_ns <= placed.span.stop_ns:
+            way.append((at_ns, placed))
+        else:
+            at_ns = way[-1][0]
+    if len(way) < 2:
+        return
+    for place_, (at_ns, (process, track, _)) in enumerate(way):
+        kind = "s" if place_ == 0 else "f" if place_ == len(way) - 1 else "t"
         event: Event = {
             "ph": kind,
             "cat": "slice",
@@ -331,7 +347,7 @@ def _arrow(steps: Sequence[Placed], number: int) -> Iterator[Event]:
             "id": number,
             "pid": process,
             "tid": track,
-            "ts": (span.start_ns + (span.stop_ns - span.start_ns) // 2) / 1e3,
+            "ts": at_ns / 1e3,
         }
         yield event if kind == "s" else {**event, "bp": "e"}
 
@@ -349,7 +365,8 @@ def _first_uses(worker: ProcessTracks) -> dict[tuple[str, int], Placed]:
     """By parameter, or layer, and step: where the forward pass waits for it, or else uses it."""
     found: dict[tuple[str, int], Placed] = {}
     for placed in sorted(worker.placed, key=lambda p: p.span.start_ns):
-        if placed.span.category in ("wait", "forward"):
+        span = placed.span
+        if span.category in ("wait", "forward") and span.stop_ns > span.start_ns:
             found.setdefault((placed.span.name, placed.span.args["step"]), placed)
     return found
 

@@ -42,9 +42,38 @@ class ProcessTrace:
         """None if it is no server."""
         return self._number("server")
 
+    def crosses(self, peer: int, about: Mapping[str, Any]) -> bool:
+        """Whether frames to and from this peer pass a link between nodes, as far as is known."""
+        here = self.node(about)
+        if here is None or peer < 0:
+            return True
+        there = server_node(peer, about) if self.rank is not None else rank_node(peer, about)
+        return here != there
+
+    def node(self, about: Mapping[str, Any]) -> int | None:
+        """The number of its machine; None if that is not known."""
+        if about and self.rank is not None:
+            return rank_node(self.rank, about)
+        if about and self.server is not None:
+            return server_node(self.server, about)
+        return None
+
     def _number(self, kind: str) -> int | None:
         found, _, number = self.process.partition(" ")
         return int(number) if found == kind and number.isdecimal() else None
+
+
+def rank_node(rank: int, about: Mapping[str, Any]) -> int:
+    node: int = rank * about["nodes"] // about["ranks"]
+    return node
+
+
+def server_node(server: int, about: Mapping[str, Any]) -> int:
+    """Dedicated servers are on machines after those of the workers."""
+    if about.get("dedicated_servers"):
+        return int(about["nodes"] + server)
+    node: int = server * about["nodes"] // about["servers"]
+    return node
 
 
 def read_folder(folder: Path) -> list[ProcessTrace]:

@@ -148,6 +148,7 @@ def facts_of(
         "ranks": ranks,
         "nodes": nodes,
         "servers": config.servers_on(nodes),
+        "dedicated_servers": config.dedicated_servers,
         "architecture": config.architecture,
         "update": config.update,
         "order": config.order,
