@@ -74,8 +74,9 @@ def test_errors_and_silence_are_told(tmp_path: Path) -> None:
     text = shown(
         tmp_path,
         status(0, state="failed", error="PeerLost: rank 1 is gone"),
-        status(2, at_s=NOW_S - 75, step_s=None),
+        status(2, at_s=NOW_S - 75, step_s=None, received_bits_per_s=0.0),
     )
+    assert "0 bit/s" not in text  # a ring has no replies
     assert "rank 0 (node0) failed: PeerLost: rank 1 is gone" in text
     assert "no word for 75 s" in text
     assert "1 of 3 ranks have left no word yet" in text

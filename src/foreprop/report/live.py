@@ -74,12 +74,16 @@ def _table(statuses: Sequence[RankStatus], now_s: float) -> Table:
             f"{status.step:,}",
             "-" if status.step_s is None else time_text(status.step_s),
             "-" if status.waiting_share is None else f"{100 * status.waiting_share:.0f}%",
-            "-" if status.sent_bits_per_s is None else rate_text(status.sent_bits_per_s),
-            "-" if status.received_bits_per_s is None else rate_text(status.received_bits_per_s),
+            _rate(status.sent_bits_per_s),
+            _rate(status.received_bits_per_s),
             str(status.queue_depth),
             _state(status, now_s, slowest=status.rank == slowest),
         )
     return shown
+
+
+def _rate(bits_per_s: float | None) -> str:
+    return rate_text(bits_per_s) if bits_per_s else "-"
 
 
 def _state(status: RankStatus, now_s: float, *, slowest: bool) -> Text:
