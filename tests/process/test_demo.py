@@ -165,7 +165,7 @@ def test_ctrl_c_ends_the_demo_silently(tmp_path: Path) -> None:
     with start(tmp_path, *DEMO, "--steps", "5000") as process:
         told = ""
         deadline = time.monotonic() + _TIMEOUT_S
-        while "order=priority" not in told and time.monotonic() < deadline:
+        while "preset p3" not in told and time.monotonic() < deadline:
             told += process.stderr.readline() if process.stderr else ""
         os.killpg(process.pid, signal.SIGINT)
         try:

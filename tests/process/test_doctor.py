@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from foreprop.cli.doctor import examine_hosts
-from foreprop.config import environment_for_hosts
+from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.doctor.findings import find
 from foreprop.doctor.records import Examination, Finding
 from foreprop.run.plan import Plan, hosts_here

@@ -23,7 +23,7 @@ import msgspec
 import psutil
 import pytest
 
-from foreprop.config import environment_for_hosts
+from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.run.plan import Plan, hosts_here
 from foreprop.run.records import START, Ready, decode
 from foreprop.run.resources import parse_resources

@@ -13,7 +13,7 @@ MOST_LINES = 10_000
 
 NEVER = (
     "numerics tables relays collectives data auto workload model simulate report run doctor lab"
-    " demo cli"
+    " demo cli callbacks"
 ).split()
 """Folders of which a plain training uses nothing."""
 
@@ -64,6 +64,8 @@ def test_a_plain_training_loads_no_feature() -> None:
     unused = {"hooks.scripted", "hooks.compute_trace", "session.checkpoints", "session.automatic"}
     unused |= {"hooks.copies", "hooks.wrappers", "config.typed", "gradients.roundpart"}
     unused |= {"path.requests", "path.sums", "path.tensors", "path.gpumemory", "observe.trace"}
+    unused |= {"observe.metrics", "observe.status", "session.figures", "session.seconderror"}
+    unused |= {"config.checks", "config.otherhosts"}
     unused |= {"core.norm", "core.agreement", "core.shards", "core.collect"}
     unused |= {"link.pacing", "servers.dedicated", "servers.main", "servers.servedstate"}
     assert not unused & loaded().keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 import threading
@@ -17,7 +16,7 @@ import torch
 
 import foreprop
 from foreprop.core.frames import Stage
-from foreprop.observe.trace import merge_traces
+from foreprop.report.tracefile import read_folder
 from tests.cluster import worlds
 
 PAGE = Path(__file__).parents[2] / "docs" / "path.md"
@@ -39,9 +38,7 @@ def record_stages(folder: Path) -> list[dict[str, Any]]:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    merged = folder / "merged.json"
-    merge_traces(folder, merged)
-    events = json.loads(merged.read_text())["traceEvents"]
+    events = [dict(span) for trace in read_folder(folder) for span in trace.spans]
     names = {stage.value for stage in Stage}
     ours = [
         event for event in events if event.get("cat") in names and event["args"]["step"] == STEP

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foreprop.cli.main import app
-from foreprop.config import environment_for_hosts
+from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from foreprop.session.session import ConnectedSession
 from tests.cluster import worlds
 
 CALLED = {
+    "call_every",
     "close",
     "config",
     "describe",
@@ -22,6 +24,7 @@ CALLED = {
     "load_ema_state_dict",
     "load_tables",
     "master_state_dict",
+    "metrics",
     "planning",
     "rank",
     "rows",
@@ -50,3 +53,23 @@ def test_neither_has_the_object(alone: bool) -> None:
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_help_says_what_each_is_for(name: str) -> None:
     assert inspect.getdoc(getattr(foreprop.Session, name))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "preset p3, slice_elems=50000"),
+        ({"preset": "kvstore"}, "preset kvstore,"),
+        ({"order": "fifo"}, "preset slicing,"),
+        (
+            {"preset": "kvstore", "order": "priority"},
+            "granularity=array order=priority reply=notify placement=kvstore,",
+        ),
+    ],
+)
+def test_the_line_at_the_start_names_the_preset(settings: dict[str, Any], told: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], **settings) as session:
+        assert told in session.describe()
+        assert session.describe().startswith("1 workers on 1 node(s), 1 server(s) beside")

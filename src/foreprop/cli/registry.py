@@ -83,6 +83,18 @@ COMMANDS = (
         DECIDE,
     ),
     Entry(
+        "report",
+        "foreprop.cli.report:report",
+        "Make one HTML page of a job's traces: time per step, waiting, and a timeline.",
+        DECIDE,
+    ),
+    Entry(
+        "top",
+        "foreprop.cli.top:top",
+        "Show all ranks of a training: step, time per step, waiting, traffic, and what failed.",
+        DECIDE,
+    ),
+    Entry(
         "lab run",
         "foreprop.cli.lab:run",
         "Measure several systems in one cluster, their steps interleaved; write results.json.",

@@ -15,7 +15,7 @@ import typer
 
 from foreprop.cli.options import Command, Shown, filling
 from foreprop.cli.output import print_json
-from foreprop.config import environment_for_hosts
+from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host, read_resources

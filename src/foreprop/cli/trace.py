@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from foreprop.cli.output import print_json
-from foreprop.errors import ConfigError
-from foreprop.observe.trace import merge_traces
+from foreprop.report.perfetto import merge_traces
 
 
 def trace(
@@ -33,17 +32,7 @@ def trace(
       foreprop trace runs/trace --out all.json
     """
     target = out or directory / "merged.json"
-    if not any(directory.glob("*.trace.json")):
-        raise ConfigError(
-            f"{directory} has no *.trace.json: a process writes its own when its session closes,"
-            " if parallelize() had trace=FOLDER or FOREPROP_TRACE was set"
-        )
-    try:
-        count = merge_traces(directory, target)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"a trace in {directory} is damaged: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
+    count = merge_traces(directory, target)
     if as_json:
         print_json({"file": str(target), "events": count})
     else:

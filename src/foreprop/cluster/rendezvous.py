@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 
 from foreprop.cluster.world import World
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.errors import (
     HandshakeError,
     RemoteProtocolError,
@@ -172,8 +171,8 @@ class Board:
                 )
             if now >= report_at:
                 report_at = float("inf")
-                text = f"foreprop: rank {self.rank} for {now - started:.0f} s waits for {what}"
-                print(text, file=sys.stderr, flush=True)
+                waited_s = now - started
+                LOGGER.warning("rank %d for %.0f s waits for %s", self.rank, waited_s, what)
             # Store.wait() would block Ctrl-C, and torch prints a warning whenever it times out
             time.sleep(min(pause_s, started + timeout_s - now))
             pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
@@ -221,12 +220,12 @@ def agree_on_session(
     """Rank 0's session id; raises `HandshakeError` if this rank has another cluster in mind.
 
     ``shape`` is what decides who connects to whom: who does not agree on that could never meet.
-    `ConfigError` if this rank's traces cannot be written: better now than after the training.
+    `ConfigError` if what it is to record cannot be written: better now than after the training.
     """
-    if config.trace is not None:
-        from foreprop.observe.trace import check_trace_folder
+    if config.trace is not None or config.watch is not None:
+        from foreprop.observe.trace import check_folders
 
-        check_trace_folder(config.trace)
+        check_folders(config)
     if board.rank == 0:
         board.publish("", json.dumps([session_id, shape]))
         return session_id

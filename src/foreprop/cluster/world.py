@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     rendezvous,
 )
 
-from foreprop.config import Config, LaunchInfo, launch_info
+from foreprop.config import LOGGER, Config, LaunchInfo, launch_info
 from foreprop.errors import ForepropError, TransportError
 
 LIMIT_S = 30.0
@@ -56,7 +55,7 @@ class Partings:
         try:
             part()
         except ForepropError as error:
-            print(f"foreprop: {error}", file=sys.stderr, flush=True)
+            LOGGER.error("%s", error)
             self._errors.append(error)
 
     def wait(self) -> None:

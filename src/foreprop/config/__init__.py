@@ -1,11 +1,10 @@
 """Settings, presets and the environment."""
 
 from foreprop.config.environment import (
+    LOGGER,
     LaunchInfo,
     child_environment,
     did_you_mean,
-    environment_for_hosts,
-    foreign_setting,
     launch_info,
     parse_setting,
 )
@@ -19,6 +18,7 @@ from foreprop.config.settings import (
 )
 
 __all__ = [
+    "LOGGER",
     "PRESETS",
     "Architecture",
     "Collectives",
@@ -28,8 +28,6 @@ __all__ = [
     "Preset",
     "child_environment",
     "did_you_mean",
-    "environment_for_hosts",
-    "foreign_setting",
     "launch_info",
     "parse_setting",
 ]

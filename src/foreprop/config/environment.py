@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import ipaddress
+import logging
 import math
 import os
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from foreprop.errors import ConfigError
+
+LOGGER = logging.getLogger("foreprop")
+"""All that is reported to a person while a session is there."""
 
 _PREFIX = "FOREPROP_"
 _OTHER_NAMES = ("preset", "data")
@@ -29,7 +32,7 @@ def settings_from_environment(hints: Mapping[str, Any]) -> dict[str, Any]:
         name = variable.removeprefix(_PREFIX)
         if name != variable and name not in known:
             advice = did_you_mean(name, known, prefix=_PREFIX)
-            print(f"foreprop: {variable} is set, but is no setting{advice}", file=sys.stderr)
+            LOGGER.warning("%s is set, but is no setting%s", variable, advice)
     variables = {f"{_PREFIX}{name.upper()}": name for name in hints}
     return {
         name: parse_setting(variable, os.environ[variable], hints[name])
@@ -80,11 +83,6 @@ def _int_variable(name: str, default: int) -> int:
         raise ConfigError(f"{name} is {text!r}; it must be a whole number") from error
 
 
-def foreign_setting(name: Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]) -> str | None:
-    """A variable of torch's, for ``foreprop doctor`` to show; None if it is not set."""
-    return os.environ.get(name)
-
-
 def child_environment() -> dict[str, str]:
     """The environment for a server that this process starts: it takes no part in torchrun."""
     ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
@@ -93,33 +91,6 @@ def child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ours and not name.startswith(("FOREPROP_", "TORCHELASTIC_"))
     } | {"OMP_NUM_THREADS": "1"}
-
-
-def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
-    """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
-
-    An ``interface`` that is an address is this machine's alone, and stays here. Raises
-    `ConfigError`.
-    """
-    found = {name: value for name, value in os.environ.items() if name.startswith("FOREPROP_")}
-    if _is_address(found.get("FOREPROP_INTERFACE", "")):
-        del found["FOREPROP_INTERFACE"]
-    for text in names:
-        name, equals, value = text.partition("=")
-        if not name.isidentifier() or not name.isascii():
-            raise ConfigError(f"env is {text!r}; it must be NAME or NAME=VALUE")
-        if not equals and name not in os.environ:
-            raise ConfigError(f"env is {text!r}, which is not set here; set it or say {name}=VALUE")
-        found[name] = value if equals else os.environ[name]
-    return found
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
@@ -186,3 +157,28 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {prefix + found[0]!r}?" if found else ""
+
+
+# What is reported to a person.
+class _StandardError(logging.StreamHandler[Any]):
+    """Shows what is reported, as long as the program has not said where else it is to be seen."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if any(_is_to_be_seen(handler) for handler in (*LOGGER.handlers, *logging.root.handlers)):
+            return
+        self.stream = sys.stderr  # as it is now
+        super().emit(record)
+
+
+def _is_to_be_seen(handler: logging.Handler) -> bool:
+    """A stream that is a file, or a text in memory, is looked at later, if at all."""
+    if isinstance(handler, logging.StreamHandler):
+        return handler is not _shown and handler.stream in (sys.stderr, sys.stdout)
+    return not isinstance(handler, logging.NullHandler)
+
+
+_shown = _StandardError()
+_shown.setFormatter(logging.Formatter("foreprop: %(message)s"))
+LOGGER.addHandler(_shown)
+if LOGGER.level == logging.NOTSET:
+    LOGGER.setLevel(logging.INFO)

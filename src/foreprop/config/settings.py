@@ -204,7 +204,18 @@ class Config:
     step_timeout_s: float = _setting(300.0, "no progress for this long is an error", 0.1)
     join_timeout_s: float = _setting(120.0, "how long to wait for all processes at the start", 0.1)
     stall_report_s: float = _setting(10.0, "a wait this long is reported on standard error", 0.1)
-    trace: str | None = _setting(None, "folder for Chrome/Perfetto traces of every process")
+    trace: str | None = _setting(
+        None, "folder for traces of every process, for `foreprop report` and `foreprop trace`"
+    )
+    trace_steps: str | None = _setting(
+        None, "which steps are traced: FIRST-LAST, several separated by commas; by default all"
+    )
+    log_steps: int | None = _setting(
+        None, "every so many steps rank 0 logs speed, waiting and traffic (logger foreprop)", 1
+    )
+    watch: str | None = _setting(
+        None, "folder where each rank says every second how it goes, for `foreprop top`"
+    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(Config)
@@ -214,8 +225,15 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        self._check_architecture()
+        if self.architecture is not None or self.slice_elems == "auto":
+            from foreprop.config.checks import check_architecture
+
+            check_architecture(self)
         self._check_aggregation()
+        if self.trace_steps is not None:
+            from foreprop.config.checks import parse_windows
+
+            parse_windows(self.trace_steps)
         if self.table_init is not None:
             from foreprop.core.rowinit import check_table_init
 
@@ -232,40 +250,6 @@ class Config:
             raise ConfigError(
                 f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is"
                 f" {self.clip_grad_value!r}; set one of them"
-            )
-
-    def _check_architecture(self) -> None:
-        if self.slice_elems == "auto":
-            self._check_automatic_slices()
-        if self.architecture == "ps" and not self.dedicated_servers:
-            raise ConfigError("architecture is 'ps'; set dedicated_servers to their number")
-        if self.architecture in ("p2p", "ring") and self.dedicated_servers:
-            raise ConfigError(
-                f"architecture is {self.architecture!r}, which has no dedicated_servers; there are"
-                f" to be {self.dedicated_servers}"
-            )
-        if self.architecture == "ring" and self.local_aggregation == "on":
-            raise ConfigError(
-                "local_aggregation is 'on', which is for servers; architecture is 'ring', whose"
-                " ranks are ordered by node, so that each gradient crosses a link about once anyway"
-            )
-        collective = self.architecture in ("ring", "hybrid", "auto")
-        if collective and self.link_rate_bits_per_s is not None:
-            raise ConfigError(
-                "link_rate_bits_per_s paces foreprop's own connections; architecture="
-                f"{self.architecture!r} uses torch.distributed's"
-            )
-
-    def _check_automatic_slices(self) -> None:
-        if self.architecture in ("ring", "hybrid") or self.granularity != "slice":
-            raise ConfigError(
-                f"slice_elems is 'auto', and with architecture={self.architecture!r}, granularity="
-                f"{self.granularity!r} there are no slices to choose for; leave it out"
-            )
-        if self.dedicated_servers:
-            raise ConfigError(
-                "slice_elems is 'auto', which is for servers beside the workers; with"
-                f" dedicated_servers={self.dedicated_servers} give a number"
             )
 
     @classmethod

@@ -60,3 +60,6 @@ class Settings(TypedDict, total=False):
     join_timeout_s: float
     stall_report_s: float
     trace: str | None
+    trace_steps: str | None
+    log_steps: int | None
+    watch: str | None

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import psutil
 
-from foreprop.config import Config, foreign_setting
+from foreprop.config import Config
+from foreprop.config.otherhosts import foreign_setting
 from foreprop.doctor.records import Facts, Introduce, Resolved
 from foreprop.errors import ForepropError
 from foreprop.link.stream import check_reachable, local_address

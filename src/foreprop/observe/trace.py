@@ -1,18 +1,24 @@
-"""Records what happened when, as a Chrome trace that Perfetto and chrome://tracing open.
+"""Records what happened when, in a file that grows while the process runs.
 
-A slice passes the stages of `core.frames.Stage`, in that order.
+A slice passes the stages of `core.frames.Stage`, in that order. ``foreprop trace`` lays the files
+out for Perfetto, ``foreprop report`` draws them.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
+
+from foreprop.config import LOGGER, Config
+from foreprop.config.checks import parse_windows
 from foreprop.core.frames import Stage
 from foreprop.core.wire import Header
 from foreprop.errors import ConfigError, StorageError
@@ -32,32 +38,70 @@ class RingStage(Enum):
 
 Clock = Callable[[], int]
 
+ENDING = ".trace.json"
+ABOUT = "foreprop"
+"""The name of the event that says what was run."""
+_HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+_TAIL = b"\n]}\n"
 _EVENTS_LIMIT = 2_000_000
+"""In a file: about 400 MB."""
+_WAITING_LIMIT = 200_000
+"""In memory, where the disk does not keep up."""
+_WRITE_EVERY_S = 0.5
+_AT_ONCE = 256
+"""Events that are encoded together: who trains gets the interpreter back in between."""
+
+
+class _Span(NamedTuple):
+    category: str
+    name: str
+    start_ns: int
+    stop_ns: int
+    thread: int
+    step: int
+    size_bytes: int
+    slice_: int
+    priority: int
+    peer: int
 
 
 def trace_path(folder: Path, process: str, session_id: str) -> Path:
     """Where a process's trace goes; several sessions may share a folder."""
-    return folder / f"{process}.{session_id}.trace.json"
+    return folder / f"{process}.{session_id}{ENDING}"
 
 
 class TraceRecorder:
-    """Collects spans of one process and writes them at the end. Any thread may call it.
+    """Collects spans of one process and writes them twice a second. Any thread may call it.
 
-    Times are `time.time_ns` values, so that traces of several processes can be laid together
-    (on one machine exactly, across machines as well as their clocks agree).
+    So memory is bounded, and what was recorded half a second before a process died is kept.
+    ``steps``: those that are recorded, as the setting ``trace_steps`` has them. Times are
+    `time.time_ns` values, so that traces of several processes can be laid together (on one machine
+    exactly, across machines as well as their clocks agree).
     """
 
-    def __init__(self, path: Path, process: str, process_id: int) -> None:
+    def __init__(self, path: Path, process: str, process_id: int, steps: str | None = None) -> None:
         self.path = path
-        self._process = process
         self._process_id = process_id
         self._offset_ns = _wall_clock_offset_ns()
-        self._events: list[tuple[str, str, int, int, int, int, int, int, int]] = []
-        self._thread_names: dict[int, str] = {}  # a thread may have ended before `write`
+        self._windows = None if steps is None else parse_windows(steps)
+        self._spans: deque[_Span] = deque()
+        self._meta: deque[dict[str, object]] = deque()
+        self._count = self._dropped = 0
+        self._thread_names: dict[int, str] = {}
+        self._error: OSError | None = None
+        self._begun = False
+        self._ending = threading.Event()
+        self._writer = threading.Thread(target=self._run, name="foreprop-trace", daemon=True)
+        self._started = threading.Lock()
+        self._note("process_name", {"name": process})
 
     @staticmethod
     def now_ns() -> int:
         return time.perf_counter_ns()
+
+    def describe(self, facts: Mapping[str, object]) -> None:
+        """Say what is run, for reports; of several times the last one counts."""
+        self._note(ABOUT, facts)
 
     def span(
         self,
@@ -70,16 +114,24 @@ class TraceRecorder:
         size_bytes: int = 0,
         slice_: int = -1,
         priority: int = 0,
+        peer: int = -1,
     ) -> None:
-        """Record a span from ``start_ns`` (see `now_ns`) to ``stop_ns``, by default now."""
-        if len(self._events) >= _EVENTS_LIMIT:
+        """Record a span from ``start_ns`` (see `now_ns`) to ``stop_ns``, by default now.
+
+        ``peer``: the number of the server, or the rank, that it is sent to or comes from.
+        """
+        if self._windows is not None and not any(step in window for window in self._windows):
             return
+        if self._count >= _EVENTS_LIMIT or len(self._spans) >= _WAITING_LIMIT:
+            self._dropped += 1
+            return
+        self._count += 1
         stop = self.now_ns() if stop_ns is None else stop_ns
         thread = threading.get_native_id()
         if thread not in self._thread_names:
-            self._thread_names[thread] = threading.current_thread().name
-        self._events.append(
-            (category, name, start_ns, stop, thread, step, size_bytes, slice_, priority)
+            self._name_thread(thread)
+        self._spans.append(
+            _Span(category, name, start_ns, stop, thread, step, size_bytes, slice_, priority, peer)
         )
 
     def slice_span(
@@ -91,7 +143,7 @@ class TraceRecorder:
         *,
         stop_ns: int | None = None,
     ) -> None:
-        """A stage of a slice, whose parameter is called ``name``."""
+        """A stage of a slice, whose parameter is called ``name``; ``about.rank``: the peer's."""
         self.span(
             stage.value,
             name,
@@ -101,80 +153,107 @@ class TraceRecorder:
             size_bytes=about.payload_bytes,
             slice_=about.slice,
             priority=about.priority,
+            peer=about.rank,
         )
 
     def write(self) -> None:
-        """Write the file; once, at the end of the session. Raises `StorageError`."""
-        meta: list[dict[str, object]] = [
-            {
-                "ph": "M",
-                "pid": self._process_id,
-                "name": "process_name",
-                "args": {"name": self._process},
-            }
-        ]
-        meta += [
-            {
-                "ph": "M",
-                "pid": self._process_id,
-                "tid": ident,
-                "name": "thread_name",
-                "args": {"name": name},
-            }
-            for ident, name in dict(self._thread_names).items()
-        ]
-        events = meta + [self._as_json(event) for event in list(self._events)]
-        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-        partial = self.path.with_suffix(".partial")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text)
-            partial.replace(self.path)
-        except OSError as error:
-            raise StorageError(f"the trace {self.path} cannot be written: {error}") from error
+        """Complete the file; once, at the end of the session. Raises `StorageError`."""
+        with self._started:
+            self._ending.set()
+            started = self._writer.ident is not None
+        if started:
+            self._writer.join()
+        self._write_waiting()
+        self._append(_TAIL)
+        if self._dropped:
+            LOGGER.warning(
+                "%d events were left out of the trace %s, which has %d: set trace_steps",
+                self._dropped,
+                self.path,
+                self._count,
+            )
+        if self._error is not None:
+            raise StorageError(
+                f"the trace {self.path} cannot be written: {self._error}"
+            ) from self._error
 
-    def _as_json(
-        self, event: tuple[str, str, int, int, int, int, int, int, int]
-    ) -> dict[str, object]:
-        category, name, start, stop, thread, step, size_bytes, slice_, priority = event
+    # The writing thread.
+    def _name_thread(self, thread: int) -> None:
+        name = threading.current_thread().name
+        self._thread_names[thread] = name  # it may have ended before it is written
+        self._note("thread_name", {"name": name}, tid=thread)
+        with self._started:
+            if self._writer.ident is None and not self._ending.is_set():
+                self._writer.start()
+
+    def _note(self, name: str, args: Mapping[str, object], **more: int) -> None:
+        self._meta.append(
+            {"ph": "M", "pid": self._process_id, **more, "name": name, "args": dict(args)}
+        )
+
+    def _run(self) -> None:
+        while not self._ending.wait(_WRITE_EVERY_S):
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while (events := list(self._take())) and self._error is None:
+            text = b",\n".join(map(msgspec.json.encode, events))
+            self._append(b",\n" + text if self._begun else _HEAD + text)
+            self._begun = True
+
+    def _take(self) -> Iterator[dict[str, Any]]:
+        """The next few events; whoever adds some meanwhile does not disturb."""
+        while self._meta:
+            yield self._meta.popleft()
+        for _ in range(min(_AT_ONCE, len(self._spans))):
+            yield self._as_event(self._spans.popleft())
+
+    def _append(self, data: bytes) -> None:
+        try:
+            if not self._begun:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab" if self._begun else "wb") as file:
+                file.write(data)
+        except OSError as error:
+            self._error = self._error or error
+
+    def _as_event(self, span: _Span) -> dict[str, Any]:
         return {
             "ph": "X",
-            "cat": category,
-            "name": name,
-            "ts": (start + self._offset_ns) / 1e3,
-            "dur": (stop - start) / 1e3,
+            "cat": span.category,
+            "name": span.name,
+            "ts": (span.start_ns + self._offset_ns) / 1e3,
+            "dur": (span.stop_ns - span.start_ns) / 1e3,
             "pid": self._process_id,
-            "tid": thread,
+            "tid": span.thread,
             "args": {
-                "step": step,
-                "bytes": size_bytes,
-                "slice": slice_,
-                "priority": priority,
+                "step": span.step,
+                "bytes": span.size_bytes,
+                "slice": span.slice_,
+                "priority": span.priority,
+                "peer": span.peer,
             },
         }
 
 
-def check_trace_folder(folder: str) -> None:
-    """Be sure before the session that its traces can be written; raises `ConfigError`."""
+def check_folders(config: Config) -> None:
+    """Be sure before the session that what it records can be written; raises `ConfigError`."""
+    for name in ("trace", "watch"):
+        if (folder := getattr(config, name)) is not None:
+            check_trace_folder(folder, name)
+
+
+def check_trace_folder(folder: str, setting: str = "trace") -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(
-            f"trace is {folder!r}, a folder that cannot be written on this machine: {error}"
+            f"{setting} is {folder!r}, a folder that cannot be written on this machine: {error}"
         ) from error
 
 
 def _wall_clock_offset_ns() -> int:
     """What to add to `now_ns`. A pause between the two clocks makes it too small: take the best."""
     return max(time.time_ns() - time.perf_counter_ns() for _ in range(5))
-
-
-def merge_traces(directory: Path, target: Path) -> int:
-    """Lay all ``*.trace.json`` files of a directory into one file; returns the number of events."""
-    events: list[object] = []
-    for path in sorted(directory.glob("*.trace.json")):
-        events += json.loads(path.read_text())["traceEvents"]
-    target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    return len(events)

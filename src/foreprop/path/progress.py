@@ -1,18 +1,17 @@
 """What threads wait on: something has changed, or something has failed.
 
-Nothing waits in silence: ranks and servers report on standard error what they wait for.
+Nothing waits in silence: ranks and servers report what they wait for.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.core.frames import CompleteParameter, Stage
 from foreprop.errors import ForepropError, StepTimeout
 
@@ -157,4 +156,4 @@ class Progress:
         return error
 
     def report(self, text: str) -> None:
-        print(f"foreprop: rank {self._rank} {text}", file=sys.stderr, flush=True)
+        LOGGER.warning("rank %d %s", self._rank, text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.core.frames import Peers, Stage
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
@@ -92,7 +91,7 @@ class Server:
             process = process or self.name
             path = trace_path(Path(config.trace), process.replace(" ", "-"), session_id)
             number = _FIRST_PROCESS + index if process_id is None else process_id
-            self.trace = TraceRecorder(path, process, number)
+            self.trace = TraceRecorder(path, process, number, config.trace_steps)
 
     # Life.
     def run(self, listener: socket.socket) -> Failure | None:
@@ -115,7 +114,7 @@ class Server:
             except BlockingIOError:
                 continue
             except OSError as error:  # too many descriptors, or gone before we looked
-                print(f"foreprop: {self.name}: accept: {error}", file=sys.stderr)
+                LOGGER.warning("%s: accept: %s", self.name, error)
                 time.sleep(_ACCEPT_AGAIN_S)
                 continue
             self._welcome_socket(sock, address[0])
@@ -231,7 +230,7 @@ class Server:
             if self.trace is not None:
                 self.trace.write()
         except StorageError as error:
-            print(f"foreprop: {self.name}: {error}", file=sys.stderr, flush=True)
+            LOGGER.error("%s: %s", self.name, error)
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Whether the session has ended within this time."""
@@ -282,8 +281,7 @@ class Server:
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""
         who = self._name_of(peer) if peer.joined else "a stranger"
-        message = f"foreprop: {self.name}: {who} broke the protocol: {error}"
-        print(message, file=sys.stderr, flush=True)
+        LOGGER.warning("%s: %s broke the protocol: %s", self.name, who, error)
         if isinstance(error, GreetingRefused):  # it may be a worker that is one too many
             why = f"{self.name} refused the greeting: {error}"
             failure = Failure(kind="HandshakeError", message=why)
@@ -340,7 +338,7 @@ class Server:
 
     def broke(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
-        print(f"foreprop: {self.name} broke:\n{text}", file=sys.stderr, flush=True)
+        LOGGER.error("%s broke:\n%s", self.name, text)
         self.fail(failure_of(error))
 
     def _say_farewell(self) -> None:
@@ -370,7 +368,7 @@ class Server:
 
 
 class StallReporter:
-    """Says on standard error, once per wait, whom this server waits for."""
+    """Reports, once per wait, whom this server waits for."""
 
     def __init__(self, server: Server, after_s: float) -> None:
         self._server = server
@@ -388,5 +386,4 @@ class StallReporter:
         elif not self._reported and now - self._since > self._after_s:
             self._reported = True
             where = self._server.name + (f", step {stalled[1]}" if stalled[1] else "")
-            text = f"foreprop: {where}: for {now - self._since:.0f} s {stalled[2]}"
-            print(text, file=sys.stderr, flush=True)
+            LOGGER.warning("%s: for %.0f s %s", where, now - self._since, stalled[2])

@@ -322,7 +322,7 @@ class WorkerEngine:
                 self.counters.pushed_bytes += size_bytes
             if self.trace is not None:
                 sent = Header(
-                    kind, frame.flags, self.rank, step, slice_, frame.priority, size_bytes
+                    kind, frame.flags, frame.peer, step, slice_, frame.priority, size_bytes
                 )
                 parameter = self.slices[slice_].parameter
                 span, name = self.trace.slice_span, self.parameters[parameter].name

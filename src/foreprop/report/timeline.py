@@ -42,6 +42,8 @@ class TimelineEvent:
     start_s: float
     stop_s: float
     bytes: int = 0
+    slice: int = -1
+    """Its number, if it is one slice."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and self.start_s <= self.stop_s < math.inf):
@@ -71,7 +73,10 @@ class Timeline:
 
 
 class StepSpan(NamedTuple):
-    """A step from its first forward block, or the waiting that leads to it, to the next step."""
+    """A step from its first forward block, or the waiting that leads to it, to the next step.
+
+    Where the next one is not recorded, to its last backward block.
+    """
 
     step: int
     start_s: float
@@ -100,7 +105,10 @@ def step_spans(events: Sequence[TimelineEvent], *, floor_s: float = 0.0) -> list
         leading = (max(a, idle_since_s) for a, b in waits if b > idle_since_s and a < first)
         starts.append(min(first, min(leading, default=first)))
         idle_since_s = last
-    stops = [*starts[1:], idle_since_s]
+    stops = [
+        starts[place + 1] if step + 1 in compute else compute[step][1]
+        for place, step in enumerate(steps)
+    ]
     return [
         StepSpan(step, start, stop, _overlap_s(waits, start, stop))
         for step, start, stop in zip(steps, starts, stops, strict=False)
@@ -121,7 +129,7 @@ def timeline_from_trace(
 
     Raises ConfigError if the trace lacks one of the steps.
     """
-    events = _parse(trace)
+    events = parse_events(trace).events
     start_s, stop_s = _window(events, first_step, steps)
     clipped = [_clip(event, start_s, stop_s) for event in events]
     inside = [event for event in clipped if event is not None]
@@ -130,8 +138,15 @@ def timeline_from_trace(
     return sorted(pieces, key=lambda event: event.start_s)
 
 
-def _parse(trace: Mapping[str, Any]) -> list[TimelineEvent]:
+class Parsed(NamedTuple):
     """Every event of a known category, in seconds from the first (epoch times lose precision)."""
+
+    zero_us: float
+    events: list[TimelineEvent]
+
+
+def parse_events(trace: Mapping[str, Any]) -> Parsed:
+    """Of one worker's trace; layers are numbered in the order of their first forward event."""
     raw = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X" and e.get("cat") in _LANES]
     raw.sort(key=lambda event: float(event["ts"]))
     zero_us = float(raw[0]["ts"]) if raw else 0.0
@@ -139,7 +154,7 @@ def _parse(trace: Mapping[str, Any]) -> list[TimelineEvent]:
     for event in raw:
         if event["cat"] == "forward":
             indices.setdefault(event["name"], len(indices))
-    return [_event(item, indices, zero_us) for item in raw]
+    return Parsed(zero_us, [_event(item, indices, zero_us) for item in raw])
 
 
 def _event(raw: Mapping[str, Any], indices: dict[str, int], zero_us: float) -> TimelineEvent:
@@ -155,6 +170,7 @@ def _event(raw: Mapping[str, Any], indices: dict[str, int], zero_us: float) -> T
         start_s=start_s,
         stop_s=start_s + float(raw.get("dur", 0)) / 1e6,
         bytes=int(args.get("bytes", 0)),
+        slice=int(args.get("slice", -1)),
     )
 
 

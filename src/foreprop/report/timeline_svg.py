@@ -245,6 +245,8 @@ def _tip(shape: Shape) -> str:
     parts = [milliseconds(shape.busy_s)]
     if shape.events > 1:
         parts.append(f"{shape.events} slices")
+    elif shape.slice >= 0:
+        parts.append(f"slice {shape.slice}")
     if shape.bytes:
         parts.append(size(shape.bytes))
     span = f"from {milliseconds(shape.start_s)} to {milliseconds(shape.stop_s)}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from foreprop.cluster.rendezvous import Board, Look
 from foreprop.cluster.world import StoreClient, World
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.stream import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
@@ -262,7 +261,7 @@ class _StoreWatch:
                     seen += 1
                     self.events.put(_SessionPublished(seen))
         except (dist.DistError, RuntimeError) as error:
-            print(f"foreprop: the rendezvous is gone: {error}", file=sys.stderr, flush=True)
+            LOGGER.error("the rendezvous is gone: %s", error)
         self.events.put(_StoreGone())
 
     def is_gone(self) -> bool:

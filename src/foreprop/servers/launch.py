@@ -5,14 +5,13 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
-import sys
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from foreprop.cluster.rendezvous import agree_on_session, session_board
 from foreprop.cluster.world import World
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.core.sendbound import SendBound
 from foreprop.core.sendqueue import runs_ahead, takes_turns, window_share_bytes
 from foreprop.errors import ConfigError, RemoteProtocolError, TransportError
@@ -330,11 +329,9 @@ class Connections:
             self.links = None
 
     def _report_waiting(self) -> None:
-        text = (
-            f"foreprop: rank {self._world.rank} is done and waits for the process of its server to"
-            " end"
+        LOGGER.warning(
+            "rank %d is done and waits for the process of its server to end", self._world.rank
         )
-        print(text, file=sys.stderr, flush=True)
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of what only the parent may keep alive."""

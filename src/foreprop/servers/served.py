@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
@@ -149,11 +150,18 @@ class ServedBackend:
         relayed = ", local aggregation" if connections.workers_per_push > 1 else ""
         return (
             f"{self._setup.world.size} workers on {connections.nodes} node(s),"
-            f" {connections.servers} server(s) {kind}{relayed}; granularity={config.granularity}"
-            f" order={config.order} reply={config.reply} placement={config.placement}"
+            f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
             f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
             f" address {connections.address}"
         )
+
+
+def _describe_order(config: Config) -> str:
+    """The preset, or what no preset has together."""
+    for name, knobs in PRESETS.items():
+        if all(getattr(config, knob) == value for knob, value in knobs.items()):
+            return f"preset {name}"
+    return " ".join(f"{knob}={getattr(config, knob)}" for knob in PRESETS["p3"])
 
 
 def add_features(engine: WorkerEngine) -> tuple[Later[RowExchange], Later[WorkerNorm]]:

@@ -16,8 +16,10 @@ from foreprop.config import Config
 from foreprop.errors import ConfigError
 from foreprop.hooks.compute_trace import ComputeTrace
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
-from foreprop.observe.trace import TraceRecorder, check_trace_folder, trace_path
+from foreprop.observe.metrics import Metrics, Totals
+from foreprop.observe.trace import TraceRecorder, check_folders, trace_path
 from foreprop.path.optimizer import named_parameters
+from foreprop.session.figures import Follower, facts_of
 from foreprop.session.lonesteps import LoneSteps
 from foreprop.session.session import Session
 
@@ -61,8 +63,8 @@ class LoneSession(Session):
         self._closed = False
         self._steps: LoneSteps | None = None
         self._trace: _LoneTrace | None = None
-        if config.trace is not None:
-            check_trace_folder(config.trace)
+        self._follower: Follower | None = None
+        check_folders(config)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         finite = True if config.check_finite else None
         asked = (
@@ -70,6 +72,8 @@ class LoneSession(Session):
             config.clip_grad_value,
             config.ema,
             config.trace,
+            config.log_steps,
+            config.watch,
             scaler,
             finite,
         )
@@ -78,9 +82,10 @@ class LoneSession(Session):
         elif any(setting is not None for setting in asked):
             self._steps = LoneSteps(model, optimizer, config, scaler)
         if config.trace is not None:
-            self._trace = _LoneTrace(
-                Path(config.trace), _named(model, optimizer), model, self._step
-            )
+            self._trace = _LoneTrace(config, _named(model, optimizer), model, self._step)
+        if config.log_steps is not None or config.watch is not None:
+            self._followed()
+            atexit.register(self.close)
 
     @property
     def config(self) -> Config:
@@ -160,16 +165,42 @@ class LoneSession(Session):
             "waited_s_by_parameter": {},
         }
 
+    def metrics(self) -> Metrics:
+        """Steps are counted from the first call on, if no setting has them counted."""
+        return self._followed().metrics()
+
+    def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
+        self._followed().call_every(steps, callback)
+
+    def _followed(self) -> Follower:
+        if self._follower is None:
+            if self._steps is None and self._optimizer is not None:
+                self._steps = LoneSteps(self._model, self._optimizer, self._config, None)
+            self._follower = Follower(self._totals)
+            self._follower.begin(self._config, secrets.token_hex(8), rank=0, world_size=1)
+            if self._steps is not None:
+                self._steps.on_step = self._follower.end_step
+        return self._follower
+
+    def _totals(self) -> Totals:
+        return Totals(step=0 if self._steps is None else self._steps.count)
+
     def describe(self) -> str:
         return "a world of one: plain PyTorch, without servers"
 
     def close(self) -> None:
         """The optimizer's state stays."""
+        self._end(None)
+
+    def _end(self, failure: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
         if self._steps is not None:
             self._steps.remove()
+        if self._follower is not None:
+            atexit.unregister(self.close)
+            self._follower.end(failure)
         if self._trace is not None:
             self._trace.end()
 
@@ -177,7 +208,7 @@ class LoneSession(Session):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close()
+        self._end(error)
 
     def __repr__(self) -> str:
         step = "" if self._steps is None else f", step {self._steps.count}"
@@ -195,13 +226,14 @@ class _LoneTrace:
 
     def __init__(
         self,
-        folder: Path,
+        config: Config,
         named: Mapping[str, torch.nn.Parameter],
         model: torch.nn.Module,
         current_step: Callable[[], int],
     ) -> None:
-        path = trace_path(folder, "worker-0", secrets.token_hex(8))
-        self._recorder = TraceRecorder(path, "worker 0", 0)
+        path = trace_path(Path(config.trace or ""), "worker-0", secrets.token_hex(8))
+        self._recorder = TraceRecorder(path, "worker 0", 0, config.trace_steps)
+        self._recorder.describe(facts_of(config, named, ranks=1, nodes=1))
         self._compute = ComputeTrace(model, self._recorder, current_step)
         self._handles = [
             _watch_gradient(self._compute, name, parameter)

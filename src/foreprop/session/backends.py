@@ -334,10 +334,13 @@ def _make_trace(training: Training, session_id: str) -> TraceRecorder | None:
     folder = training.config.trace
     if folder is not None and training.trace is None:
         from foreprop.observe.trace import TraceRecorder, trace_path
+        from foreprop.session.figures import trace_facts
 
         rank = training.world.rank
         path = trace_path(Path(folder), f"worker-{rank}", session_id)
-        training.trace = TraceRecorder(path, f"worker {rank}", rank)
+        steps = training.config.trace_steps
+        training.trace = TraceRecorder(path, f"worker {rank}", rank, steps)
+        training.trace.describe(trace_facts(training))
     return training.trace
 
 

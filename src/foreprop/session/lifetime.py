@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from foreprop.cluster.world import World, wait_for_all_partings
+from foreprop.config import LOGGER
 from foreprop.errors import ForepropError
 from foreprop.hooks.interception import release_parameter, watch_uncaught_errors
 
@@ -60,7 +61,9 @@ class Lifetime:
         except ForepropError as error:
             if first is None:
                 raise
-            _put_behind(first, error)
+            from foreprop.session.seconderror import put_behind
+
+            put_behind(first, error)
 
     def _close(self, first: BaseException | None) -> None:
         if self.closed:
@@ -84,7 +87,9 @@ class Lifetime:
         try:
             self.release(failure=error)
         except ForepropError as second:
-            _put_behind(error, second)
+            from foreprop.session.seconderror import put_behind
+
+            put_behind(error, second)
 
     def release(self, *, failure: BaseException | None) -> None:
         """Leave; ``failure`` is why nothing is finished first."""
@@ -104,6 +109,8 @@ class Lifetime:
             for undo in reversed(self._undo):
                 undo()
             self._undo.clear()
+            if training.follower is not None:
+                training.follower.end(failure)
             if training.trace is not None:
                 training.trace.write()  # last: it may raise
 
@@ -158,7 +165,7 @@ def _close_all() -> None:
             else:
                 life.close()
         except ForepropError as error:
-            print(f"foreprop: at the end: {error}", file=sys.stderr, flush=True)
+            LOGGER.error("at the end: %s", error)
     wait_for_all_partings()
 
 
@@ -175,21 +182,3 @@ def _error_under_way(before: BaseException | None) -> BaseException | None:
     """
     found = sys.exception()
     return None if found is before else found
-
-
-def _put_behind(first: BaseException, second: ForepropError) -> None:
-    """Tell the second beside the first, instead of raising it."""
-    if second is first or second in _causes_of(first):
-        return
-    text = f"closing the foreprop session failed, too: {type(second).__name__}: {second}"
-    first.add_note(text)
-    print(f"foreprop: {text}", file=sys.stderr, flush=True)
-
-
-def _causes_of(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in found:
-        found.append(following)
-        following = following.__cause__ or following.__context__
-    return found

@@ -23,6 +23,10 @@ from foreprop.path.sums import move_average, start_average
 Closure = Callable[[], Any]
 
 
+def _nothing(step: int) -> None:
+    """Nobody is to be told."""
+
+
 class LoneSteps:
     """Counts an optimizer's steps, and does what the settings ask for in them.
 
@@ -38,6 +42,8 @@ class LoneSteps:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.count = 0
+        self.on_step: Callable[[int], None] = _nothing
+        """Told of each step that is over."""
         self.norm: torch.Tensor | None = None
         """Of the last step's gradients, before clipping; None where nobody asked for it."""
         self._model = model
@@ -147,6 +153,7 @@ class LoneSteps:
         if self._decay is not None:
             for parameter, average in self._averages.items():
                 move_average(average, parameter, self._decay)
+        self.on_step(self.count)
 
     def _holders(self) -> list[torch.Tensor]:
         return [_holder(parameter) for parameter in self._parameters]

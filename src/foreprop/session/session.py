@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import abc
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from foreprop.cluster.world import World, current_world, is_alone
-from foreprop.config import Config, Preset
+from foreprop.config import LOGGER, Config, Preset
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import bare_model, bare_optimizer
 from foreprop.session.backends import needs_servers
@@ -22,6 +21,7 @@ from foreprop.session.training import Training
 
 if TYPE_CHECKING:
     from foreprop.config.typed import Settings
+    from foreprop.observe.metrics import Metrics
 
 
 class Session(abc.ABC):
@@ -122,6 +122,14 @@ class Session(abc.ABC):
         """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
 
     @abc.abstractmethod
+    def metrics(self) -> Metrics:
+        """What this rank did since the last call: steps, waiting, traffic, the straggler."""
+
+    @abc.abstractmethod
+    def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
+        """Give ``callback`` the metrics since its last call, after every so many steps."""
+
+    @abc.abstractmethod
     def describe(self) -> str:
         """One line: who takes part, how, and over which interface."""
 
@@ -210,7 +218,7 @@ def connect(
     world = world or current_world(config.join_timeout_s)
     session = ConnectedSession(model, optimizer, world, config, scaler)
     if session.rank == 0 and session.world_size > 1:
-        print(f"foreprop: {session.describe()}", file=sys.stderr, flush=True)
+        LOGGER.info("%s", session.describe())
     return session
 
 
@@ -272,23 +280,15 @@ class ConnectedSession(Session):
         self._training.checkpoints.load_tables(folder)
 
     def stats(self) -> dict[str, Any]:
-        backends = self._training.backends
-        counters = backends.counters
-        names = [info.name for info in self._training.infos]
-        return {
-            "steps": self._steps,
-            "pushes": counters.pushes,
-            "pushed_bytes": counters.pushed_bytes,
-            "replies": counters.replies,
-            "reply_bytes": counters.reply_bytes,
-            "queue_depth": backends.queue_depth,
-            "max_queue_depth": counters.max_queue_depth,
-            "waits": counters.waits,
-            "waited_s": counters.waited_s,
-            "waited_s_by_parameter": {
-                names[index]: seconds for index, seconds in counters.waited_s_by_parameter.items()
-            },
-        }
+        from foreprop.session.figures import stats_of
+
+        return stats_of(self._training)
+
+    def metrics(self) -> Metrics:
+        return self._training.followed().metrics()
+
+    def call_every(self, steps: int, callback: Callable[[Metrics], object]) -> None:
+        self._training.followed().call_every(steps, callback)
 
     @property
     def _steps(self) -> int:

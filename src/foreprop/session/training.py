@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 
 from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.path.managedparameter import Engine, ManagedParameter, Watched
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
+    from foreprop.session.figures import Follower
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
     from foreprop.tables.tables import RemoteTables
@@ -83,6 +83,7 @@ class Training:
         self._checkpoints: Checkpoints | None = None
         self.norm_before: float | None = None  # of the last step before the backend was connected
         self.trace: TraceRecorder | None = None
+        self.follower: Follower | None = None
         self._begin(model, optimizer, scaler)
 
     # The start.
@@ -121,6 +122,16 @@ class Training:
             self.life.release(failure=error)
             raise
         self.begin_planning()
+        if config.log_steps is not None or config.watch is not None:
+            self.followed()
+
+    def followed(self) -> Follower:
+        """Who tells about steps; from the first call on."""
+        if self.follower is None:
+            from foreprop.session.figures import follow
+
+            self.follower = follow(self)
+        return self.follower
 
     def choose(self, choice: UpdateChoice | None) -> None:
         self.choice = choice
@@ -177,7 +188,7 @@ class Training:
 
     def report(self, text: str | None) -> None:
         if text and self.world.rank == 0:
-            print(f"foreprop: {text}", file=sys.stderr, flush=True)
+            LOGGER.info("%s", text)
 
     # What a parameter asks on its gradient's way and at its use: see `SessionState`.
     @property
@@ -357,6 +368,8 @@ class Training:
             engine.end_step(rounds)
         if self._automatic is not None:
             self._automatic.end_step()
+        if self.follower is not None:
+            self.follower.end_step(self.completed_before + self.completed)
 
     # The end.
     def give_away(self, parameter: torch.Tensor) -> bool:

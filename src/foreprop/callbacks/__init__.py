@@ -1,0 +1,1 @@
+"""What writes a session's metrics elsewhere: given to `Session.call_every`."""

@@ -1,0 +1,65 @@
+"""What few sessions set, checked: architectures, and the steps that are traced."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from foreprop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreprop.config.settings import Config
+
+_WINDOW = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
+
+
+def parse_windows(text: str) -> tuple[range, ...]:
+    """``trace_steps``: of ``10-19,1000`` the steps 10 to 19 and 1000; raises `ConfigError`."""
+    windows = []
+    for part in text.split(","):
+        found = _WINDOW.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"trace_steps is {text!r}; it must be steps from 1 as FIRST-LAST, several separated"
+                " by commas: 10-19 or 10-19,1000-1009"
+            )
+        windows.append(range(first, last + 1))
+    return tuple(windows)
+
+
+def check_architecture(config: Config) -> None:
+    """Raises `ConfigError` for what does not go together with the architecture."""
+    if config.slice_elems == "auto":
+        _check_automatic_slices(config)
+    if config.architecture == "ps" and not config.dedicated_servers:
+        raise ConfigError("architecture is 'ps'; set dedicated_servers to their number")
+    if config.architecture in ("p2p", "ring") and config.dedicated_servers:
+        raise ConfigError(
+            f"architecture is {config.architecture!r}, which has no dedicated_servers; there are"
+            f" to be {config.dedicated_servers}"
+        )
+    if config.architecture == "ring" and config.local_aggregation == "on":
+        raise ConfigError(
+            "local_aggregation is 'on', which is for servers; architecture is 'ring', whose"
+            " ranks are ordered by node, so that each gradient crosses a link about once anyway"
+        )
+    collective = config.architecture in ("ring", "hybrid", "auto")
+    if collective and config.link_rate_bits_per_s is not None:
+        raise ConfigError(
+            "link_rate_bits_per_s paces foreprop's own connections; architecture="
+            f"{config.architecture!r} uses torch.distributed's"
+        )
+
+
+def _check_automatic_slices(config: Config) -> None:
+    if config.architecture in ("ring", "hybrid") or config.granularity != "slice":
+        raise ConfigError(
+            f"slice_elems is 'auto', and with architecture={config.architecture!r}, granularity="
+            f"{config.granularity!r} there are no slices to choose for; leave it out"
+        )
+    if config.dedicated_servers:
+        raise ConfigError(
+            "slice_elems is 'auto', which is for servers beside the workers; with"
+            f" dedicated_servers={config.dedicated_servers} give a number"
+        )

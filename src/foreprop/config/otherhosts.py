@@ -1,0 +1,42 @@
+"""What of this process's environment other machines get, and what the doctor shows of it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+from foreprop.errors import ConfigError
+
+
+def foreign_setting(name: Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]) -> str | None:
+    """A variable of torch's, for ``foreprop doctor`` to show; None if it is not set."""
+    return os.environ.get(name)
+
+
+def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
+    """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
+
+    An ``interface`` that is an address is this machine's alone, and stays here. Raises
+    `ConfigError`.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith("FOREPROP_")}
+    if _is_address(found.get("FOREPROP_INTERFACE", "")):
+        del found["FOREPROP_INTERFACE"]
+    for text in names:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise ConfigError(f"env is {text!r}; it must be NAME or NAME=VALUE")
+        if not equals and name not in os.environ:
+            raise ConfigError(f"env is {text!r}, which is not set here; set it or say {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""What each rank leaves in the folder ``watch`` for `foreprop top`: a small file, now and then."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from foreprop.errors import ConfigError
+from foreprop.observe.metrics import Metrics
+
+State = Literal["starting", "training", "closed", "failed"]
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's. What is not known yet is None."""
+
+    session: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    at_s: float
+    """Seconds since 1970, by the rank's clock."""
+    state: State
+    step: int = 0
+    step_s: float | None = None
+    waiting_share: float | None = None
+    sent_bits_per_s: float | None = None
+    received_bits_per_s: float | None = None
+    queue_depth: int = 0
+    straggler: int | None = None
+    """The rank that the others wait for, if this one knows."""
+    error: str = ""
+
+
+class StatusFile:
+    """Written by one rank, a whole file at a time. Raises `OSError`."""
+
+    def __init__(self, folder: str, session: str, rank: int, world_size: int) -> None:
+        self._path = Path(folder) / f"rank-{rank}.status.json"
+        self._first = RankStatus(
+            session=session,
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            at_s=0.0,
+            state="starting",
+        )
+        self._last = self._first
+
+    def write(
+        self, state: State, step: int, metrics: Metrics | None = None, error: str = ""
+    ) -> None:
+        """Without metrics the last ones stay."""
+        found: dict[str, object] = {"step": step}
+        if metrics is not None and metrics.steps:
+            scalars = metrics.scalars()
+            names = ("step_s", "waiting_share", "sent_bits_per_s", "received_bits_per_s")
+            found |= {name: scalars.get(name) for name in names}
+            found["queue_depth"] = metrics.queue_depth
+            straggler = metrics.straggler
+            found["straggler"] = None if straggler is None else straggler.rank
+        self._last = msgspec.structs.replace(
+            self._last, at_s=time.time(), state=state, error=error, **found
+        )
+        partial = self._path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(self._last))
+        partial.replace(self._path)
+
+
+def read_statuses(folder: Path) -> list[RankStatus]:
+    """Of the newest session in the folder, by rank; raises `ConfigError` for files of others."""
+    found = [_read(path) for path in sorted(folder.glob("rank-*.status.json"))]
+    if not found:
+        return []
+    newest = max(found, key=lambda status: status.at_s).session
+    return sorted((s for s in found if s.session == newest), key=lambda status: status.rank)
+
+
+def _read(path: Path) -> RankStatus:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RankStatus)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} is no rank's status: {error}") from error

@@ -1,0 +1,97 @@
+"""The table of `foreprop top`: every rank of a session, from what they leave in a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from foreprop.observe.status import RankStatus, read_statuses
+from foreprop.quantities import rate_text, time_text
+
+SILENT_S = 10.0
+"""Who has left no word for so long is shown as silent."""
+_LEAST_DIFFERENCE = 0.05
+"""Of the shares of waiting, for one rank to be called the one that others wait for."""
+
+
+def is_over(statuses: Sequence[RankStatus]) -> bool:
+    """Whether every rank of the session has ended."""
+    if not statuses or len(statuses) < statuses[0].world_size:
+        return False
+    return all(status.state in ("closed", "failed") for status in statuses)
+
+
+def waited_for(statuses: Sequence[RankStatus]) -> int | None:
+    """The rank that the others wait for: as a rank knows, or the one that waits least itself."""
+    known = [status.straggler for status in statuses if status.straggler is not None]
+    if known:
+        return known[0]
+    shares = sorted(
+        (status.waiting_share, status.rank)
+        for status in statuses
+        if status.state == "training" and status.waiting_share is not None
+    )
+    if len(shares) < 2 or shares[1][0] - shares[0][0] < _LEAST_DIFFERENCE:
+        return None
+    return shares[0][1]
+
+
+def live_page(folder: Path, now_s: float | None = None) -> tuple[RenderableType, bool]:
+    """What is to be seen now, and whether that stays so; raises `ConfigError`."""
+    statuses = read_statuses(folder)
+    now_s = time.time() if now_s is None else now_s
+    if not statuses:
+        text = f"No rank has left word in {folder} yet: parallelize(..., watch={str(folder)!r})"
+        return Text(text), False
+    errors = [
+        Text(f"rank {status.rank} ({status.host}) failed: {status.error}", style="red")
+        for status in statuses
+        if status.state == "failed"
+    ]
+    absent = statuses[0].world_size - len(statuses)
+    if absent:
+        errors.append(Text(f"{absent} of {statuses[0].world_size} ranks have left no word yet"))
+    return Group(_table(statuses, now_s), *errors), is_over(statuses)
+
+
+def _table(statuses: Sequence[RankStatus], now_s: float) -> Table:
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    shown.add_column("rank", justify="right")
+    shown.add_column("host", no_wrap=True)
+    for heading in ("step", "per step", "waiting", "out", "in", "queue"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    shown.add_column("state")
+    slowest = waited_for(statuses)
+    for status in statuses:
+        shown.add_row(
+            str(status.rank),
+            status.host,
+            f"{status.step:,}",
+            "-" if status.step_s is None else time_text(status.step_s),
+            "-" if status.waiting_share is None else f"{100 * status.waiting_share:.0f}%",
+            _rate(status.sent_bits_per_s),
+            _rate(status.received_bits_per_s),
+            str(status.queue_depth),
+            _state(status, now_s, slowest=status.rank == slowest),
+        )
+    return shown
+
+
+def _rate(bits_per_s: float | None) -> str:
+    return rate_text(bits_per_s) if bits_per_s else "-"
+
+
+def _state(status: RankStatus, now_s: float, *, slowest: bool) -> Text:
+    if status.state == "failed":
+        return Text("failed", style="red")
+    silent_s = now_s - status.at_s
+    if status.state != "closed" and silent_s > SILENT_S:
+        return Text(f"{status.state}, no word for {silent_s:.0f} s", style="yellow")
+    if slowest and status.state == "training":
+        return Text("training, the others wait for it", style="yellow")
+    return Text(status.state)

@@ -1,0 +1,138 @@
+"""Reads recorded traces: complete ones, and what a process has left that died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from foreprop.errors import ConfigError
+from foreprop.observe.trace import ABOUT, ENDING
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessTrace:
+    """One process of one session."""
+
+    process: str
+    """As ``worker 0`` or ``server 1``."""
+    session: str
+    number: int
+    """Its "pid" in the file."""
+    about: Mapping[str, Any]
+    """What is run, as a worker has described it; servers do not."""
+    threads: Mapping[int, str]
+    spans: Sequence[Event]
+    """Chrome's "complete" events; "ts" and "dur" are microseconds."""
+    written_s: float
+    """When the file was last written."""
+
+    @property
+    def rank(self) -> int | None:
+        """None if it is no worker."""
+        return self._number("worker")
+
+    @property
+    def server(self) -> int | None:
+        """None if it is no server."""
+        return self._number("server")
+
+    def crosses(self, peer: int, about: Mapping[str, Any]) -> bool:
+        """Whether frames to and from this peer pass a link between nodes, as far as is known."""
+        here = self.node(about)
+        if here is None or peer < 0:
+            return True
+        there = server_node(peer, about) if self.rank is not None else rank_node(peer, about)
+        return here != there
+
+    def node(self, about: Mapping[str, Any]) -> int | None:
+        """The number of its machine; None if that is not known."""
+        if about and self.rank is not None:
+            return rank_node(self.rank, about)
+        if about and self.server is not None:
+            return server_node(self.server, about)
+        return None
+
+    def _number(self, kind: str) -> int | None:
+        found, _, number = self.process.partition(" ")
+        return int(number) if found == kind and number.isdecimal() else None
+
+
+def rank_node(rank: int, about: Mapping[str, Any]) -> int:
+    node: int = rank * about["nodes"] // about["ranks"]
+    return node
+
+
+def server_node(server: int, about: Mapping[str, Any]) -> int:
+    """Dedicated servers are on machines after those of the workers."""
+    if about.get("dedicated_servers"):
+        return int(about["nodes"] + server)
+    node: int = server * about["nodes"] // about["servers"]
+    return node
+
+
+def read_folder(folder: Path) -> list[ProcessTrace]:
+    """All traces of a folder, workers first; raises `ConfigError` if there are none."""
+    found = [read_trace(path) for path in sorted(folder.glob(f"*{ENDING}"))]
+    if not found:
+        raise ConfigError(
+            f"{folder} has no *{ENDING}: each process writes its own while it runs, if"
+            " parallelize() had trace=FOLDER or FOREPROP_TRACE was set"
+        )
+    return sorted(found, key=lambda trace: (trace.session, trace.number))
+
+
+def latest_session(traces: Sequence[ProcessTrace]) -> list[ProcessTrace]:
+    """Those of the session that was written last."""
+    session = max(traces, key=lambda trace: trace.written_s).session
+    return [trace for trace in traces if trace.session == session]
+
+
+def read_trace(path: Path) -> ProcessTrace:
+    """One file; raises `ConfigError` if it is no trace of ours."""
+    try:
+        events = _events(path.read_bytes())
+        meta = {(e["name"], e.get("tid")): e["args"] for e in events if e["ph"] == "M"}
+        spans = [event for event in events if event["ph"] == "X"]
+        process = str(meta[("process_name", None)]["name"])
+        number = next(int(event["pid"]) for event in events)
+        for event in spans:
+            float(event["ts"]), float(event["dur"]), int(event["args"]["step"]), event["tid"]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, StopIteration, msgspec.MsgspecError) as error:
+        raise ConfigError(f"the trace {path} is damaged: {error!r}") from error
+    return ProcessTrace(
+        process=process,
+        session=path.name.removesuffix(ENDING).rpartition(".")[2],
+        number=number,
+        about=meta.get((ABOUT, None), {}),
+        threads={tid: args["name"] for (name, tid), args in meta.items() if tid is not None},
+        spans=spans,
+        written_s=path.stat().st_mtime,
+    )
+
+
+def _events(data: bytes) -> list[Any]:
+    try:
+        events: list[Any] = msgspec.json.decode(data)["traceEvents"]
+        return events
+    except msgspec.DecodeError:
+        return list(_whole_lines(data))
+
+
+def _whole_lines(data: bytes) -> Iterator[Any]:
+    """The events of a file that has no end, one to a line; the last one may be cut off."""
+    _, *lines = data.split(b"\n")
+    for number, line in enumerate(lines):
+        try:
+            if text := line.rstrip(b","):
+                yield msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            if number < len(lines) - 1:
+                raise
