@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from foreprop import errors
 from foreprop.cli.clone import add_from_clone
+from foreprop.cli.compare import compare
 from foreprop.cli.doctor import doctor
 from foreprop.cli.lab import lab
 from foreprop.cli.options import Shown, filling, mbit, presets_from
@@ -149,6 +150,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo)
 app.command("run", context_settings={"allow_interspersed_args": False})(run)
+app.command("compare", context_settings={"allow_interspersed_args": False})(compare)
 app.command("doctor")(doctor)
 app.command("server")(server)
 app.command("plan")(plan)
