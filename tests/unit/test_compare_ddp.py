@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all that was reduced."""
     sizes: list[int] = []
 
-    def count(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def count(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         sizes.append(bucket.buffer().numel())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import typer
@@ -14,8 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foreprop.cli.options import names_in, writable
-from foreprop.cli.run import asking_for_hosts, hosts_from
+from foreprop.cli.options import Shown, filling, systems, writable
+from foreprop.cli.run import Hosts, asking_for_hosts, hosts_from
 from foreprop.compare.records import Task
 from foreprop.compare.result import Comparison, Row
 from foreprop.compare.run import Lines, Request, Start, Stopped
@@ -24,7 +24,7 @@ from foreprop.compare.systems import CONTENDERS, USUAL, check_systems
 from foreprop.config import Config
 from foreprop.errors import ConfigError
 from foreprop.run.plan import Plan
-from foreprop.run.run import Launcher
+from foreprop.run.run import Launcher, Outcome
 from foreprop.workload.records import write_records
 
 _RANK = "foreprop.compare.rank"
@@ -32,7 +32,15 @@ _FEWEST = 2
 _WIDE = 500
 
 
+_REQUEST = {
+    "systems": systems(CONTENDERS, default=",".join(USUAL)),
+    "seed": Shown(kind=int, default=0, read=lambda seed: None if seed < 0 else seed),
+    "module": Shown(declared=("--module", "-m")),
+}
+
+
 @asking_for_hosts()
+@filling(Request, **_REQUEST)
 def compare(
     script: Annotated[
         list[str],
@@ -42,41 +50,17 @@ def compare(
         ),
     ],
     *,
-    systems: Annotated[
-        str, typer.Option(help=f"Separated by commas: {', '.join(CONTENDERS)}.")
-    ] = ",".join(USUAL),
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of the script on each system.")] = 3,
-    steps: Annotated[int, typer.Option(min=2, help="Steps that count in a run.")] = 20,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those, not counted.")] = 5,
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples in one worker's step: shows samples/s, not steps/s."),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=-1, help="Seeds every run's generators alike before the script; -1: leave them."
-        ),
-    ] = 0,
-    backend: Annotated[
-        Literal["gloo", "nccl"] | None,
-        typer.Option(help="DDP's, if the script makes no process group; default: by device."),
-    ] = None,
-    find_unused_parameters: Annotated[
-        bool, typer.Option("--find-unused-parameters", help="Tell DDP to look for them.")
-    ] = False,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after python -m.")
-    ] = False,
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers.")
     ] = 10.0,
     out: Annotated[Path, typer.Option(help="Folder for results.json and the runs' logs.")] = Path(
         "runs/compare"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print results.json, no table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the records, and no table.")
+    ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show what the script prints.")
+        bool, typer.Option("--verbose", help="Show what the script prints, on standard error.")
     ] = False,
     **given: Any,
 ) -> None:
@@ -85,48 +69,43 @@ def compare(
     The script needs foreprop's two lines and nothing else. It is started afresh for each system and
     round, on the hosts that `foreprop run` would take, and ended after some steps. The table has
     throughput, time per step, the share that waits for the network, bytes, and whether the losses
-    agree step by step.
+    agree step by step. docs/compare.md explains it.
 
     foreprop compare --workers-per-node 2 train.py
+
     foreprop compare --resources hosts --batch 64 train.py --epochs 1
     """
-    plan = hosts_from(given).plan(grace_s=grace)
+    hosts = {name: given.pop(name) for name in [spec.name for spec in fields(Hosts)]}
+    plan = hosts_from(hosts).plan(grace_s=grace)
     request = Request(
         script=script[0],
-        systems=check_systems(names_in(systems)),
         workers=sum(host.workers for host in plan.hosts),
         machines=len(plan.hosts),
-        rounds=rounds,
-        steps=steps,
-        warm_up=warm_up,
-        seed=None if seed < 0 else seed,
-        batch=batch,
-        module=module,
-        backend=backend,
-        find_unused=find_unused_parameters,
         command=shlex.join(["foreprop", *sys.argv[1:]]),
+        **given | {"systems": check_systems(given["systems"])},
     )
     check_request(request, plan)
-    folder = writable(out)
-    console = Console(stderr=as_json)
-    start = starting(plan, script, seeded=request.seed is not None)
+    found = _run(request, starting(plan, script, request), writable(out), verbose=verbose)
+    write_records(out / "results.json", found)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+    else:
+        show(Console(), found)
+        typer.echo(f"Records: {out / 'results.json'}")
+    if any(row.error for row in found.rows):
+        raise typer.Exit(1)
+
+
+def _run(request: Request, start: Start, folder: Path, *, verbose: bool) -> Comparison:
     echo = cast("BinaryIO", sys.stderr.buffer) if verbose else None
     try:
-        with console.status("") as status:
-            found = run_comparison(
+        with Console(stderr=True).status("") as status:
+            return run_comparison(
                 request, start, folder / "logs", progress=status.update, echo=echo
             )
     except Stopped as stopped:
         typer.echo(f"foreprop compare: {stopped}", err=True)
         raise typer.Exit(stopped.code) from None
-    write_records(folder / "results.json", found)
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
-    else:
-        show(console, found)
-        console.print(f"Records: {folder / 'results.json'}", soft_wrap=True, markup=False)
-    if any(row.error for row in found.rows):
-        raise typer.Exit(1)
 
 
 def check_request(request: Request, plan: Plan) -> None:
@@ -148,17 +127,15 @@ def check_request(request: Request, plan: Plan) -> None:
         )
 
 
-def starting(plan: Plan, script: list[str], *, seeded: bool) -> Start:
+def starting(plan: Plan, script: list[str], request: Request) -> Start:
     """Runs the script as `foreprop run` does."""
     environment = dict(plan.environment)
-    if seeded:
+    if request.seed is not None:
         environment.setdefault("PYTHONHASHSEED", "0")
 
-    def start(task: Task, lines: Lines) -> Any:
+    def start(task: Task, lines: Lines) -> Outcome:
         told = msgspec.json.encode(task).decode()
-        of_rank = dataclasses.replace(
-            plan, script=(_RANK, told, *script), module=True, environment=environment
-        )
+        of_rank = replace(plan, script=(_RANK, told, *script), module=True, environment=environment)
         stream = cast("BinaryIO", lines)
         return Launcher(of_rank, stream, stream).run()
 

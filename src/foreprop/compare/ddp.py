@@ -10,7 +10,7 @@ import gc
 import types
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,13 @@ class Inner(torch.nn.Module):
         return self._own_forward(*inputs, **named)
 
 
-def _compressed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _compressed(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """torch's hook. By its own name `register_comm_hook` takes it for NCCL only; gloo can do it."""
     return bf16_compress_hook(group, bucket)
 
 
-# DDP compares them with the classes; here they are texts
-_compressed.__annotations__ = get_type_hints(_compressed)
+# DDP looks at them, and here they are texts
+_compressed.__annotations__ = dict(bf16_compress_hook.__annotations__)
 
 
 class ReducedForward:

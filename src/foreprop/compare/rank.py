@@ -33,7 +33,7 @@ class Rank:
     def __init__(self, task: Task) -> None:
         config, info = Config.resolve(), launch_info()
         self._task, self._rank = task, info.rank
-        self._teller = Teller()
+        self._teller = Teller(os.dup(1))  # the script may close or turn away its own
         self._interface = counted_interface(config)
         if foreign_setting("GLOO_SOCKET_IFNAME") is None:  # DDP takes the link that foreprop takes
             os.environ["GLOO_SOCKET_IFNAME"] = interface_to(info.master_address, config)

@@ -68,10 +68,10 @@ Told = Began | Chunk | Ended
 
 
 class Teller:
-    """Writes records to the standard output that the process began with."""
+    """Writes records to ``descriptor``, behind what has been printed so far."""
 
-    def __init__(self) -> None:
-        self._descriptor = os.dup(1)
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
     def tell(self, *records: Told) -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import psutil
 
@@ -28,14 +28,15 @@ from foreprop.compare.result import (
     reference_of,
     rows_of,
 )
-from foreprop.compare.systems import ALONE, CONTENDERS, DDP, DDP_BF16
+from foreprop.compare.systems import ALONE, CONTENDERS, DDP, DDP_BF16, USUAL
 from foreprop.errors import ConfigError, ForepropError
 from foreprop.run.run import Outcome
 from foreprop.version import __version__
+from foreprop.workload.setting import option
 
 _WORKERS_LINE = re.compile(rb"\[(\d+)\] ?(.*)", re.DOTALL)
-_STOPPED = {129, 130, 143}
-"""Exit codes of a run that a signal to this command has ended."""
+_BY_SIGNAL = "ended by "
+"""Begins the launcher's word for a run that a signal to this command has ended."""
 _FOLLOWS = ("PeerLost", "StepTimeout", "DistBackendError", "RuntimeError: [")
 """What ranks raise that have lost another one."""
 
@@ -93,18 +94,24 @@ class Request:
     """What is to be compared, how often. ``script`` is for messages only."""
 
     script: str
-    systems: tuple[str, ...]
+    systems: tuple[str, ...] = option("Separated by commas.", USUAL)
     workers: int
     machines: int
-    rounds: int = 3
-    steps: int = 20
-    warm_up: int = 5
-    seed: int | None = 0
-    batch: int | None = None
-    """Samples of one worker's step."""
-    module: bool = False
-    backend: str | None = None
-    find_unused: bool = False
+    rounds: int = option("Runs of the script on each system.", 3, least=1)
+    steps: int = option("Steps that count in a run.", 20, least=LEAST_STEPS)
+    warm_up: int = option("Steps before those, which do not count.", 5, least=1)
+    batch: int | None = option(
+        "Samples in one worker's step: shows samples/s in the place of steps/s.", None, least=1
+    )
+    seed: int | None = option(
+        "Seeds every run's generators alike, before the script does; -1 leaves them.", 0
+    )
+    backend: Literal["gloo", "nccl"] | None = option(
+        "DDP's, if the script makes no process group; by default as the model's device suggests.",
+        None,
+    )
+    find_unused_parameters: bool = option("Have DDP look for parameters without gradient.", False)
+    module: bool = option("SCRIPT is a module, as after python -m.", False)
     command: str = ""
 
     def task(self, system: str) -> Task:
@@ -115,7 +122,7 @@ class Request:
             seed=self.seed,
             module=self.module,
             backend=self.backend,
-            find_unused=self.find_unused,
+            find_unused=self.find_unused_parameters,
         )
 
 
@@ -160,8 +167,8 @@ def _run_once(
         outcome = start(request.task(system), lines)
     finally:
         lines.close()
-    if outcome.code in _STOPPED and not any(_errors(lines.told)):
-        raise Stopped(outcome.code, outcome.failure or "ended by a signal")
+    if outcome.failure is not None and outcome.failure.startswith(_BY_SIGNAL):
+        raise Stopped(outcome.code, outcome.failure)
     run = Run(system=system, round=number, warm_up=request.warm_up, log=str(log))
     run.ranks = _ranks(request.workers, lines.told)
     run.about = next((told.about for told in lines.told if isinstance(told, records.Began)), "")
@@ -201,8 +208,10 @@ def _why_failed(run: Run, told: Sequence[records.Told], outcome: Outcome) -> str
     if errors := _errors(told):
         return errors[0] + _advice(run, errors[0])
     if not all(rank.digest for rank in run.ranks):
-        if any(rank.is_ready for rank in run.ranks) or outcome.code:
-            return outcome.failure or "a rank ended without having called parallelize()"
+        if outcome.code:
+            return outcome.failure or f"it was ended with exit code {outcome.code}"
+        if any(rank.is_ready for rank in run.ranks):
+            return "some ranks called parallelize(), and others ended without"
         return _NOT_PARALLEL
     if len(run.step_s) < LEAST_STEPS:
         return (

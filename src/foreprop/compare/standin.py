@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import foreprop
 from foreprop.compare.ddp import Inner, ProcessGroup, Reduction, check_plain, usual_backend
 from foreprop.compare.recorder import Recorder, digest_of
 from foreprop.compare.systems import ALONE, CONTENDERS, DDP_BF16, Contender
@@ -95,7 +95,7 @@ class StandIn:
     # Its place.
     def install(self) -> None:
         """From now on; call before the script is run."""
-        vars(foreprop)["parallelize"] = self.parallelize
+        vars(sys.modules["foreprop"])["parallelize"] = self.parallelize
         vars(sessions)["parallelize"] = self.parallelize
         register_optimizer_step_post_hook(self._any_step)
         own = torch.autograd.backward
