@@ -9,6 +9,7 @@ import os
 import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import foreprop
 
 BATCH = 8
-FAULTS = ("none", "accumulate", "elsewhere", "unseeded", "bare", "early", "crash", "ddp")
+FAULTS = ("none", "accumulate", "elsewhere", "unseeded", "bare", "early", "crash", "ddp", "tidy")
 
 
 class Net(nn.Module):
@@ -38,6 +39,8 @@ class Net(nn.Module):
 def main(steps: int, fault: str) -> None:
     if fault == "early":
         raise ValueError("no data here")
+    if fault == "tidy":
+        dist.init_process_group("gloo")
     torch.manual_seed(int.from_bytes(os.urandom(4)) if fault == "unseeded" else 0)
     data = torch.Generator().manual_seed(3)
     count = 2 * BATCH * steps
@@ -48,7 +51,7 @@ def main(steps: int, fault: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
     if fault != "bare":
-        foreprop.parallelize(model, optimizer)
+        session = foreprop.parallelize(model, optimizer)
     wrapped = nn.parallel.DistributedDataParallel(model) if fault == "ddp" else model
     loader = foreprop.shard(DataLoader(samples, batch_size=BATCH, shuffle=True))
     passes = 2 if fault == "accumulate" else 1
@@ -61,6 +64,9 @@ def main(steps: int, fault: str) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+    if fault == "tidy":
+        session.close()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

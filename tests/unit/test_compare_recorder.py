@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from foreprop.compare.recorder import Recorder, digest_of, interface_to
+from foreprop.compare.recorder import Counted, Recorder, digest_of, interface_to
 from foreprop.compare.systems import CONTENDERS, check_systems
 from foreprop.config import Config
 from foreprop.errors import ConfigError
@@ -19,7 +19,7 @@ def test_steps_are_counted_from_the_first_and_the_counters_read_at_the_ends() ->
     assert [recorder.end_step() for _ in range(5)] == [False, False, False, False, True]
     recorder.end()
     assert len(recorder.seconds()) == 4
-    assert recorder.counted() == (None, 3.0)
+    assert recorder.counted() == Counted(waited_s=3.0)
 
 
 def test_a_script_that_ends_by_itself_has_counted_so_far() -> None:
@@ -28,10 +28,12 @@ def test_a_script_that_ends_by_itself_has_counted_so_far() -> None:
     for _ in range(3):
         recorder.end_step()
     recorder.end()
-    sent_bytes, waited_s = recorder.counted()
-    assert waited_s == 1.0
-    assert sent_bytes is not None
-    assert sent_bytes >= 0
+    counted = recorder.counted()
+    assert counted.waited_s == 1.0
+    assert counted.sent_bytes is not None
+    assert counted.sent_bytes >= 0
+    assert counted.cpu_share is not None
+    assert 0 <= counted.cpu_share <= 1
 
 
 def test_a_steps_loss_is_the_mean_of_its_passes() -> None:

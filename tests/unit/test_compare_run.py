@@ -130,6 +130,14 @@ def test_runs_with_other_random_numbers_are_told(tmp_path: Path) -> None:
     assert found.rows[2].losses == "other draws"
 
 
+def test_busy_processors_are_told(tmp_path: Path) -> None:
+    def ranks(system: str, rank: int) -> list[Told]:
+        return told_by(rank, system, cpu_share=0.9 if system == "p3" and rank == 1 else 0.5)
+
+    found = compare(REQUEST, Script(ranks), tmp_path)
+    assert [notice.partition(" processors")[0] for notice in found.notices] == ["p3: a machine's"]
+
+
 def test_a_script_without_parallelize_is_an_error_at_once(tmp_path: Path) -> None:
     script = Script(lambda _, rank: [Ended(rank=rank, steps=0)])
     with pytest.raises(ConfigError, match=r"train\.py: the script ended without calling"):

@@ -98,14 +98,18 @@ def compare(
 
 def _run(request: Request, start: Start, folder: Path, *, verbose: bool) -> Comparison:
     echo = cast("BinaryIO", sys.stderr.buffer) if verbose else None
+    console = Console(stderr=True)
     try:
-        with Console(stderr=True).status("") as status:
-            return run_comparison(
-                request, start, folder / "logs", progress=status.update, echo=echo
-            )
+        with console.status("") as status:
+            tell = status.update if console.is_terminal else _tell
+            return run_comparison(request, start, folder / "logs", progress=tell, echo=echo)
     except Stopped as stopped:
         typer.echo(f"foreprop compare: {stopped}", err=True)
         raise typer.Exit(stopped.code) from None
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"foreprop compare: {text}", err=True)
 
 
 def check_request(request: Request, plan: Plan) -> None:

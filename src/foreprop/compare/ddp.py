@@ -141,8 +141,8 @@ def check_plain(model: torch.nn.Module) -> None:
             )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
-            "the model has remote tables (parameters on the meta device), which DDP cannot train;"
-            " leave ddp out with --systems, or make the tables in memory"
+            "the model has remote tables (parameters on the meta device), which only foreprop"
+            " trains: leave alone and ddp out with --systems, or make the tables in memory"
         )
 
 

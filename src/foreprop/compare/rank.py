@@ -90,7 +90,7 @@ class Rank:
         self._tell_end(digest=digest)
 
     def _tell_end(self, *, error: str = "", digest: str = "") -> None:
-        sent_bytes, waited_s = self._recorder.counted()
+        counted = self._recorder.counted()
         self._teller.tell(
             Ended(
                 rank=self._rank,
@@ -99,8 +99,9 @@ class Rank:
                 is_ready=self._standin.is_ready,
                 digest=digest,
                 interface=self._interface,
-                sent_bytes=sent_bytes,
-                waited_s=waited_s,
+                sent_bytes=counted.sent_bytes,
+                waited_s=counted.waited_s,
+                cpu_share=counted.cpu_share,
             )
         )
 

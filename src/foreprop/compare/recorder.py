@@ -12,14 +12,16 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import psutil
 import torch
 
 from foreprop.config import Config, launch_info
 from foreprop.run.plan import maybe_address, own_addresses
 
+Number = TypeVar("Number", int, float)
 _ANY_PORT = 9
 """Nothing is sent there: a datagram socket is connected to ask for the route."""
 
@@ -62,6 +64,15 @@ class CudaClock:
         return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairs]
 
 
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    """What counters say; None where this rank does not look."""
+
+    sent_bytes: int | None = None
+    waited_s: float | None = None
+    cpu_share: float | None = None
+    """Of all processors of the machine: how much of the time they were busy."""
+
+
 class Recorder:
     """The training thread tells it of backward passes and steps.
 
@@ -83,7 +94,7 @@ class Recorder:
         self._clock: Clock = HostClock()
         self._losses: list[list[torch.Tensor]] = []
         self._passes: list[torch.Tensor] = []
-        self._readings: list[tuple[int | None, float | None]] = []
+        self._readings: list[Counted] = []
         self.count = 0
 
     def use_device(self, device: torch.device) -> None:
@@ -116,10 +127,12 @@ class Recorder:
 
     def _read(self) -> None:
         """The counters, where the steps that count begin and end."""
-        sent = None
+        sent = busy = None
         if self._interface:
-            sent = psutil.net_io_counters(pernic=True)[self._interface].bytes_sent
-        self._readings.append((sent, self.waited_s()))
+            counters = psutil.net_io_counters(pernic=True).get(self._interface)
+            sent = None if counters is None else counters.bytes_sent
+            busy = psutil.cpu_percent() / 100  # since the last call
+        self._readings.append(Counted(sent_bytes=sent, waited_s=self.waited_s(), cpu_share=busy))
 
     def losses(self) -> list[float]:
         """Of each step the mean over its backward passes."""
@@ -131,15 +144,20 @@ class Recorder:
     def seconds(self) -> list[float]:
         return self._clock.seconds()
 
-    def counted(self) -> tuple[int | None, float | None]:
-        """Bytes sent and seconds waited, in the steps that count."""
+    def counted(self) -> Counted:
+        """In the steps that count."""
         if len(self._readings) < 2:
-            return None, None
-        (sent_before, waited_before), (sent, waited) = self._readings[0], self._readings[-1]
-        return (
-            None if sent is None or sent_before is None else sent - sent_before,
-            None if waited is None or waited_before is None else waited - waited_before,
+            return Counted()
+        before, after = self._readings[0], self._readings[-1]
+        return Counted(
+            sent_bytes=_since(before.sent_bytes, after.sent_bytes),
+            waited_s=_since(before.waited_s, after.waited_s),
+            cpu_share=after.cpu_share,
         )
+
+
+def _since(before: Number | None, after: Number | None) -> Number | None:
+    return None if before is None or after is None else after - before
 
 
 def digest_of(parameters: Iterable[torch.Tensor]) -> str:

@@ -62,6 +62,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """Over that interface, in the steps that count. None but of one rank of each machine."""
     waited_s: float | None = None
     """By foreprop's own counters, in the steps that count."""
+    cpu_share: float | None = None
+    """How much of that time the machine's processors were busy; as ``sent_bytes``."""
 
 
 Told = Began | Chunk | Ended

@@ -27,6 +27,7 @@ class RankRun(msgspec.Struct, kw_only=True):
     interface: str = ""
     sent_bytes: int | None = None
     waited_s: float | None = None
+    cpu_share: float | None = None
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -55,6 +56,11 @@ class Run(msgspec.Struct, kw_only=True):
         """That a machine sends, mean over the machines."""
         sent = [rank.sent_bytes for rank in self.ranks if rank.sent_bytes is not None]
         return statistics.fmean(sent) / len(self.step_s) if sent and self.step_s else None
+
+    @property
+    def cpu_share(self) -> float:
+        """Of the machine whose processors were busiest."""
+        return max((rank.cpu_share or 0.0 for rank in self.ranks), default=0.0)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from foreprop.compare.systems import ALONE, CONTENDERS, DDP, DDP_BF16, USUAL
 from foreprop.errors import ConfigError, ForepropError
 from foreprop.run.run import Outcome
 from foreprop.version import __version__
+from foreprop.workload.records import CPU_BOUND_SHARE
 from foreprop.workload.setting import option
 
 _WORKERS_LINE = re.compile(rb"\[(\d+)\] ?(.*)", re.DOTALL)
@@ -189,7 +190,7 @@ def _ranks(workers: int, told: Sequence[records.Told]) -> list[RankRun]:
             rank.steps, rank.digest = record.steps, record.digest
             rank.is_ready = rank.is_ready or record.is_ready
             rank.interface, rank.sent_bytes = record.interface, record.sent_bytes
-            rank.waited_s = record.waited_s
+            rank.waited_s, rank.cpu_share = record.waited_s, record.cpu_share
     return ranks
 
 
@@ -288,12 +289,18 @@ def _notices(request: Request, runs: Sequence[Run]) -> list[str]:
             "The script draws other random numbers each time it is run: its first loss, before any"
             " update, is another one. So the losses say nothing; have it seed its generators."
         )
-    busy = psutil.cpu_count() or 1
+    busy = {run.system for run in good if run.cpu_share > CPU_BOUND_SHARE}
+    if names := [name for name in request.systems if name in busy and name != ALONE]:
+        notices.append(
+            f"{', '.join(names)}: a machine's processors were busy for over {CPU_BOUND_SHARE:.0%}"
+            " of the time, so these steps say little about the network."
+        )
+    processors = psutil.cpu_count() or 1
     if request.machines == 1 and request.workers > 1:
         notices.append(
             "All workers are on this machine: nothing crosses a network, and the"
-            f" {busy} processors are shared by workers and servers. Run it on your hosts, with"
-            " --resources, to see what their network does."
+            f" {processors} processors are shared by workers and servers. Run it on your hosts,"
+            " with --resources, to see what their network does."
         )
     return notices
 

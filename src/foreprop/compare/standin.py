@@ -111,6 +111,17 @@ class StandIn:
         torch.autograd.backward = backward
         if not self._system.is_ours:
             self._refuse_wrappers()
+            self._watch_group()
+
+    def _watch_group(self) -> None:
+        """Where the script ends its process group itself, reducers go before it."""
+        own = dist.destroy_process_group
+
+        def destroy(*arguments: Any, **named: Any) -> None:
+            self._end_reductions()
+            own(*arguments, **named)
+
+        dist.destroy_process_group = destroy
 
     def _refuse_wrappers(self) -> None:
         """A DDP of the script's own would reduce what ours has reduced."""
@@ -219,11 +230,13 @@ class StandIn:
         for session in reversed(self._sessions):
             session.close()
         self._ended(digest_of(self._parameters))
-        for reduction in self._reductions:
-            reduction.end()
-        self._reductions.clear()
+        self._end_reductions()
         if self._group is not None:
             self._group.end()
+
+    def _end_reductions(self) -> None:
+        while self._reductions:
+            self._reductions.pop().end()
 
 
 def _changed(system: Contender, settings: dict[str, Any]) -> dict[str, Any]:
