@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from foreprop.lab.cluster import Cluster
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.workload.network import Network
 from tests.process.harness import ROOT, Zygote, running
+from tests.process.lab_nodes import tell_pids
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.timeout(110)]
@@ -22,13 +21,6 @@ pytestmark = [pytest.mark.process, pytest.mark.lab, pytest.mark.timeout(110)]
 NETWORK = Network(nodes=2, rate_bits_per_s=100e6)
 FAKE_SSH = ROOT / "tests" / "process" / "fake_ssh.py"
 TRAIN = ROOT / "tests" / "process" / "train_script.py"
-
-
-def tell_pids(_: int, connection: Connection, __: object) -> None:
-    """A node that is there, and says which process it is to those outside."""
-    while True:
-        connection.recv()
-        connection.send(int(os.readlink("/proc/self")))
 
 
 @pytest.fixture

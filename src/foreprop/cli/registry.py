@@ -83,6 +83,13 @@ COMMANDS = (
         DECIDE,
     ),
     Entry(
+        "compare",
+        "foreprop.cli.compare:compare",
+        "Measure your own script with DDP and with foreprop, in turns: throughput, bytes, losses.",
+        DECIDE,
+        takes_script=True,
+    ),
+    Entry(
         "report",
         "foreprop.cli.report:report",
         "Make one HTML page of a job's traces: time per step, waiting, and a timeline.",

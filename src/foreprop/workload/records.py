@@ -131,7 +131,7 @@ def record_of(
     )
 
 
-def write_records(path: Path, records: Sequence[msgspec.Struct]) -> None:
+def write_records(path: Path, records: Sequence[msgspec.Struct] | msgspec.Struct) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
     partial.replace(path)
