@@ -8,6 +8,7 @@ class does that (`hooks.interception`), so nothing of it is in a wrapper that is
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -68,12 +69,12 @@ def _follow_step(outer: Any) -> None:
         return
 
     @functools.wraps(own)
-    def step(*arguments: Any, **options: Any) -> Any:
-        outer.__setstate__(outer.__getstate__())
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        self.__setstate__(self.__getstate__())
         return own(*arguments, **options)
 
     step._follows_foreprop = True  # type: ignore[attr-defined]
-    outer.step = step
+    outer.step = types.MethodType(step, outer)  # a method, as schedulers expect
 
 
 def _name(kind: type) -> str:

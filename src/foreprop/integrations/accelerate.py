@@ -8,6 +8,7 @@ object's own `prepare_model` and `prepare_optimizer`.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 
 import foreprop
+from foreprop.config import Config
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks.interception import is_managed
 
@@ -145,6 +147,23 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         if self.use_distributed and (self._without_session or not self._sessions):
             self._check_all_managed()
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As accelerate's, and the norm before clipping; where servers update, the last step's.
+
+        They clip by their own setting, which ``max_norm`` must be, or infinite.
+        """
+        session = next((s for s in self._sessions if asks_servers(s.config)), None)
+        if session is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        clip = session.config.clip_grad_norm
+        if max_norm not in (clip, math.inf):
+            raise ConfigError(
+                f"clip_grad_norm_() is called with max_norm={max_norm}, but servers update, with"
+                f" clip_grad_norm={clip}: give ForepropAccelerator the same clip_grad_norm"
+            )
+        norm = session.grad_norm
+        return torch.tensor(math.nan if norm is None else norm, device=self.device)
+
     def _check_all_managed(self) -> None:
         for model in self._trained:
             for name, parameter in model.named_parameters():
@@ -187,6 +206,19 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
             optimizer.load_state_dict(state)
         self._trained.clear()
         self._without_session.clear()
+
+
+def config_of(settings: Mapping[str, Any]) -> Config:
+    """What `foreprop.parallelize` will make of the settings."""
+    rest = dict(settings)
+    preset, config = rest.pop("preset", None), rest.pop("config", None)
+    return config or Config.resolve(preset, **rest)
+
+
+def asks_servers(config: Config) -> bool:
+    """Whether the settings alone say that servers update, so that loops cannot read gradients."""
+    asked = (config.clip_grad_norm, config.clip_grad_value, config.ema)
+    return config.update == "servers" or any(value is not None for value in asked)
 
 
 def _bare(model: torch.nn.Module) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from foreprop.integrations.accelerate import ForepropAccelerator
+from foreprop.integrations.accelerate import ForepropAccelerator, asks_servers, config_of
 from foreprop.integrations.window import Share, Window, logged
 from foreprop.session.session import Session
 
@@ -45,6 +45,9 @@ class ForepropTrainer(Trainer):  # type: ignore[misc]  # transformers is not typ
     def create_accelerator_and_postprocess(self) -> None:
         """As `Trainer`'s. The accelerator makes sessions."""
         super().create_accelerator_and_postprocess()
+        clip = self.args.max_grad_norm
+        if clip > 0 and asks_servers(config_of(self._settings)):
+            self._settings.setdefault("clip_grad_norm", clip)
         self.report.accelerator = ForepropAccelerator.taking_over(self.accelerator, self._settings)
 
     @property

@@ -30,9 +30,7 @@ class Share(NamedTuple):
 class Window:
     """From one call of `close` to the next. Training thread."""
 
-    def __init__(
-        self, session: Session, *, now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, session: Session, *, now: Callable[[], float] = time.perf_counter) -> None:
         self._session = session
         self._now = now
         self._before = self._read()
