@@ -157,6 +157,41 @@ def scaled(kind: type, folder: Path) -> tuple[Found, State]:
     return _train(Scaled, folder, max_grad_norm=0.5)
 
 
+def tuned(kind: type, folder: Path) -> tuple[Found, State]:
+    """TRL's trainer, over `ForepropTrainer`."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    class Tuned(ForepropTrainer, SFTTrainer):  # type: ignore[misc]
+        pass
+
+    words = {str(number): number for number in range(WORDS)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="0", eos_token="1"
+    )
+    texts = [{"input_ids": text["input_ids"].tolist()} for text in _texts(96, 1)]
+    plain = _arguments(folder, gradient_accumulation_steps=2).to_dict()
+    known = {name: plain[name] for name in _TUNED}
+    trainer = (Tuned if issubclass(kind, ForepropTrainer) else SFTTrainer)(
+        _language_model(),
+        SFTConfig(max_length=LENGTH, use_cpu=True, ddp_backend="gloo", report_to=[], **known),
+        train_dataset=Dataset.from_list(texts),
+        eval_dataset=Dataset.from_list(texts[:32]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return _logged(trainer), _copy(trainer.model)
+
+
+_TUNED = (
+    "output_dir max_steps per_device_train_batch_size learning_rate logging_steps save_strategy"
+    " gradient_accumulation_steps disable_tqdm"
+).split()
+
+
 def _use_scaler(accelerator: Any) -> None:
     """What accelerate does for fp16 on a device that is not the CPU, but for autocast."""
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-40)

@@ -23,7 +23,7 @@ RUNTIME = (
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
     " observe link cluster path hooks numerics gradients tables relays servers collectives data"
-    " auto session report run doctor lab demo cli"
+    " auto session integrations report run doctor lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

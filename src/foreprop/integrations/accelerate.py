@@ -52,8 +52,9 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
                 " foreprop would replace what it does"
             )
         accelerator.__class__ = cls
-        accelerator._begin(settings)
-        return accelerator
+        ours: ForepropAccelerator = accelerator
+        ours._begin(settings)
+        return ours
 
     def _begin(self, settings: Mapping[str, Any] | None) -> None:
         self._settings = dict(settings or {})
