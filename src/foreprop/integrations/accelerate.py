@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 
-import foreprop
 from foreprop.config import Config
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks.interception import is_managed
+from foreprop.session.session import Session, parallelize
 
 _PLAIN = (DistributedType.NO, *(t for t in DistributedType if t.name.startswith("MULTI_")))
 """One process, or one for each device that would get a DistributedDataParallel."""
@@ -58,7 +58,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
 
     def _begin(self, settings: Mapping[str, Any] | None) -> None:
         self._settings = dict(settings or {})
-        self._sessions: list[foreprop.Session] = []
+        self._sessions: list[Session] = []
         self._trained: list[torch.nn.Module] = []
         """Models that were prepared for training."""
         self._without_session: list[torch.optim.Optimizer] = []
@@ -83,7 +83,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
             )
 
     @property
-    def sessions(self) -> Sequence[foreprop.Session]:
+    def sessions(self) -> Sequence[Session]:
         """One for each optimizer that was prepared with its model, in this order."""
         return tuple(self._sessions)
 
@@ -131,7 +131,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
             if model is None:
                 self._without_session.append(optimizer)
             else:
-                session = foreprop.parallelize(model, optimizer, **self._settings)
+                session = parallelize(model, optimizer, **self._settings)
                 self._sessions.append(session)
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
