@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks.interception import bare_optimizer
 
 accelerate = pytest.importorskip("accelerate", reason="needs pip install foreprop[accelerate]")
@@ -149,3 +149,25 @@ def test_each_optimizer_gets_the_model_that_it_trains() -> None:
     assert len(accelerator.sessions) == 2
     accelerator.end_training()
     assert accelerator.sessions == ()
+
+
+def test_a_model_without_its_optimizer_is_refused_when_it_gets_gradients() -> None:
+    class Several(ForepropAccelerator):
+        use_distributed = True
+
+    accelerator = Several(cpu=True)
+    frozen = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(nn.Linear(2, 1), frozen)
+    with torch.no_grad():
+        seen = frozen(torch.ones(1, 2))
+    with pytest.raises(TrainingLoopError, match="gradient of weight, which no session averages"):
+        accelerator.backward(model(seen).sum())
+
+
+def test_what_is_prepared_twice_has_one_session() -> None:
+    accelerator = ForepropAccelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    assert accelerator.prepare(model, optimizer) == (model, optimizer)
+    assert len(accelerator.sessions) == 1
+    accelerator.free_memory()

@@ -63,6 +63,9 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         """Models that were prepared for training."""
         self._without_session: list[torch.optim.Optimizer] = []
         """Optimizers whose model has not been prepared yet."""
+        self._with_session: list[torch.optim.Optimizer] = []
+        self._doubtful: list[torch.nn.Module] = []
+        """Models with parameters that no session has, though they may get gradients."""
         self._preparing = False
         self._check_kind()
 
@@ -119,7 +122,8 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
     ) -> Any:
         """As accelerate's."""
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
-        self._without_session.append(prepared)
+        if not any(prepared is known for known in self._with_session):
+            self._without_session.append(prepared)
         if not self._preparing:
             self._open_sessions()
         return prepared
@@ -131,8 +135,13 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
             if model is None:
                 self._without_session.append(optimizer)
             else:
-                session = parallelize(model, optimizer, **self._settings)
-                self._sessions.append(session)
+                self._sessions.append(parallelize(model, optimizer, **self._settings))
+                self._with_session.append(optimizer)
+        self._doubtful = [
+            model
+            for model in self._trained
+            if any(p.requires_grad and not is_managed(p) for p in model.parameters())
+        ]
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
         """Of the prepared models, the one of which the optimizer has the most parameters."""
@@ -145,7 +154,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """As accelerate's. Raises `TrainingLoopError` for gradients that no session averages."""
         super().backward(loss, **options)
-        if self.use_distributed and (self._without_session or not self._sessions):
+        if self.use_distributed and self._doubtful:
             self._check_all_managed()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -166,7 +175,7 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         return torch.tensor(math.nan if norm is None else norm, device=self.device)
 
     def _check_all_managed(self) -> None:
-        for model in self._trained:
+        for model in self._doubtful:
             for name, parameter in model.named_parameters():
                 if not is_managed(parameter) and parameter.grad is not None:
                     raise TrainingLoopError(
@@ -205,8 +214,8 @@ class ForepropAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
             session.close()
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        self._trained.clear()
-        self._without_session.clear()
+        for kept in (self._trained, self._without_session, self._with_session, self._doubtful):
+            kept.clear()
 
 
 def config_of(settings: Mapping[str, Any]) -> Config:
