@@ -147,14 +147,22 @@ def twice(kind: type, folder: Path) -> tuple[Found, State]:
 
 
 def scaled(kind: type, folder: Path) -> tuple[Found, State]:
-    """As with fp16 on GPUs: a GradScaler, whose first scales are too large."""
+    """As with fp16 on GPUs: a GradScaler, whose first scale is too large."""
+    return _train(_scaled(kind), folder, max_grad_norm=0.5, optim="adamw_torch")
 
+
+def scaled_fused(kind: type, folder: Path) -> tuple[Found, State]:
+    """Trainer's usual optimizer skips by itself, and accelerate does not notice."""
+    return _train(_scaled(kind), folder, max_grad_norm=0.5, optim="adamw_torch_fused")
+
+
+def _scaled(kind: type) -> type:
     class Scaled(kind):  # type: ignore[misc]
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
             _use_scaler(self.accelerator)
 
-    return _train(Scaled, folder, max_grad_norm=0.5)
+    return Scaled
 
 
 def tuned(kind: type, folder: Path) -> tuple[Found, State]:
@@ -366,7 +374,7 @@ def compare(case: Callable[..., tuple[Found, State]], folder: Path) -> Found:
     return {
         "ddp": ddp,
         "foreprop": ours,
-        "apart": max(_apart(state[name], value) for name, value in wanted.items()),
+        "apart": {name: _apart(state[name], value) for name, value in wanted.items()},
     }
 
 

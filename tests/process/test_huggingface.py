@@ -27,11 +27,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 SCRIPT = ROOT / "tests" / "process" / "huggingface_script.py"
 TORCHRUN = Path(torch.__path__[0]) / "distributed" / "run.py"
 ORDINARY = "clipped accumulated"
-TRAINER = "clipped unclipped bf16 adafactor checkpointed resumed twice scaled"
+TRAINER = "clipped unclipped bf16 adafactor checkpointed resumed twice scaled scaled_fused"
 ACCELERATE = "accumulated autocast overflowing whole_steps state_saved two_models"
 CLOSE = {"loss": 1e-4, "eval_loss": 1e-4, "eval": 1e-4, "held_out": 1e-4, "learning_rate": 0.0}
 CLOSE |= {"lr": 0.0, "skipped": 0.0, "norm": 1e-4, "grad_norm": 1e-4}
 """By how much what is found may differ."""
+
+NO_GRADIENT = "c_attn.bias"
+"""The keys' bias has none but rounding, of which Adafactor makes whole steps."""
 
 
 def values(found: Any) -> list[float]:
@@ -48,7 +51,8 @@ def check_same(case: str, result: dict[str, Any]) -> None:
         for x, y in zip(one, other, strict=True):
             same = math.isclose(x, y, rel_tol=CLOSE[name], abs_tol=CLOSE[name])
             assert same or (math.isnan(x) and math.isnan(y)), (case, name, one, other)
-    assert result["apart"] < 1e-2, case
+    apart = {k: v for k, v in result["apart"].items() if not k.endswith(NO_GRADIENT)}
+    assert max(apart.values()) < 1e-2, (case, apart)
 
 
 def check_cases(zygote: Zygote, folder: Path, ranks: int, cases: str) -> None:
