@@ -240,7 +240,14 @@ def _accelerator(trainer: type, **options: Any) -> Any:
     return kind(cpu=True, **options)
 
 
-def _loop(accelerator: Any, optimizer_kind: Any, *, epochs: int = 2, clip: float = 0.5) -> Any:
+def _loop(
+    accelerator: Any,
+    optimizer_kind: Any,
+    *,
+    epochs: int = 2,
+    clip: float = 0.5,
+    first_times: float = 1.0,
+) -> Any:
     """Batches of two epochs, whose number is odd, with everything that a script may call."""
     model = _network()
     optimizer = optimizer_kind(model.parameters())
@@ -253,7 +260,7 @@ def _loop(accelerator: Any, optimizer_kind: Any, *, epochs: int = 2, clip: float
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
-                accelerator.backward(loss)
+                accelerator.backward(loss if found["loss"] else loss * first_times)
                 if accelerator.sync_gradients and clip:
                     norm = accelerator.clip_grad_norm_(model.parameters(), clip)
                     found["norm"].append(float(norm))
@@ -297,7 +304,7 @@ def overflowing(trainer: type, folder: Path) -> tuple[Found, State]:
     """As with fp16 on GPUs: the schedule waits in steps that the scaler skips."""
     accelerator = _accelerator(trainer)
     _use_scaler(accelerator)
-    return _finished(accelerator, *_loop(accelerator, _adamw))
+    return _finished(accelerator, *_loop(accelerator, _adamw, first_times=1e30))
 
 
 def whole_steps(trainer: type, folder: Path) -> tuple[Found, State]:
