@@ -23,7 +23,7 @@ RUNTIME = (
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
     " observe link cluster path hooks numerics gradients tables relays servers collectives data"
-    " auto session callbacks report run doctor compare lab demo cli"
+    " auto session integrations callbacks report run doctor compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

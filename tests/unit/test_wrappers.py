@@ -245,14 +245,13 @@ def test_horovods_optimizer_is_named() -> None:
         parallelize(model, optimizer)
 
 
-def test_accelerates_optimizer_is_taken_off_unless_it_has_a_scaler() -> None:
+def test_accelerates_optimizer_is_taken_off_also_with_a_scaler() -> None:
+    """With real ones: test_huggingface_ways_in.py."""
     model = nn.Linear(3, 2)
     inner = sgd(model)
-    outer = made_in("accelerate.optimizer", torch.optim.SGD, optimizer=inner, scaler=None)
-    assert bare_optimizer(outer(model.parameters(), lr=0.1)) is inner
-    scaling = made_in("accelerate.optimizer", torch.optim.SGD, optimizer=inner, scaler=object())
-    with pytest.raises(ConfigError, match="fp16"):
-        parallelize(model, scaling(model.parameters(), lr=0.1))
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        outer = made_in("accelerate.optimizer", torch.optim.SGD, optimizer=inner, scaler=scaler)
+        assert bare_optimizer(outer(model.parameters(), lr=0.1)) is inner
 
 
 def test_ddp_in_a_world_of_one_trains_as_plain_pytorch_does() -> None:

@@ -7,6 +7,8 @@ class does that (`hooks.interception`), so nothing of it is in a wrapper that is
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,12 +55,26 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opt
     if kind.__module__ != "accelerate.optimizer" or not isinstance(inner, torch.optim.Optimizer):
         return optimizer
     if getattr(optimizer, "scaler", None) is not None:
-        raise ConfigError(
-            "optimizer is accelerate's, with a GradScaler (mixed_precision='fp16') that goes past"
-            " parallelize(): use mixed_precision='bf16', or a GradScaler of your own, given to"
-            " parallelize(..., scaler=scaler)"
-        )
+        _follow_step(optimizer)
     return unwrap_optimizer(inner)
+
+
+def _follow_step(outer: Any) -> None:
+    """Have accelerate's optimizer with a GradScaler call the step that its optimizer has by then.
+
+    It took that at its start. Restoring its state is when it takes it again.
+    """
+    own = outer.step
+    if hasattr(own, "_follows_foreprop"):
+        return
+
+    @functools.wraps(own)
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        self.__setstate__(self.__getstate__())
+        return own(*arguments, **options)
+
+    step._follows_foreprop = True  # type: ignore[attr-defined]
+    outer.step = types.MethodType(step, outer)  # a method, as schedulers expect
 
 
 def _name(kind: type) -> str:

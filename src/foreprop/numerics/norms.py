@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -169,16 +170,25 @@ class WorkerNorm:
         if self._engine.rank == 0:
             self._combine(OUTSIDE, step, part)
 
-    # Gradients that are only measured: the workers clip, or look at them.
-    def square_sums(self, round_: int) -> Sequence[SquareSum]:
-        """By parameter, of the averaged gradients of the session's so-manieth round.
-
-        Blocks until all of them are averaged. Every round must have been measured.
-        """
+    def _wait_for_squares(self, round_: int) -> None:
+        started_ns = time.perf_counter_ns()
         self._progress.wait_until(
             lambda: self._squares.has(round_),
             self._engine.config.step_timeout_s,
             lambda: f"the norm of the gradients: {self._engine.inquiry.describe_incomplete()}",
             self._engine.inquiry.ask_about_incomplete,
         )
+        counters = self._progress.counters
+        counters.waits += 1
+        counters.waited_s += (time.perf_counter_ns() - started_ns) / 1e9
+
+    # Gradients that are only measured: the workers clip, or look at them.
+    def square_sums(self, round_: int) -> Sequence[SquareSum]:
+        """By parameter, of the averaged gradients of the session's so-manieth round.
+
+        Blocks until all of them are averaged, which counts as waited. Every round must have been
+        measured.
+        """
+        if not self._squares.has(round_):
+            self._wait_for_squares(round_)
         return self._squares.of(round_)
