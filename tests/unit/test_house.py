@@ -17,13 +17,13 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
     "core config observe link cluster path hooks numerics gradients tables relays servers"
-    " collectives data auto session"
+    " collectives data auto session integrations"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
     " observe link cluster path hooks numerics gradients tables relays servers collectives data"
-    " auto session report run doctor lab demo cli"
+    " auto session integrations report run doctor lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""
