@@ -155,7 +155,8 @@ def fitted(strategy: Any, make: Any = None, **options: Any) -> Found:
 
 # The cases.
 def fp16(strategy: Any) -> Found:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+    """The scaler skips the first step, and none before a validation."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, backoff_factor=2.0**-5)
     return fitted(
         strategy, plugins=MixedPrecision("16-mixed", "cpu", scaler), gradient_clip_val=0.3
     )

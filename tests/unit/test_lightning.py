@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from foreprop.errors import ConfigError
+from foreprop.hooks.interception import bare_optimizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing Lightning
+    from lightning.fabric.wrappers import _FabricOptimizer
+
     from foreprop.integrations import lightningparts
     from foreprop.integrations.lightning import (
         ForepropFabricStrategy,
@@ -81,6 +84,17 @@ assert type(pl.Trainer(strategy="foreprop", devices=1, accelerator="cpu", logger
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_optimizers_of_lightning_are_seen_through() -> None:
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    wrapped: Any = _FabricOptimizer(plain, ForepropFabricStrategy())
+    assert bare_optimizer(wrapped) is plain
+    strategy = ForepropStrategy()
+    strategy.optimizers = [plain]
+    (own,) = strategy._lightning_optimizers
+    assert own is not plain
+    assert bare_optimizer(own) is plain
 
 
 # What is refused
