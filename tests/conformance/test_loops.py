@@ -222,6 +222,39 @@ def test_two_optimizers_for_one_model() -> None:
     check_same_bits(results[1], results[0])
 
 
+def test_each_of_two_optimizers_for_one_model_is_clipped() -> None:
+    """The norm of one's gradients does not wait for those of the other's parameters."""
+
+    def build() -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([small_model(), small_model()])
+        return model, [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+
+    def train(model: Any, optimizers: Any, batches: Sequence[Sequence[Batch]]) -> Any:
+        for together in zip(*batches, strict=True):
+            for part, optimizer in zip(model, optimizers, strict=True):
+                optimizer.zero_grad()
+                losses = [F.cross_entropy(part(x), y) for x, y in together]
+                (sum(losses) / len(losses)).backward()
+                nn.utils.clip_grad_norm_(part.parameters(), 0.1)
+                optimizer.step()
+        return [value.detach().clone() for value in model.parameters()]
+
+    by_rank = batches_of(2)
+
+    def work(world: World) -> Any:
+        model, optimizers = build()
+        with (
+            foreprop.parallelize(model, optimizers[0], world=world, update="workers"),
+            foreprop.parallelize(model, optimizers[1], world=world, update="workers"),
+        ):
+            return train(model, optimizers, [by_rank[world.rank]])
+
+    expected = train(*build(), by_rank)
+    for found in run_cluster(2, work):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 # GANs, as in PyTorch's DCGAN tutorial.
 class _Nets:
     def __init__(self, seed: int = 0) -> None:

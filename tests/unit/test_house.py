@@ -17,7 +17,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
     "core config observe link cluster path hooks numerics gradients tables relays servers"
-    " collectives data auto session"
+    " collectives data auto session integrations"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (

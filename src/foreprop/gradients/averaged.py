@@ -386,7 +386,7 @@ class AveragedParameter:
     def give_away(self) -> None:
         """Another session has it from now on, and averages its gradients."""
         self.detach()
-        self.wanted, self._given_away = False, True
+        self.wanted, self._own, self._given_away = False, False, True
 
     def detach(self) -> None:
         """The session is over: parameter and gradient become ordinary ones."""

@@ -248,6 +248,7 @@ def check_unmanaged(named: Sequence[tuple[str, torch.nn.Parameter, int]]) -> Non
 
 EXCHANGING = ("deepspeed", "horovod", "fairscale", "apex")
 """Libraries whose modules and optimizers exchange gradients themselves."""
+SHOWING = ("accelerate.optimizer", "lightning.", "lightning_fabric.", "pytorch_lightning.")
 _WRAPPING = ("torch.nn.parallel", "torch.distributed", *EXCHANGING)
 
 
@@ -266,8 +267,8 @@ def _may_wrap(module: torch.nn.Module) -> bool:
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer in accelerate's; `ConfigError` if it is one that communicates itself."""
-    if not type(optimizer).__module__.startswith(("accelerate", *EXCHANGING)):
+    """The optimizer in accelerate's or Lightning's; `ConfigError` if it communicates itself."""
+    if not type(optimizer).__module__.startswith((*SHOWING, *EXCHANGING)):
         return optimizer
     from foreprop.hooks.wrappers import unwrap_optimizer
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from foreprop.errors import ConfigError, TrainingLoopError
-from foreprop.hooks.interception import EXCHANGING, is_managed
+from foreprop.hooks.interception import EXCHANGING, SHOWING, is_managed
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")
@@ -44,7 +44,7 @@ def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """The optimizer in accelerate's; `ConfigError` if it is one that communicates itself."""
+    """The optimizer in accelerate's or Lightning's; `ConfigError` if it communicates itself."""
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] in EXCHANGING:
         raise ConfigError(
@@ -52,7 +52,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Opt
             " torch.optim.Optimizer in it"
         )
     inner = getattr(optimizer, "optimizer", None)
-    if kind.__module__ != "accelerate.optimizer" or not isinstance(inner, torch.optim.Optimizer):
+    if not kind.__module__.startswith(SHOWING) or not isinstance(inner, torch.optim.Optimizer):
         return optimizer
     if getattr(optimizer, "scaler", None) is not None:
         _follow_step(optimizer)

@@ -379,8 +379,7 @@ class Training:
             return False
         for averaged in averaging.parameters:
             if averaged.parameter is parameter and averaged.index >= self.user.optimized:
-                averaging.parameters.remove(averaged)
-                averaged.give_away()
+                averaged.give_away()  # and stays, for rounds that need word of every parameter
                 release_parameter(parameter, self)
                 return True
         return False
