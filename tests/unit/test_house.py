@@ -16,13 +16,13 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
-    "core config observe link cluster path hooks numerics gradients tables relays servers"
+    "core config observe link cluster path hooks compiled numerics gradients tables relays servers"
     " collectives data auto session"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
-    " observe link cluster path hooks numerics gradients tables relays servers collectives data"
+    " observe link cluster path hooks compiled numerics gradients tables relays servers collectives data"
     " auto session report run doctor lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}

@@ -1,0 +1,174 @@
+"""Where the operators stand: passes over graphs of torch.fx.
+
+A parameter is awaited before the first operation that reads it. Views read nothing. Of a backward
+graph a gradient is given away where it is computed, but not before the last operation that still
+reads the parameter: from then on its new values may land.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from foreprop.compiled.operators import AWAIT_VALUES, GRADIENT_DONE
+
+_aten = torch.ops.aten
+_HEAVY = frozenset(
+    (
+        _aten.mm,
+        _aten.addmm,
+        _aten.bmm,
+        _aten.baddbmm,
+        _aten.convolution,
+        _aten.convolution_backward,
+        _aten.linear,
+        _aten.matmul,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_efficient_attention,
+        _aten.embedding,
+    )
+)
+"""Operations of which every compiler makes a call of its own, whose result is in memory."""
+
+
+def insert_waits(gm: fx.GraphModule, parameters: Mapping[int, fx.Node]) -> set[int]:
+    """Have parameters awaited at their first reads; returns the numbers of those that are read.
+
+    ``parameters``: placeholders, by number.
+    """
+    first: dict[fx.Node, list[fx.Node]] = {}
+    found = set()
+    for number, placeholder in parameters.items():
+        reader = next(_readers(gm.graph, [placeholder]), None)
+        if reader is not None:
+            first.setdefault(reader, []).append(placeholder)
+            found.add(number)
+    after: fx.Node | None = None
+    for node in list(gm.graph.nodes):
+        if node in first:
+            with gm.graph.inserting_before(node):
+                gm.graph.call_function(AWAIT_VALUES, (first[node], after))
+        after = _in_memory(node, after)
+    _finish(gm)
+    return found
+
+
+def _in_memory(node: fx.Node, before: fx.Node | None) -> fx.Node | None:
+    """The last result that is in memory when what follows the node runs."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _HEAVY:
+        return node if isinstance(node.meta.get("val"), torch.Tensor) else before
+    source = node.args[0] if node.args else None
+    if node.name.startswith("getitem") and isinstance(source, fx.Node):
+        heavy = isinstance(source.target, torch._ops.OpOverload)
+        if heavy and source.target.overloadpacket in _HEAVY and node.args[1] == 0:
+            return node
+    return before
+
+
+def _finish(gm: fx.GraphModule) -> None:
+    gm.graph.lint()
+    gm.recompile()
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether its result shares memory with an argument, and nothing is read."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    schema = target._schema
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    return bool(aliases) and not schema.is_mutable
+
+
+def _readers(graph: fx.Graph, tensors: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The operations that read the tensors' memory, in order."""
+    same = set(tensors)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or same.isdisjoint(node.all_input_nodes):
+            continue
+        if is_view(node):
+            same.add(node)
+        else:
+            yield node
+
+
+def saved_views(gm: fx.GraphModule, parameters: Mapping[int, fx.Node]) -> dict[str, int]:
+    """What a forward graph returns of the parameters' memory: the outputs' names, and whose."""
+    owner = {node: number for number, node in parameters.items()}
+    for node in gm.graph.nodes:
+        if is_view(node):
+            of = [owner[source] for source in node.all_input_nodes if source in owner]
+            if of:
+                owner[node] = of[0]
+    returned = gm.graph.output_node().all_input_nodes
+    return {node.name: owner[node] for node in returned if node in owner}
+
+
+def insert_gradients(
+    gm: fx.GraphModule, gradients: Mapping[int, int], saved: Mapping[str, int]
+) -> set[int]:
+    """Have gradients given away when they are computed; returns the outputs that are.
+
+    ``gradients``: outputs, and the numbers of the parameters whose gradients they are. ``saved``:
+    names of placeholders that share memory with parameters, and with which.
+    """
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    returned: Any = gm.graph.output_node().args[0]
+    roots = Counter(_root(node) for node in returned if isinstance(node, fx.Node))
+    done = set()
+    for output, number in gradients.items():
+        node = returned[output]
+        if not isinstance(node, fx.Node) or _root(node).op == "placeholder":
+            continue
+        if roots[_root(node)] != 1:  # its memory is another output's, too
+            continue
+        own = [p for p in gm.graph.find_nodes(op="placeholder") if saved.get(p.name) == number]
+        last = max([node, *_readers(gm.graph, own)], key=lambda n: order.get(n, -1))
+        with gm.graph.inserting_after(last):
+            gm.graph.call_function(GRADIENT_DONE, (own, node, output))
+        done.add(output)
+    _finish(gm)
+    return done
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Whose memory it is."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def returned_gradients(gm: fx.GraphModule, parameters: Set[int]) -> dict[int, int]:
+    """A backward graph's outputs that are these parameters' gradients, and whose."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    found = {}
+    for output, kind in enumerate(gm.graph.output_node().meta.get("desc", ())):
+        if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, PlainAOTInput):
+            if kind.grad_of.idx in parameters:
+                found[output] = kind.grad_of.idx
+    return found
+
+
+def parameter_inputs(gm: fx.GraphModule, parameters: Set[int]) -> dict[int, fx.Node]:
+    """A graph's placeholders that are these of the arguments of what has been compiled."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    found = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        kind = node.meta.get("desc")
+        if isinstance(kind, PlainAOTInput) and kind.idx in parameters:
+            found[kind.idx] = node
+    return found
+
+
+def tensor_inputs(gm: fx.GraphModule) -> list[bool]:
+    """Of each of a graph's placeholders, whether it is a tensor."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [isinstance(node.meta.get("val"), torch.Tensor) for node in placeholders]
