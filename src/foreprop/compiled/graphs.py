@@ -116,25 +116,38 @@ def insert_gradients(
     """Have gradients given away when they are computed; returns the outputs that are.
 
     ``gradients``: outputs, and the numbers of the parameters whose gradients they are. ``saved``:
-    names of placeholders that share memory with parameters, and with which.
+    names of placeholders that share memory with parameters, and with which. Each operator also
+    says that it writes to what is read next of other parameters, so that the computations of other
+    gradients do not overtake it.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
-    returned: Any = gm.graph.output_node().args[0]
-    roots = Counter(_root(node) for node in returned if isinstance(node, fx.Node))
-    done = set()
-    for output, number in gradients.items():
-        node = returned[output]
-        if not isinstance(node, fx.Node) or _root(node).op == "placeholder":
-            continue
-        if roots[_root(node)] != 1:  # its memory is another output's, too
-            continue
-        own = [p for p in gm.graph.find_nodes(op="placeholder") if saved.get(p.name) == number]
-        last = max([node, *_readers(gm.graph, own)], key=lambda n: order.get(n, -1))
-        with gm.graph.inserting_after(last):
-            gm.graph.call_function(GRADIENT_DONE, (own, node, output))
+    placeholders = [p for p in gm.graph.find_nodes(op="placeholder") if p.name in saved]
+    reads = [(order[node], p) for p in placeholders for node in _readers(gm.graph, [p])]
+    reads.sort(key=lambda read: read[0])
+    own: dict[int, list[fx.Node]] = {number: [] for number in gradients.values()}
+    for p in placeholders:
+        own.setdefault(saved[p.name], []).append(p)
+    nodes, done = list(gm.graph.nodes), set()
+    for output, node in _leaving(gm, gradients):
+        mine = own[gradients[output]]
+        place = max([order[node], *(at for at, p in reads if p in mine)])
+        following = [p for at, p in reads if at > place][:1]
+        with gm.graph.inserting_after(nodes[place]):
+            gm.graph.call_function(GRADIENT_DONE, ([*mine, *following], node, output))
         done.add(output)
     _finish(gm)
     return done
+
+
+def _leaving(gm: fx.GraphModule, outputs: Iterable[int]) -> Iterator[tuple[int, fx.Node]]:
+    """Those that are computed in the graph, each in memory of its own."""
+    returned: Any = gm.graph.output_node().args[0]
+    roots = Counter(_root(node) for node in returned if isinstance(node, fx.Node))
+    for output in outputs:
+        node = returned[output]
+        if isinstance(node, fx.Node) and _root(node).op != "placeholder":
+            if roots[_root(node)] == 1:
+                yield output, node
 
 
 def _root(node: fx.Node) -> fx.Node:
