@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ class Entering(Protocol):
     parameters: list[ManagedParameter]
     first: Any
     user: Any
+    life: Any
 
     def forward_started(self) -> None: ...
     def synchronise_buffers(self) -> None: ...
@@ -32,12 +33,10 @@ class CompiledEntry:
         self._session = session
         by_rows = {table.index for table in tables}
         dense = [p for p in session.parameters if p.index not in by_rows]
-        others, self.leave = tracing.watch_compiler(p.parameter for p in dense)
+        others, leave = tracing.watch_compiler(p.parameter for p in dense)
+        session.life.add_undo(leave)
         ids = {id(tensor) for tensor in others}
         self._others = [*by_rows, *(p.index for p in dense if id(p.parameter) in ids)]
-
-    leave: Callable[[], None]
-    """The session is over."""
 
     def entered(self, *, everything: bool) -> None:
         """``everything``: what comes, a conversion, must see all parameters as ordinary ones."""

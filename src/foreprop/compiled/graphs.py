@@ -60,15 +60,16 @@ def insert_waits(gm: fx.GraphModule, parameters: Mapping[int, fx.Node]) -> set[i
 
 def _in_memory(node: fx.Node, before: fx.Node | None) -> fx.Node | None:
     """The last result that is in memory when what follows the node runs."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _HEAVY:
+    if _is_heavy(node):
         return node if isinstance(node.meta.get("val"), torch.Tensor) else before
-    source = node.args[0] if node.args else None
-    if node.name.startswith("getitem") and isinstance(source, fx.Node):
-        heavy = isinstance(source.target, torch._ops.OpOverload)
-        if heavy and source.target.overloadpacket in _HEAVY and node.args[1] == 0:
-            return node
-    return before
+    source = node.args[0] if node.name.startswith("getitem") else None
+    first = isinstance(source, fx.Node) and _is_heavy(source) and node.args[1] == 0
+    return node if first else before
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _HEAVY
 
 
 def _finish(gm: fx.GraphModule) -> None:
@@ -145,9 +146,10 @@ def _leaving(gm: fx.GraphModule, outputs: Iterable[int]) -> Iterator[tuple[int, 
     roots = Counter(_root(node) for node in returned if isinstance(node, fx.Node))
     for output in outputs:
         node = returned[output]
-        if isinstance(node, fx.Node) and _root(node).op != "placeholder":
-            if roots[_root(node)] == 1:
-                yield output, node
+        if not isinstance(node, fx.Node) or _root(node).op == "placeholder":
+            continue
+        if roots[_root(node)] == 1:
+            yield output, node
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -163,9 +165,9 @@ def returned_gradients(gm: fx.GraphModule, parameters: Set[int]) -> dict[int, in
 
     found = {}
     for output, kind in enumerate(gm.graph.output_node().meta.get("desc", ())):
-        if isinstance(kind, GradAOTOutput) and isinstance(kind.grad_of, PlainAOTInput):
-            if kind.grad_of.idx in parameters:
-                found[output] = kind.grad_of.idx
+        of = kind.grad_of if isinstance(kind, GradAOTOutput) else None
+        if isinstance(of, PlainAOTInput) and of.idx in parameters:
+            found[output] = of.idx
     return found
 
 

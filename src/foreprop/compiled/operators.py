@@ -34,7 +34,7 @@ class Running(threading.local):
 
 running = Running()
 
-_library = torch.library.Library("foreprop", "DEF")  # noqa: TOR901 (as long as the process)
+_library: Any = torch.library.Library("foreprop", "DEF")  # type: ignore[no-untyped-call]
 _library.define("await_values(Tensor(a!)[] parameters, Tensor? after) -> ()")
 _library.define("gradient_done(Tensor(a!)[] readers, Tensor gradient, int output) -> ()")
 

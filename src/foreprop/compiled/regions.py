@@ -20,7 +20,7 @@ import torch
 from foreprop.compiled.edges import uses_of_this_pass
 from foreprop.compiled.operators import running
 from foreprop.errors import InternalError
-from foreprop.path.waiting import Pending, is_pending, waits_for
+from foreprop.path.waiting import Pending, waits_for
 
 
 class Hidden:
@@ -30,12 +30,14 @@ class Hidden:
         self.parameter = parameter
         self.pending = pending
         self._class = type(parameter)
-        parameter.__class__ = self._class.__mro__[2]  # see `path.waiting`
+        self._own_class = self._class.__mro__[2]  # see `path.waiting`
+        parameter.__class__ = self._own_class
 
     def show(self) -> None:
         """It waits again, if nobody has waited for it meanwhile."""
-        if is_pending(self.parameter, self.pending):
-            self.parameter.__class__ = self._class
+        self.parameter.__class__ = self._class
+        if waits_for(self.parameter) is not self.pending:
+            self.parameter.__class__ = self._own_class
 
 
 def hide(tensors: Sequence[Any]) -> list[Hidden]:
@@ -169,14 +171,15 @@ class BackwardGraph:
             if edge < len(edges):
                 node = edges[edge][0]
                 variable = getattr(node, "variable", None)
-                if variable is not None and uses[id(variable)] == 1 and not _is_hooked(variable):
-                    if _accumulates(node):
-                        found[output] = _Target(node, variable)
+                if variable is None or uses[id(variable)] != 1 or _is_hooked(variable):
+                    continue
+                if _accumulates(node):
+                    found[output] = _Target(node, variable)
         return found
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Target:

@@ -17,16 +17,17 @@ import torch
 from torch import fx
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.backends import common
+from torch.utils.weak import TensorWeakRef
 
 from foreprop.compiled import graphs
 from foreprop.compiled.edges import BACKWARD
 from foreprop.compiled.regions import BackwardGraph, Region, hide
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
-from foreprop.path.waiting import waiting_class, waiting_parameters
+from foreprop.path.waiting import waiting_class
 
-_ours: dict[int, weakref.ref[torch.Tensor]] = {}
-"""By id: what waits inside compiled code."""
+_ours: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""By id: what waits inside compiled code, and the thread of its session."""
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
@@ -42,7 +43,7 @@ _compiling = _Compiling()
 
 
 def is_ours(tensor: Any) -> bool:
-    reference = _ours.get(id(tensor))
+    reference, _ = _ours.get(id(tensor), (None, 0))
     return reference is not None and reference() is tensor
 
 
@@ -52,11 +53,13 @@ def watch_compiler(parameters: Iterable[torch.Tensor]) -> tuple[list[Any], Calla
     Others, which are returned, must be ordinary when compiled code is entered: those whose class
     is another library's. What has been compiled before is compiled again when it is next called.
     """
-    others, ours = [], []
+    others: list[torch.Tensor] = []
+    ours: list[torch.Tensor] = []
     for parameter in parameters:
         plain = _own_class(parameter) in _PLAIN
         (ours if plain else others).append(parameter)
-    _ours.update((id(parameter), weakref.ref(parameter)) for parameter in ours)
+    thread = threading.get_ident()
+    _ours.update((id(parameter), (weakref.ref(parameter), thread)) for parameter in ours)
     releases = [interception.hold() for interception in _INTERCEPTIONS]
     if convert_frame.input_codes.seen:
         torch._dynamo.reset_code_caches()
@@ -79,7 +82,7 @@ def _own_class(tensor: torch.Tensor) -> type:
 def _tracing(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        hidden = hide(waiting_parameters())
+        hidden = hide(_traceable())
         try:
             return convert(*args, **kwargs)
         finally:
@@ -87,6 +90,14 @@ def _tracing(convert: Callable[..., Any]) -> Callable[..., Any]:
                 item.show()
 
     return wrapper
+
+
+def _traceable() -> list[torch.Tensor]:
+    """Ours, of this thread's sessions; of all, if it has none."""
+    thread = threading.get_ident()
+    known = [(reference(), of) for reference, of in list(_ours.values())]
+    own = [tensor for tensor, of in known if tensor is not None and of == thread]
+    return own or [tensor for tensor, _ in known if tensor is not None]
 
 
 # Its guards.
@@ -100,18 +111,17 @@ class _Tolerant:
         return getattr(self.manager, name)
 
     def add_tensor_match_guard(
-        self, value: torch.Tensor, sizes: Any, strides: Any, name: str, parts: Any, stack: Any, *_: Any
+        self, value: torch.Tensor, sizes: Any, strides: Any, _: str, parts: Any, *rest: Any
     ) -> None:
         """As torch's, but for two classes."""
-        self.manager.add_lambda_guard(_matcher(value, sizes, strides), parts, stack)
+        self.manager.add_lambda_guard(_matcher(value, sizes, strides), parts, rest[0])
 
 
 def _matcher(value: torch.Tensor, sizes: Any, strides: Any) -> Callable[[Any], bool]:
+    make: Any = torch._C._dynamo.guards.TensorGuards
+
     def match() -> Any:
-        made = torch._C._dynamo.guards.TensorGuards(
-            value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides]
-        )
-        return made.check
+        return make(value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides]).check
 
     cls = type(value)
     own = match()
@@ -132,7 +142,7 @@ def _matcher(value: torch.Tensor, sizes: Any, strides: Any) -> Callable[[Any], b
 def _guarding(tensor_match: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(tensor_match)
     def wrapper(self: Any, guard: Any, value: Any = None) -> None:
-        tensor = value() if isinstance(value, guards.TensorWeakRef) else value
+        tensor = value() if isinstance(value, TensorWeakRef) else value
         if tensor is None:
             tensor = self.get(guard)
         if not is_ours(tensor):
@@ -200,7 +210,8 @@ def _as_region(
     def run(*args: Any) -> Any:
         return region.run(graph, args)
 
-    return torch._dynamo.disable(run, reason="foreprop waits in compiled graphs")
+    disable: Any = torch._dynamo.disable
+    return disable(run, reason="foreprop waits in compiled graphs")
 
 
 # What AOTAutograd makes of it.
@@ -218,9 +229,8 @@ def _dividing(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         inference = options.get("inference_compiler") or fw_compiler
         options["inference_compiler"] = _with_waits(region, inference)
         backward = bw_compiler or fw_compiler
-        return compile_graph(
-            mod, args, _with_waits(region, fw_compiler), _leaving(region, backward), *rest, **options
-        )
+        compilers = (_with_waits(region, fw_compiler), _leaving(region, backward))
+        return compile_graph(mod, args, *compilers, *rest, **options)
 
     return wrapper
 

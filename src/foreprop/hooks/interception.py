@@ -66,10 +66,9 @@ class Interception:
                 setattr(self._owner, self._name, self._original)
 
 
-# Compiled code (`torch.compile`). Whatever is compiled (a model, a submodule, a function, before
-# or after `parallelize`), this thread's sessions are told when it is entered; `compiled`, loaded
-# then, has parameters wait inside. Where that entry is missed (a torch without it), the waiting
-# class refuses to be compiled.
+# Compiled code (`torch.compile`). Whatever is compiled, this thread's sessions are told when it is
+# entered; `compiled`, loaded then, has parameters wait inside. Where that entry is missed (a torch
+# without it), the waiting class refuses to be compiled.
 class Enterable(Protocol):
     def compiled_code_entered(self, everything: bool) -> None:
         """Compiled code is about to run in this thread, or what needs ordinary parameters."""

@@ -97,18 +97,16 @@ _NONE: frozenset[int] = frozenset()
 
 def make_wait(parameter: torch.Tensor, pending: Pending) -> None:
     """Swap the class of a parameter, or a gradient; ``pending`` is asked before each use."""
-    waiting = waiting_class(type(parameter))
     _pending[id(parameter)] = pending
-    parameter.__class__ = waiting
+    parameter.__class__ = waiting_class(type(parameter))
 
 
 def waiting_class(cls: type) -> type:
     """What a tensor of this class is while it waits."""
-    waiting = _classes.get(cls)
-    if waiting is None:
+    if cls not in _classes:
         waiting = _classes[cls] = type(f"Waiting{cls.__name__}", (_Waiting, cls), {})
         _classes[waiting] = waiting
-    return waiting
+    return _classes[cls]
 
 
 def stop_waiting(parameter: torch.Tensor) -> None:
@@ -133,10 +131,6 @@ def waits_for(tensor: Any) -> Pending | None:
 
 def is_waiting(tensor: torch.Tensor) -> bool:
     return id(tensor) in _pending and isinstance(tensor, _Waiting)
-
-
-def is_pending(tensor: torch.Tensor, pending: Pending) -> bool:
-    return _pending.get(id(tensor)) is pending
 
 
 def waiting_parameters() -> list[torch.Tensor]:

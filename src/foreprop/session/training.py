@@ -273,7 +273,6 @@ class Training:
             from foreprop.compiled.entry import CompiledEntry
 
             self._compiled = CompiledEntry(self, self.tables)
-            self.life.add_undo(self._compiled.leave)
         self._compiled.entered(everything=everything)
 
     def flush(self) -> None:
