@@ -7,8 +7,9 @@ reads the parameter: from then on its new values may land.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -48,28 +49,42 @@ def insert_waits(gm: fx.GraphModule, parameters: Mapping[int, fx.Node]) -> set[i
         if reader is not None:
             first.setdefault(reader, []).append(placeholder)
             found.add(number)
-    after: fx.Node | None = None
+    made: list[fx.Node] = []  # in memory, so far
     for node in list(gm.graph.nodes):
         if node in first:
             with gm.graph.inserting_before(node):
-                gm.graph.call_function(AWAIT_VALUES, (first[node], after))
-        after = _in_memory(node, after)
+                gm.graph.call_function(AWAIT_VALUES, (first[node], _latest(node, made)))
+        made += [node] if _is_in_memory(node) else []
     _finish(gm)
     return found
 
 
-def _in_memory(node: fx.Node, before: fx.Node | None) -> fx.Node | None:
-    """The last result that is in memory when what follows the node runs."""
-    if _is_heavy(node):
-        return node if isinstance(node.meta.get("val"), torch.Tensor) else before
-    source = node.args[0] if node.name.startswith("getitem") else None
-    first = isinstance(source, fx.Node) and _is_heavy(source) and node.args[1] == 0
-    return node if first else before
+def _latest(reader: fx.Node, made: Sequence[fx.Node]) -> fx.Node | None:
+    """What is in memory when the reader runs, as late as possible."""
+    if _is_call(reader):  # then its arguments are
+        computed = [node for node in reader.all_input_nodes if not _is_input(node)]
+        if computed and all(isinstance(n.meta.get("val"), torch.Tensor) for n in computed):
+            return max(computed)
+    return made[-1] if made else None
 
 
-def _is_heavy(node: fx.Node) -> bool:
+def _is_input(node: fx.Node) -> bool:
+    return _root(node).op != "call_function"
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and _is_call(source)
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether compilers leave it a call of its own, and fuse it with nothing."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _HEAVY
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.overloadpacket in _HEAVY or target.namespace not in ("aten", "prims", "prim")
 
 
 def _finish(gm: fx.GraphModule) -> None:

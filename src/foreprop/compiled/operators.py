@@ -35,8 +35,11 @@ class Running(threading.local):
 running = Running()
 
 _library: Any = torch.library.Library("foreprop", "DEF")  # type: ignore[no-untyped-call]
-_library.define("await_values(Tensor(a!)[] parameters, Tensor? after) -> ()")
-_library.define("gradient_done(Tensor(a!)[] readers, Tensor gradient, int output) -> ()")
+for _schema in (
+    "await_values(Tensor(a!)[] parameters, Tensor? after) -> ()",
+    "gradient_done(Tensor(a!)[] readers, Tensor gradient, int output) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.flexible_layout,))  # nothing is copied for them
 
 
 def _await_values(parameters: Sequence[torch.Tensor], after: torch.Tensor | None) -> None:
