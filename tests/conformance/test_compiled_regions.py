@@ -21,7 +21,7 @@ from foreprop.compiled import tracing
 from foreprop.compiled.operators import running
 from foreprop.errors import ConfigError
 from tests.cluster import run_cluster, worlds
-from tests.conformance.parity import Batch, batches_of, check_same_bits, make_batches, merge
+from tests.conformance.parity import Batch, batches_of, check_same_bits, make_batches
 from tests.tiers import long_cases
 
 pytestmark = [
@@ -179,3 +179,283 @@ def test_same_bits_as_compiled_without_foreprop(backend: str, compiled: Any, loo
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
         loop(call, optimizer, batches)
         check_same_bits(model.state_dict(), wanted)
+
+
+# Ranks.
+def _rank_by_rank(
+    call: Any,
+    optimizer: torch.optim.Optimizer,
+    by_rank: Sequence[Sequence[Batch]],
+    passes: int,
+) -> None:
+    """What the ranks do together, in one process: sums in their order, averages, clipping."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for start in range(0, len(by_rank[0]), passes):
+        sums: list[torch.Tensor] | None = None
+        for batches in by_rank:
+            optimizer.zero_grad()
+            for x, y in batches[start : start + passes]:
+                F.cross_entropy(call(x), y).backward()
+            own = [p.grad.clone() for p in parameters]
+            sums = own if sums is None else [a.add_(b) for a, b in zip(sums, own, strict=True)]
+        for parameter, total in zip(parameters, sums or (), strict=True):
+            parameter.grad = total.div_(len(by_rank))
+        if passes > 1:
+            torch.nn.utils.clip_grad_value_(parameters, 0.05)
+        optimizer.step()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("passes", [2, *long_cases(1)])
+@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_train_as_one_process_does(backend: str, ranks: int, passes: int) -> None:
+    by_rank = batches_of(ranks)
+    loop = _train if passes == 1 else _accumulate
+    model, optimizer = _seeded()
+    _rank_by_rank(_whole(model, backend), optimizer, by_rank, passes)
+    wanted = model.state_dict()
+    torch._dynamo.reset()
+
+    def work(world: Any) -> dict[str, torch.Tensor]:
+        model, optimizer = _seeded()
+        call = _whole(model, backend)
+        with foreprop.parallelize(model, optimizer, world=world):
+            loop(call, optimizer, by_rank[world.rank])
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    for got in run_cluster(ranks, work, timeout_s=200):
+        check_same_bits(got, wanted)
+
+
+# Code that is not compiled beside code that is.
+def _compare(
+    make: Callable[[], nn.Module],
+    compiled: Callable[[Any], Any],
+    loop: Callable[[Any, Any, torch.optim.Optimizer, Sequence[Batch]], None] | None = None,
+    *,
+    run_before: bool = False,
+) -> None:
+    """The same bits in a session as without one."""
+    batches = make_batches(6)
+
+    def train(model: Any, optimizer: torch.optim.Optimizer, call: Any) -> None:
+        if loop is None:
+            _train(call, optimizer, batches)
+        else:
+            loop(model, call, optimizer, batches)
+
+    model, optimizer = _seeded(make)
+    train(model, optimizer, compiled(model))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    torch._dynamo.reset()
+    model, optimizer = _seeded(make)
+    call = compiled(model)
+    if run_before:
+        F.cross_entropy(call(batches[0][0]), batches[0][1]).backward()
+        optimizer.zero_grad()
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        train(model, optimizer, call)
+        check_same_bits(model.state_dict(), wanted)
+
+
+def _aot(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def _aot_parts(model: Any) -> Any:
+    return _regional(model, "aot_eager")
+
+
+class _Broken(_Net):
+    """The graph breaks, and code between its parts uses parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        scale = float(self.second.bias.detach().abs().sum())
+        return self.second(x * (1.0 + scale))
+
+
+class _Disabled(_Net):
+    """A layer is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.forward = torch._dynamo.disable(self.second.forward)  # type: ignore[method-assign]
+
+
+class _Tied(nn.Module):
+    """Two regions, and code that is not compiled, share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(torch.tanh(self.first(x)))) + self.first.bias[:3]
+
+
+class _Twice(nn.Module):
+    """One region is entered twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(torch.tanh(self.first(x)))))
+
+
+class _Blocks(nn.Module):
+    """Blocks that share their code, so also what is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("first", "second", "third"):
+            setattr(self, name, nn.Linear(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            x = torch.tanh(part(x))
+        return x
+
+
+class _Own(nn.Parameter):
+    """Another library's parameter: it has a class of its own."""
+
+
+class _Odd(_Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight = _Own(self.first.weight.detach())
+
+
+@pytest.mark.parametrize("run_before", [True, *long_cases(False)])
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        (_Broken, _aot),
+        (_Disabled, _aot),
+        (_Tied, _aot_parts),
+        (_Twice, _aot_parts),
+        (_Blocks, _aot_parts),
+        (_Odd, _aot),
+    ],
+)
+def test_beside_other_code(make: Any, compiled: Any, run_before: bool) -> None:
+    _compare(make, compiled, run_before=run_before)
+
+
+def test_blocks_share_what_is_compiled() -> None:
+    model, optimizer = _seeded(_Blocks)
+    call = _aot_parts(model)
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        _train(call, optimizer, make_batches(5))
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+# Gradients that autograd is asked for in other ways.
+def _by_hook(model: Any, call: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    """A hook changes a gradient before it is accumulated."""
+    handle = model.second.weight.register_hook(lambda gradient: gradient * 2)
+    _train(call, optimizer, batches)
+    handle.remove()
+
+
+def _by_grad(model: Any, call: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    """They are only computed, and put where they belong by hand."""
+    parameters = list(model.parameters())
+    for x, y in batches:
+        gradients = torch.autograd.grad(F.cross_entropy(call(x), y), parameters)
+        assert all(gradient is not None for gradient in gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def _twice_through(model: Any, call: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    """One graph, two backward passes."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(call(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+def _of_some(model: Any, call: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+    """A backward pass that ends at some parameters."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(call(x), y).backward(inputs=list(model.second.parameters()))
+        assert model.first.weight.grad is None
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*donated:UserWarning")
+@pytest.mark.parametrize("loop", [_by_hook, _by_grad, _twice_through, _of_some])
+def test_gradients_that_are_asked_for_in_other_ways(loop: Any) -> None:
+    with torch._functorch.config.patch(donated_buffer=False):  # as torch says for two passes
+        _compare(_Net, _aot, loop)
+
+
+# The rest.
+def test_compiled_code_in_another_thread() -> None:
+    """It waits, as any other code does in any thread."""
+    model, optimizer = _seeded()
+    call = _aot(model)
+    batches = make_batches(4)
+    scores: list[torch.Tensor] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            scores.append(call(batches[0][0]))
+
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        _train(call, optimizer, batches)
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join(60)
+        with torch.no_grad():
+            assert torch.equal(scores[0], model(batches[0][0]))
+
+
+@pytest.mark.parametrize("backend", ["inductor", "cudagraphs"])
+def test_cuda_graphs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(tracing, "_on_gpu", lambda tensors: True)
+    model, optimizer = _seeded()
+    mode = "reduce-overhead" if backend == "inductor" else None
+    call = torch.compile(model, backend=backend, mode=mode)
+    x, _ = make_batches(1)[0]
+    with (
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0]),
+        pytest.raises(ConfigError, match="mode='max-autotune-no-cudagraphs'"),
+    ):
+        call(x)
+
+
+def test_what_is_replaced_is_given_back() -> None:
+    from torch._dynamo import convert_frame, guards, output_graph
+    from torch._dynamo.backends import common
+
+    def now() -> list[Any]:
+        return [
+            convert_frame.ConvertFrameAssert.__call__,
+            guards.GuardBuilder.TENSOR_MATCH,
+            output_graph.OutputGraph._call_user_compiler,
+            common.aot_module_simplified,
+            torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
+        ]
+
+    before = now()
+    model, optimizer = _seeded()
+    call = _aot(model)
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        call(make_batches(1)[0][0])
+        assert not any(a is b for a, b in zip(before, now(), strict=True))
+    assert now() == before

@@ -41,11 +41,11 @@ class CompiledEntry:
     def entered(self, *, everything: bool) -> None:
         """``everything``: what comes, a conversion, must see all parameters as ordinary ones."""
         session = self._session
+        if not everything and not session.first.is_over and torch.is_grad_enabled():
+            session.forward_started()
         numbers = range(len(session.parameters)) if everything else self._others
         for number in numbers:
             session.parameters[number].unwatch()
             session.parameters[number].settle_if_stepped()
-        if not everything and not session.first.is_over and torch.is_grad_enabled():
-            session.forward_started()
         if session.user.buffers and not session.user.model.training:
             session.synchronise_buffers()

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.backends import common
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from foreprop.compiled import graphs
 from foreprop.compiled.edges import BACKWARD
@@ -29,6 +29,11 @@ from foreprop.path.waiting import waiting_class
 _ours: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 """By id: what waits inside compiled code, and the thread of its session."""
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
+_lock = threading.Lock()
+_watching: list[int] = []
+"""The threads of the sessions for which torch's functions are replaced."""
+_others_graphs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters in graphs that were made meanwhile, when no session had them."""
 
 
 class _Compiling(threading.local):
@@ -60,15 +65,21 @@ def watch_compiler(parameters: Iterable[torch.Tensor]) -> tuple[list[Any], Calla
         (ours if plain else others).append(parameter)
     thread = threading.get_ident()
     _ours.update((id(parameter), (weakref.ref(parameter), thread)) for parameter in ours)
-    releases = [interception.hold() for interception in _INTERCEPTIONS]
-    if convert_frame.input_codes.seen:
+    with _lock:
+        fresh = not _watching
+        _watching.append(thread)
+        releases = [interception.hold() for interception in _INTERCEPTIONS]
+    stale = convert_frame.input_codes.seen if fresh else [p for p in ours if p in _others_graphs]
+    if stale:  # which would read parameters that wait
         torch._dynamo.reset_code_caches()
 
     def end() -> None:
         for parameter in ours:
             _ours.pop(id(parameter), None)
-        for release in releases:
-            release()
+        with _lock:
+            _watching.remove(thread)
+            for release in releases:
+                release()
 
     return others, end
 
@@ -83,8 +94,13 @@ def _tracing(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         hidden = hide(_traceable())
+        _compiling.refused = None
         try:
             return convert(*args, **kwargs)
+        except Exception:  # Dynamo's own, with what was refused as its cause
+            if _compiling.refused is not None:
+                raise _compiling.refused from None
+            raise
         finally:
             for item in hidden:
                 item.show()
@@ -166,23 +182,26 @@ def _handing_over(call: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         placeholders = gm.graph.find_nodes(op="placeholder")
         examples = [_example(node) for node in placeholders]
+        for tensor in examples:
+            if isinstance(tensor, torch.nn.Parameter) and not is_ours(tensor):
+                _others_graphs[tensor] = True
         region = Region([n for n, tensor in enumerate(examples) if is_ours(tensor)])
         if not region.parameters:
             return call(self, gm, inputs)
-        outer, _compiling.region, _compiling.refused = _compiling.region, region, None
-        _compiling.cuda = any(examples[n].is_cuda for n in region.parameters)
+        outer, _compiling.region = _compiling.region, region
+        _compiling.cuda = _on_gpu([examples[number] for number in region.parameters])
         try:
             _refuse_graphs_of("cudagraphs" in str(_name_of(self.compiler_fn)))
             compiled = call(self, gm, inputs)
-        except Exception:
-            if _compiling.refused is not None:
-                raise _compiling.refused from None
-            raise
         finally:
             _compiling.region = outer
         return _as_region(region, gm, placeholders, compiled)
 
     return wrapper
+
+
+def _on_gpu(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors)
 
 
 def _name_of(compiler: Any) -> Any:
