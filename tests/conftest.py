@@ -23,7 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("foreprop", deadline=None)
     hypothesis.settings.load_profile("foreprop")
 
-
     with contextlib.suppress(ImportError):  # torch shows progress with it, if it is there
         import tqdm
 

@@ -22,8 +22,8 @@ RUNTIME = (
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
-    " observe link cluster path hooks compiled numerics gradients tables relays servers collectives data"
-    " auto session report run doctor lab demo cli"
+    " observe link cluster path hooks compiled numerics gradients tables relays servers"
+    " collectives data auto session report run doctor lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

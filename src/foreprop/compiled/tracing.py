@@ -8,6 +8,7 @@ between graphs, or that is not compiled, waits by itself. Each graph becomes a `
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 from torch._dynamo import convert_frame, guards, output_graph
 from torch._dynamo.backends import common
+from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from foreprop.compiled import graphs
@@ -90,13 +92,18 @@ def _own_class(tensor: torch.Tensor) -> type:
 
 
 # Dynamo's trace.
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
 def _tracing(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code.co_filename.startswith(_OWN):  # code of ours that has come to wait
+            return ConvertFrameReturn()  # it is run as it is
         hidden = hide(_traceable())
         _compiling.refused = None
         try:
-            return convert(*args, **kwargs)
+            return convert(self, frame, *args, **kwargs)
         except Exception:  # Dynamo's own, with what was refused as its cause
             if _compiling.refused is not None:
                 raise _compiling.refused from None
