@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -22,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # how long an example takes says more of what else the machine does
     hypothesis.settings.register_profile("foreprop", deadline=None)
     hypothesis.settings.load_profile("foreprop")
+
+    with contextlib.suppress(ImportError):  # torch shows progress with it, if it is there
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0  # it would start a thread that stays
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -122,7 +122,7 @@ class Watch:
         for array in self._arrays:
             stop_waiting(array.parameter)
 
-    def compiled_code_entered(self) -> None:
+    def compiled_code_entered(self, everything: bool) -> None:
         """Compiled code uses all that has not been used."""
         for array in self._arrays:
             if is_waiting(array.parameter):

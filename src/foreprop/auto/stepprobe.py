@@ -63,13 +63,6 @@ class StepProbe:
         if self.watches:
             self._ready[parameter.index] = self._clock.mark()  # of several passes the last one
 
-    def compiled_code_entered(self) -> None:
-        """Compiled code uses all that has not been used."""
-        if self.watches:
-            now = self._clock.mark()
-            for parameter in self._parameters:
-                self._used.setdefault(parameter.index, now)
-
     def end(self) -> None:
         """`optimizer.step()` has been called."""
         if not self.watches:

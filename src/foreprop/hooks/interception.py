@@ -66,14 +66,12 @@ class Interception:
                 setattr(self._owner, self._name, self._original)
 
 
-# Compiled code (`torch.compile`). Dynamo's guards compare the classes of the parameters and its
-# traces follow them, so both must see ordinary parameters. Whatever is compiled (a model, a
-# submodule, a function, before or after `parallelize`), all parameters of this thread's sessions
-# are settled when it is entered. Where that entry is missed (another thread, a torch without it),
-# the waiting class refuses to be compiled.
+# Compiled code (`torch.compile`). Whatever is compiled, this thread's sessions are told when it is
+# entered; `compiled`, loaded then, has parameters wait inside. Where that entry is missed (a torch
+# without it), the waiting class refuses to be compiled.
 class Enterable(Protocol):
-    def compiled_code_entered(self) -> None:
-        """Compiled code is about to run in this thread."""
+    def compiled_code_entered(self, everything: bool) -> None:
+        """Compiled code is about to run in this thread, or what needs ordinary parameters."""
 
 
 class _Here(threading.local):
@@ -95,12 +93,12 @@ def _entering_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def entered() -> None:
-    """Code that must see ordinary parameters is about to run in this thread."""
+def entered(everything: bool = False) -> None:
+    """Compiled code, or what must see ordinary parameters, is about to run in this thread."""
     for reference in _here.sessions:
         session = reference()
         if session is not None:
-            session.compiled_code_entered()
+            session.compiled_code_entered(everything)
 
 
 _ENTRY = Interception(eval_frame, _COMPILED, _entering_compiled)

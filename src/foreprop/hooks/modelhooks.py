@@ -88,7 +88,7 @@ def _converting(convert: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from foreprop.hooks.copies import convert_modules
 
-        entered()
+        entered(everything=True)
         return convert_modules(convert, args, kwargs)
 
     return wrapper

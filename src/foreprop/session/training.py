@@ -24,6 +24,7 @@ from foreprop.session.lifetime import Lifetime
 
 if TYPE_CHECKING:  # what only some sessions need
     from foreprop.auto.stepprobe import StepProbe
+    from foreprop.compiled.entry import CompiledEntry
     from foreprop.core.norm import SquareSum
     from foreprop.gradients.averaging import Averaging
     from foreprop.hooks.compute_trace import ComputeTrace
@@ -81,6 +82,7 @@ class Training:
         self.tables: list[RowParameter | RemoteTable] = []
         self._automatic: Automatic | None = None
         self._checkpoints: Checkpoints | None = None
+        self._compiled: CompiledEntry | None = None
         self.norm_before: float | None = None  # of the last step before the backend was connected
         self.trace: TraceRecorder | None = None
         self.follower: Follower | None = None
@@ -276,15 +278,13 @@ class Training:
         """What is read until it ends is a checkpoint's: see `Config.whole_tables`."""
         self.leaves_rows = begins and not self.config.keeps_whole_tables(self.world.rank)
 
-    def compiled_code_entered(self) -> None:
-        """Compiled code must see ordinary parameters, and evaluation rank 0's buffers."""
-        if self.probe is not None:
-            self.probe.compiled_code_entered()
-        for parameter in self.parameters:
-            parameter.unwatch()
-            parameter.settle_if_stepped()
-        if self.user.buffers and not self.user.model.training:
-            self.synchronise_buffers()
+    def compiled_code_entered(self, everything: bool) -> None:
+        """Compiled code is entered, or (``everything``) code that needs ordinary parameters."""
+        if self._compiled is None:
+            from foreprop.compiled.entry import CompiledEntry
+
+            self._compiled = CompiledEntry(self, self.tables)
+        self._compiled.entered(everything=everything)
 
     def flush(self) -> None:
         self.settle_all()

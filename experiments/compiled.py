@@ -1,0 +1,172 @@
+"""Steps of a small transformer: eager, compiled whole, compiled per block; and where they wait.
+
+    torchrun --nproc-per-node 2 -m experiments.compiled 100e6 trace.txt
+
+The first argument is the rate of each node's link in bits per second, by which foreprop paces its
+own sockets; every process is a node. The loops' blocks of steps take turns in the same processes.
+"at the edges" is compiled whole, but waits at the region's entry, and its gradients leave when the
+backward graph has ended: what a compiled region did before `foreprop.compiled`. Rank 0 prints, and
+writes a compiled step's waits and gradients to the file.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop.compiled import regions
+
+WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
+BLOCK_STEPS, ROUNDS = 4, 6
+LOOPS = ("eager", "compiled", "per block", "at the edges")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
+        heads = (part.transpose(1, 2) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.last = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.words(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.last(y)
+
+
+class Loop:
+    def __init__(self, name: str, rate: float | None) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.model = Transformer()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.call: Any = self.model
+        if name in ("compiled", "at the edges"):
+            self.call = torch.compile(self.model)
+        for block in self.model.blocks if name == "per block" else ():
+            block.compile()
+        self.session: Any = None
+        if rate is not None:
+            settings: dict[str, Any] = {"link_rate_bits_per_s": rate, "slice_elems": 20_000}
+            self.session = foreprop.parallelize(self.model, self.optimizer, **settings)
+        self.step_s: list[float] = []
+
+    def step(self) -> None:
+        x = torch.randint(WORDS, (8, TOKENS))
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.call(x).flatten(0, 1), x.flatten()).backward()
+        self.optimizer.step()
+        self.step_s.append(time.perf_counter() - started)
+
+    def block(self, steps: int = BLOCK_STEPS) -> None:
+        run, targets = regions.Region.run, regions.BackwardGraph._targets
+        if self.name == "at the edges":
+            regions.Region.run = _run_at_edges  # type: ignore[method-assign]
+            regions.BackwardGraph._targets = lambda _: {}  # type: ignore[method-assign]
+        for _ in range(steps):
+            self.step()
+        if self.session is not None:
+            self.session.flush()
+        regions.Region.run = run  # type: ignore[method-assign]
+        regions.BackwardGraph._targets = targets  # type: ignore[method-assign]
+
+
+_run = regions.Region.run
+
+
+def _run_at_edges(region: regions.Region, graph: Any, args: Any) -> Any:
+    for number in region.parameters:
+        args[number].data_ptr()  # waits
+    return _run(region, graph, args)
+
+
+def trace(loop: Loop) -> list[str]:
+    """When a step's graphs wait, and when its gradients are done, in milliseconds."""
+    names = {id(p): name for name, p in loop.model.named_parameters()}
+    read, done = regions._Forward.is_read, regions._Backward.is_done
+    lines: list[str] = []
+    started = 0.0
+
+    def ms() -> float:
+        return (time.perf_counter() - started) * 1e3
+
+    def is_read(self: Any, parameter: torch.Tensor) -> None:
+        began = ms()
+        read(self, parameter)
+        lines.append(
+            f"{began:8.1f}  forward   {names[id(parameter)]:24} waited {ms() - began:6.1f}"
+        )
+
+    def is_done(self: Any, output: int, gradient: torch.Tensor) -> None:
+        name = names[id(self._targets[output]._variable)]
+        lines.append(f"{ms():8.1f}  backward  {name:24} gradient leaves")
+        done(self, output, gradient)
+
+    regions._Forward.is_read, regions._Backward.is_done = is_read, is_done  # type: ignore[method-assign]
+    loop.step()
+    lines.clear()
+    started = time.perf_counter()
+    loop.step()
+    lines.append(f"{ms():8.1f}  step() has returned")
+    regions._Forward.is_read, regions._Backward.is_done = read, done  # type: ignore[method-assign]
+    return lines
+
+
+def main(rate: float, path: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each process is a node
+    alone = Loop("eager", None)
+    loops = [Loop(name, rate) for name in LOOPS]
+    for loop in (alone, *loops):
+        loop.block(5)
+        loop.step_s.clear()
+    for _ in range(ROUNDS):
+        for loop in (alone, *loops):
+            loop.block()
+            del loop.step_s[-BLOCK_STEPS]  # after the flush there is nothing to wait for
+    rank = loops[0].session.rank
+    lines = trace(loops[1])
+    for loop in loops:
+        loop.session.close()
+    if rank == 0:
+        numel = sum(p.numel() for p in alone.model.parameters())
+        ranks = loops[0].session.world_size
+        wire_s = numel * 32 * (ranks - 1) / ranks * 2 / rate  # a server on each node
+        compute_s = statistics.median(alone.step_s)
+        print(f"compute {compute_s * 1e3:.1f} ms, wire {wire_s * 1e3:.1f} ms each way")
+        limit_s = max(wire_s, compute_s)
+        for loop in loops:
+            step_s = statistics.median(loop.step_s)
+            efficiency = limit_s / step_s
+            print(f"{loop.name:12} {step_s * 1e3:8.1f} ms/step  efficiency {efficiency:.3f}")
+        path.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]))

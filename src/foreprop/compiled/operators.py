@@ -1,0 +1,66 @@
+"""Two operators that stand in compiled graphs: a parameter is about to be read, a gradient is done.
+
+Both say that they write to the parameter. So no compiler moves a read of it over them: neither a
+forward pass's reads to before the wait, nor a backward pass's to after the gradient has left, from
+when on new values may land. The other tensor that each is given ties it to its place between the
+computations. What they do is looked up in whatever runs the graph; without it they do nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class RunningForward(Protocol):
+    def is_read(self, parameter: torch.Tensor) -> None:
+        """The next operation of the graph reads it."""
+
+
+class RunningBackward(Protocol):
+    def is_done(self, output: int, gradient: torch.Tensor) -> None:
+        """This output of the graph is a parameter's gradient, and is computed."""
+
+
+class Running(threading.local):
+    """What this thread runs."""
+
+    forward: RunningForward | None = None
+    backward: RunningBackward | None = None
+
+
+running = Running()
+
+_library: Any = torch.library.Library("foreprop", "DEF")  # type: ignore[no-untyped-call]
+for _schema in (
+    "await_values(Tensor(a!)[] parameters, Tensor? after) -> ()",
+    "gradient_done(Tensor(a!)[] readers, Tensor gradient, int output) -> ()",
+):
+    _library.define(_schema, tags=(torch.Tag.flexible_layout,))  # nothing is copied for them
+
+
+def _await_values(parameters: Sequence[torch.Tensor], after: torch.Tensor | None) -> None:
+    if (forward := running.forward) is not None:
+        for parameter in parameters:
+            forward.is_read(parameter)
+
+
+def _gradient_done(readers: Sequence[torch.Tensor], gradient: torch.Tensor, output: int) -> None:
+    if (backward := running.backward) is not None:
+        backward.is_done(output, gradient)
+
+
+def _nothing(*_: Any) -> None:
+    """While a graph is traced."""
+
+
+_library.impl("await_values", _await_values, "CompositeExplicitAutograd")
+_library.impl("gradient_done", _gradient_done, "CompositeExplicitAutograd")
+torch.library.register_fake("foreprop::await_values", _nothing, lib=_library)
+torch.library.register_fake("foreprop::gradient_done", _nothing, lib=_library)
+
+AWAIT_VALUES: Any = torch.ops.foreprop.await_values.default
+GRADIENT_DONE: Any = torch.ops.foreprop.gradient_done.default
