@@ -16,14 +16,14 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
-    "core config observe link cluster path hooks numerics gradients tables relays servers"
-    " collectives data auto session"
+    "core config observe link cluster path hooks numerics gradients tables relays stragglers"
+    " servers collectives data auto session"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
-    " observe link cluster path hooks numerics gradients tables relays servers collectives data"
-    " auto session report run doctor lab demo cli"
+    " observe link cluster path hooks numerics gradients tables relays stragglers servers"
+    " collectives data auto session report run doctor lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

@@ -236,7 +236,9 @@ class Config:
 
     def _check_architecture(self) -> None:
         if self.slice_elems == "auto":
-            self._check_automatic_slices()
+            from foreprop.config.autoslices import check_automatic_slices
+
+            check_automatic_slices(self)
         if self.architecture == "ps" and not self.dedicated_servers:
             raise ConfigError("architecture is 'ps'; set dedicated_servers to their number")
         if self.architecture in ("p2p", "ring") and self.dedicated_servers:
@@ -254,18 +256,6 @@ class Config:
             raise ConfigError(
                 "link_rate_bits_per_s paces foreprop's own connections; architecture="
                 f"{self.architecture!r} uses torch.distributed's"
-            )
-
-    def _check_automatic_slices(self) -> None:
-        if self.architecture in ("ring", "hybrid") or self.granularity != "slice":
-            raise ConfigError(
-                f"slice_elems is 'auto', and with architecture={self.architecture!r}, granularity="
-                f"{self.granularity!r} there are no slices to choose for; leave it out"
-            )
-        if self.dedicated_servers:
-            raise ConfigError(
-                "slice_elems is 'auto', which is for servers beside the workers; with"
-                f" dedicated_servers={self.dedicated_servers} give a number"
             )
 
     @classmethod

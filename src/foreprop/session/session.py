@@ -119,7 +119,10 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
+        """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth.
+
+        ``straggler`` is who holds up the others now (`core.lateness.Straggler`), or None.
+        """
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -283,6 +286,7 @@ class ConnectedSession(Session):
             "reply_bytes": counters.reply_bytes,
             "queue_depth": backends.queue_depth,
             "max_queue_depth": counters.max_queue_depth,
+            "straggler": backends.straggler,
             "waits": counters.waits,
             "waited_s": counters.waited_s,
             "waited_s_by_parameter": {
