@@ -40,14 +40,16 @@ BIG_ARRAY_ELEMS = 1_000_000
 _KVSTORE_PRIME = 9973
 
 
-def usual_slice_elems(servers: int) -> int:
+def usual_slice_elems(servers: int, *, uneven: bool = False) -> int:
     """P3's 50,000; with more than 8 servers fewer, so that a slice for each is as many bytes.
 
     What a link carries at once is a slice to or from every peer, so an urgent one is as late as all
-    of these together are long. Below 12,500, frames cost more than is won.
+    of these together are long. Below 12,500, frames cost more than is won. Where shares are
+    ``uneven`` and few servers left, half as many suit models of few slices better.
     """
     few = SLICE_ELEMS * _MOST_SERVERS_WITH_FULL_SLICES // servers
-    return max(_LEAST_USUAL_ELEMS, min(SLICE_ELEMS, few))
+    usual = min(SLICE_ELEMS, few)
+    return max(_LEAST_USUAL_ELEMS, usual // 2 if uneven else usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Partition:
     slice_elems: int = SLICE_ELEMS
     big_array_elems: int = BIG_ARRAY_ELEMS
     seed: int = 0
+    shares: tuple[int, ...] = ()
+    """By server, what it owns relative to the others (`core.linkshares`); empty: as much."""
 
     def __post_init__(self) -> None:
         for field in ("servers", "slice_elems", "big_array_elems"):
@@ -83,7 +87,12 @@ def plan_slices(
     none. Every process calls this with the same arguments and so gets the same list.
     """
     pieces = list(_cut(sizes_elems, itemsizes_bytes, partition))
-    if partition.placement == "kvstore":
+    if partition.shares:
+        from foreprop.core.linkshares import deal
+
+        sizes = [piece.size_bytes for piece in pieces]
+        placed = list(zip(pieces, deal(sizes, partition.shares), strict=True))
+    elif partition.placement == "kvstore":
         placed = list(_place_kvstore(pieces, partition))
     elif partition.placement == "balanced":
         placed = list(zip(pieces, _balanced_servers(pieces, partition.servers), strict=True))
