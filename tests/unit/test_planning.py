@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plan_example import SMALL, setting
 
 from foreprop.auto import planning
-from foreprop.auto.linkprobe import Report, conclude, measure_links
+from foreprop.auto.linkprobe import Report, conclude, measure_links, rates_of_nodes
 from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import solitary_world
@@ -198,6 +200,46 @@ def test_the_slowest_link_counts_with_headers() -> None:
     links = conclude(reports(9e9, 5e9, 8e9))
     assert links.rate_bits_per_s == pytest.approx(5e9 * (HEADER_FACTOR + ACKNOWLEDGED))
     assert links.latency_s == pytest.approx(5e-5)
+
+
+def flows(up: list[float], down: list[float]) -> tuple[list[float], list[float]]:
+    """What is measured from every node to the next one, and to the one before."""
+    nodes = range(len(up))
+    forth = [min(up[node], down[(node + 1) % len(up)]) for node in nodes]
+    return forth, [min(up[node], down[node - 1]) for node in nodes]
+
+
+def test_a_link_counts_as_its_slower_direction() -> None:
+    """As with a second job's traffic, which leaves more of one direction than of the other."""
+    assert rates_of_nodes(*flows([77, 77, 77, 53], [77, 77, 77, 46])) == (1, 1, 1, 0.6)
+    assert rates_of_nodes(*flows([77, 77, 77, 46], [77, 77, 77, 53])) == (1, 1, 1, 0.6)
+
+
+@given(st.lists(st.floats(0.1, 0.8), min_size=2, max_size=2), st.integers(0, 4))
+def test_a_slow_link_is_told_from_its_neighbours(slow: list[float], node: int) -> None:
+    up, down = [1.0] * 5, [1.0] * 5
+    up[node], down[node] = slow
+    rates = rates_of_nodes(*flows(up, down))
+    assert [rate < 1 for rate in rates] == [other == node for other in range(5)]
+    assert rates[node] == round(min(slow), 2)
+
+
+def test_links_that_are_nearly_alike_are_alike() -> None:
+    assert rates_of_nodes([9e9, 8e9, 8.5e9], [9e9, 8e9, 8.5e9]) == (1, 1, 1)
+
+
+def test_servers_own_what_suits_links_that_differ() -> None:
+    even = plan_session(setting(nodes=4, rate_bits_per_s=1e9), Config(architecture="auto"), ())
+    rates = (1.0, 1.0, 1.0, 0.5)
+    slow = setting(nodes=4, rate_bits_per_s=1e9)
+    plan = plan_session(slow, Config(architecture="auto"), (), node_rates=rates)
+    assert plan.architecture == "p2p"
+    assert plan.node_rates == "3:0.5"
+    assert "node_rates=3:0.5" in plan.text
+    assert plan.applied_to(Config(architecture="auto")).shares(4) == (3333, 3333, 3333, 0)
+    assert even.node_rates is None
+    given = Config(architecture="p2p", slice_elems="auto", node_rates="3:0.7")
+    assert plan_session(slow, given, (), node_rates=rates).node_rates is None
 
 
 def test_who_could_not_measure_is_told() -> None:

@@ -20,6 +20,8 @@ _STREAMS = 2
 """At once to the next node: one alone may be held up by a single processor."""
 _PING_S, _SETTLE_S, _SEND_S = 0.2, 0.2, 0.6
 _TOKEN_BYTES = 16
+SAME = 0.85
+"""Links that are measured at the same time differ by so much although they are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Links:
     """Each way, both at once, with headers and acknowledgements."""
     latency_s: float
     """From one node to another."""
+    node_rates: tuple[float, ...] = ()
+    """By node, of the fastest one's; `SAME` and more count as as fast."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -38,13 +42,16 @@ class Report(msgspec.Struct, frozen=True):
     sent_bits_per_s: float
     round_trip_s: float
     error: str | None = None
+    sent_back_bits_per_s: float | None = None
+    """To the node before, measured by itself; None of two nodes."""
 
 
 def measure_links(board: Board, *, node: int, nodes: int, address: str, session: str) -> Links:
     """Called by one process on each node at about the same time; takes about a second.
 
-    Every node sends to the next one, in a ring, so each link is full both ways, as in training. The
-    slowest counts, because each step waits for it. Raises `TransportError`.
+    Every node sends to the next one, in a ring, so each link is full both ways, as in training.
+    Then all send to the node before: what is slow both times is that node's link. The slowest
+    counts, because each step waits for it. Raises `TransportError`.
     """
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
     listener = ProbeListener(listen(address), node, token)
@@ -58,11 +65,16 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
         board.publish(f"pinged/{node}", "")
         for other in range(nodes):
             board.lookup(f"pinged/{other}", f"node {other} to measure its links")
-        flows = _send(node, peer, token)
+        flows, back = _send(node, peer, token), None
+        if nodes > 2:
+            back = _send_back(board, node, nodes, token)
         report = Report(
             sent_bits_per_s=sum(flow.bits_per_s for flow in flows),
             round_trip_s=trip.median_s,
-            error=next(filter(None, (trip.error, *(flow.error for flow in flows))), None),
+            error=next(
+                filter(None, (trip.error, *(flow.error for flow in flows + (back or [])))), None
+            ),
+            sent_back_bits_per_s=None if back is None else sum(flow.bits_per_s for flow in back),
         )
         board.publish(f"report/{node}", msgspec.json.encode(report).decode())
         told = [
@@ -79,11 +91,39 @@ def conclude(reports: Sequence[Report]) -> Links:
     for node, report in enumerate(reports):
         if report.error is not None:
             raise TransportError(f"node {node} could not measure its links: {report.error}")
-    slowest = min(report.sent_bits_per_s for report in reports)
+    flows = [report.sent_bits_per_s for report in reports]
+    back = [rate for report in reports if (rate := report.sent_back_bits_per_s) is not None]
+    slowest = min(flows + back)
     return Links(
         rate_bits_per_s=slowest * (HEADER_FACTOR + ACKNOWLEDGED),
         latency_s=statistics.median(report.round_trip_s for report in reports) / 2,
+        node_rates=rates_of_nodes(flows, back) if len(back) == len(flows) else (),
     )
+
+
+def rates_of_nodes(forth: Sequence[float], back: Sequence[float]) -> tuple[float, ...]:
+    """By node, of the fastest one's: of flows from every node to the next, and to the one before.
+
+    A flow is as fast as the slower one of the two directions that it passes. So each direction of
+    a link is at least as fast as the faster one of its two flows; and a link counts as its slower
+    direction, because each server's link carries as much both ways.
+    """
+    nodes = range(len(forth))
+    up = [max(forth[node], back[node]) for node in nodes]
+    down = [max(forth[node - 1], back[(node + 1) % len(back)]) for node in nodes]
+    rates = [min(each) for each in zip(up, down, strict=True)]
+    shares = [rate / max(rates) for rate in rates]
+    return tuple(1.0 if share >= SAME else round(share, 2) for share in shares)
+
+
+def _send_back(board: Board, node: int, nodes: int, token: bytes) -> list[Flow]:
+    """To the node before, when all have sent to the next one."""
+    board.publish(f"sent/{node}", "")
+    for other in range(nodes):
+        board.lookup(f"sent/{other}", f"node {other} to measure its links")
+    before = (node - 1) % nodes
+    there = board.lookup(f"address/{before}", f"node {before}'s address")
+    return _send(node, msgspec.json.decode(there, type=Endpoint), token)
 
 
 def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:

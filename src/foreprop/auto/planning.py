@@ -24,6 +24,7 @@ from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
+from foreprop.core.linkshares import ready_in, shares_of
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
 from foreprop.link.stream import local_address
@@ -56,6 +57,8 @@ class Plan(msgspec.Struct, frozen=True):
     slice_elems: int | None = None
     step_s: float | None = None
     text: str = ""
+    node_rates: str | None = None
+    """As the setting, if links differ."""
 
     def outlook(self) -> Outlook | None:
         return None if self.step_s is None else Outlook(self.step_s)
@@ -63,6 +66,8 @@ class Plan(msgspec.Struct, frozen=True):
     def applied_to(self, config: Config) -> Config:
         begun_with = None if config.slice_elems == "auto" else config.slice_elems
         changes: dict[str, Any] = {"slice_elems": self.slice_elems or begun_with}
+        if self.node_rates is not None:
+            changes["node_rates"] = self.node_rates
         if self.architecture is not None:
             changes["architecture"] = self.architecture
         return config.replace(**changes)
@@ -135,7 +140,14 @@ class Planning:
             plan = Plan(row_wise, text=table)
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
-                plan = plan_session(setting, self._config, row_wise, table, servable=self._servable)
+                plan = plan_session(
+                    setting,
+                    self._config,
+                    row_wise,
+                    table,
+                    servable=self._servable,
+                    node_rates=links.node_rates,
+                )
             board.publish("plan", msgspec.json.encode(plan).decode())
         return msgspec.json.decode(board.lookup("plan", "rank 0's plan"), type=Plan)
 
@@ -229,20 +241,23 @@ def plan_session(
     table: str = "",
     *,
     servable: bool = True,
+    node_rates: Sequence[float] = (),
 ) -> Plan:
     """Predict what this session could go on with, and choose; pure.
 
     The simplest of those within 5 % of the fastest, as `foreprop plan` recommends, but for plain
     DDP, which is another program: if it would do, the text says so. Servers are left out if the
-    optimizer is not ``servable``.
+    optimizer is not ``servable``. They own what suits the links, if ``node_rates`` differ.
     """
     slices = None
+    rates_text = _as_setting(node_rates, config)
+    suited = setting if rates_text is None else _as_if_even(setting, node_rates)
     if config.slice_elems == "auto" and servable:
         slices = choose_slice_elems(
             _with_touched_rows(setting),
             compute_s=setting.compute_s,
             nodes=setting.nodes,
-            rate_bits_per_s=setting.rate_bits_per_s,
+            rate_bits_per_s=suited.rate_bits_per_s,
             latency_s=setting.latency_s,
             config=config,
         ).slice_elems
@@ -252,7 +267,9 @@ def plan_session(
         candidates.append(Candidate("hybrid" if row_wise else "ring"))
     ddp = Candidate("ddp")
     steps_s = {
-        candidate: step_s(_deployment(setting, candidate, config, slices))
+        candidate: step_s(
+            _deployment(suited if candidate == served else setting, candidate, config, slices)
+        )
         for candidate in (*candidates, ddp)
     }
     chosen = choose_candidate({candidate: steps_s[candidate] for candidate in candidates})
@@ -261,9 +278,26 @@ def plan_session(
         row_wise=frozenset(row_wise),
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
+        node_rates=rates_text if is_served else None,
         step_s=steps_s[chosen],
-        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table),
+        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table)
+        + (f"; node_rates={rates_text}" if is_served and rates_text else ""),
     )
+
+
+def _as_setting(node_rates: Sequence[float], config: Config) -> str | None:
+    """Of the nodes whose links are slower; None if there are none, or a setting says it."""
+    if config.node_rates is not None or config.placement == "kvstore":
+        return None
+    slower = [f"{node}:{rate:g}" for node, rate in enumerate(node_rates) if rate < 1]
+    return ",".join(slower) or None
+
+
+def _as_if_even(setting: PlanSetting, node_rates: Sequence[float]) -> PlanSetting:
+    """With the rate of even links on which even shares take as long as the suited ones do here."""
+    even = ready_in([1.0] * len(node_rates), [1.0] * len(node_rates))
+    share = even / ready_in(node_rates, shares_of(node_rates)) / min(node_rates)
+    return replace(setting, rate_bits_per_s=setting.rate_bits_per_s * share)
 
 
 def _with_touched_rows(setting: PlanSetting) -> Profile:

@@ -135,6 +135,8 @@ class RingBackend:
         """The numbers as JSON, to be compared with other ranks'."""
         return json.dumps(self.numbers(), default=repr)
 
+    straggler = None
+    """A collective takes as long for all: nobody can tell who is late."""
     can_measure = False
 
     # The end.

@@ -50,6 +50,20 @@ def check_architecture(config: Config) -> None:
             "link_rate_bits_per_s paces foreprop's own connections; architecture="
             f"{config.architecture!r} uses torch.distributed's"
         )
+    if config.node_rates is not None:
+        _check_node_rates(config)
+
+
+def _check_node_rates(config: Config) -> None:
+    from foreprop.core.linkshares import parse_node_rates
+
+    parse_node_rates(config.node_rates or "")
+    if config.dedicated_servers or config.placement == "kvstore":
+        raise ConfigError(
+            f"node_rates is {config.node_rates!r}, which is for servers beside the workers that"
+            f" own what suits their links; dedicated_servers is {config.dedicated_servers},"
+            f" placement {config.placement!r}"
+        )
 
 
 def _check_automatic_slices(config: Config) -> None:

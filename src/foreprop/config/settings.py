@@ -129,6 +129,11 @@ class Config:
     link_rate_bits_per_s: float | None = _setting(
         None, "pace each node's link to this rate, both directions (for trying things out)", 1000
     )
+    node_rates: str | None = _setting(
+        None,
+        "links that are not as fast as the others', as 3:0.5,2:0.8: node and share of their rate;"
+        " what its servers own suits it. By default all alike; architecture=auto measures them",
+    )
     unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
     push_window_bytes: int = _setting(
         1_572_864,
@@ -225,7 +230,8 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        if self.architecture is not None or self.slice_elems == "auto":
+        chosen = (self.architecture, self.dedicated_servers, self.node_rates)
+        if any(chosen) or self.slice_elems == "auto":
             from foreprop.config.checks import check_architecture
 
             check_architecture(self)
@@ -304,6 +310,7 @@ class Config:
             slice_elems=self.cut_elems(servers),
             big_array_elems=self.big_array_elems,
             placement_seed=self.placement_seed,
+            shares=self.shares(servers),
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
         )
@@ -315,7 +322,16 @@ class Config:
     def cut_elems(self, servers: int) -> int:
         """``slice_elems`` as a number: as long as it is to be found, what is begun with."""
         size = self.slice_elems
-        return size if isinstance(size, int) else usual_slice_elems(servers)
+        uneven = self.node_rates is not None
+        return size if isinstance(size, int) else usual_slice_elems(servers, uneven=uneven)
+
+    def shares(self, servers: int) -> tuple[int, ...]:
+        """What each server owns, relative to the others; empty if all own as much."""
+        if self.node_rates is None:
+            return ()
+        from foreprop.core.linkshares import plan_shares
+
+        return plan_shares(self.node_rates, servers=servers, per_node=self.servers_per_node)
 
     def keeps_whole_tables(self, rank: int) -> bool:
         """Whether this rank gets all rows of tables, in a checkpoint: see ``whole_tables``."""

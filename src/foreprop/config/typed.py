@@ -36,6 +36,7 @@ class Settings(TypedDict, total=False):
     local_aggregation: LocalAggregation
     interface: str | None
     link_rate_bits_per_s: float | None
+    node_rates: str | None
     unsent_bytes: int
     push_window_bytes: int
     chunk_elems: int

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CONTROL_PRIORITY = -1
 LAST_PRIORITY = 2**31 - 1
 NO_TOKEN = -1
+PACE_STEPS = 8
+"""So often workers tell how long their steps took (`core.lateness`)."""
 
 
 class Stage(Enum):

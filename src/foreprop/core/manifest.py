@@ -107,6 +107,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     slice_elems: int
     big_array_elems: int
     placement_seed: int
+    shares: tuple[int, ...] = ()
+    """What each server owns, relative to the others; empty: all as much."""
     aggregation: Aggregation = Aggregation()
     wire_dtype: WireDtype | None = None
 
@@ -221,6 +223,7 @@ class AnyManifest(
             slice_elems=self.knobs.slice_elems,
             big_array_elems=self.knobs.big_array_elems,
             seed=self.knobs.placement_seed,
+            shares=self.knobs.shares,
         )
         sizes = [0 if info.rows else info.elems for info in self.parameters]
         itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in self.wire_dtypes()]

@@ -37,17 +37,18 @@ _LEAST_USUAL_ELEMS = 12_500
 _MOST_SERVERS_WITH_FULL_SLICES = 8
 BIG_ARRAY_ELEMS = 1_000_000
 """KVStore splits larger arrays over all servers."""
-_KVSTORE_PRIME = 9973
 
 
-def usual_slice_elems(servers: int) -> int:
+def usual_slice_elems(servers: int, *, uneven: bool = False) -> int:
     """P3's 50,000; with more than 8 servers fewer, so that a slice for each is as many bytes.
 
     What a link carries at once is a slice to or from every peer, so an urgent one is as late as all
-    of these together are long. Below 12,500, frames cost more than is won.
+    of these together are long. Below 12,500, frames cost more than is won. Where shares are
+    ``uneven`` and few servers left, half as many suit models of few slices better.
     """
     few = SLICE_ELEMS * _MOST_SERVERS_WITH_FULL_SLICES // servers
-    return max(_LEAST_USUAL_ELEMS, min(SLICE_ELEMS, few))
+    usual = min(SLICE_ELEMS, few)
+    return max(_LEAST_USUAL_ELEMS, usual // 2 if uneven else usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class Partition:
     slice_elems: int = SLICE_ELEMS
     big_array_elems: int = BIG_ARRAY_ELEMS
     seed: int = 0
+    shares: tuple[int, ...] = ()
+    """By server, what it owns relative to the others (`core.linkshares`); empty: as much."""
 
     def __post_init__(self) -> None:
         for field in ("servers", "slice_elems", "big_array_elems"):
@@ -67,7 +70,7 @@ class Partition:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be at least 1")
 
 
-class _Piece(NamedTuple):
+class CutPiece(NamedTuple):
     parameter: int
     start_elems: int
     stop_elems: int
@@ -83,8 +86,15 @@ def plan_slices(
     none. Every process calls this with the same arguments and so gets the same list.
     """
     pieces = list(_cut(sizes_elems, itemsizes_bytes, partition))
-    if partition.placement == "kvstore":
-        placed = list(_place_kvstore(pieces, partition))
+    if partition.shares:
+        from foreprop.core.linkshares import deal
+
+        sizes = [piece.size_bytes for piece in pieces]
+        placed = list(zip(pieces, deal(sizes, partition.shares), strict=True))
+    elif partition.placement == "kvstore":
+        from foreprop.core.kvplacement import place_kvstore
+
+        placed = list(place_kvstore(pieces, partition))
     elif partition.placement == "balanced":
         placed = list(zip(pieces, _balanced_servers(pieces, partition.servers), strict=True))
     else:
@@ -97,33 +107,15 @@ def plan_slices(
 
 def _cut(
     sizes_elems: Sequence[int], itemsizes_bytes: Sequence[int], partition: Partition
-) -> Iterator[_Piece]:
+) -> Iterator[CutPiece]:
     for parameter, (size, itemsize) in enumerate(zip(sizes_elems, itemsizes_bytes, strict=True)):
         step = partition.slice_elems if partition.granularity == "slice" else max(size, 1)
         for start in range(0, size, step):
             stop = min(start + step, size)
-            yield _Piece(parameter, start, stop, (stop - start) * itemsize)
+            yield CutPiece(parameter, start, stop, (stop - start) * itemsize)
 
 
-def _place_kvstore(pieces: Sequence[_Piece], partition: Partition) -> Iterator[tuple[_Piece, int]]:
-    """KVStore's rule: large arrays in equal parts over all servers, others whole, to one that a
-    hash of the array's number chooses (MXNet's own hash; "randomly" in P3 section 4.1).
-    """
-    servers = partition.servers
-    for piece in pieces:
-        elems = piece.stop_elems - piece.start_elems
-        if elems <= partition.big_array_elems:
-            yield piece, (piece.parameter * _KVSTORE_PRIME + partition.seed) % servers
-            continue
-        itemsize = piece.size_bytes // elems
-        for server in range(servers):
-            start = piece.start_elems + elems * server // servers
-            stop = piece.start_elems + elems * (server + 1) // servers
-            if stop > start:
-                yield _Piece(piece.parameter, start, stop, (stop - start) * itemsize), server
-
-
-def _dealt_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
+def _dealt_servers(pieces: Sequence[CutPiece], servers: int) -> list[int]:
     """In turn, by bytes: each piece to the server with the fewest so far.
 
     Equal slices are dealt round robin (P3 section 4.2); counting small arrays like full slices
@@ -132,13 +124,13 @@ def _dealt_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
     return _least_loaded(pieces, range(len(pieces)), servers)
 
 
-def _balanced_servers(pieces: Sequence[_Piece], servers: int) -> list[int]:
+def _balanced_servers(pieces: Sequence[CutPiece], servers: int) -> list[int]:
     """Largest piece first, each to the server with the fewest bytes so far."""
     by_size = sorted(range(len(pieces)), key=lambda i: (-pieces[i].size_bytes, i))
     return _least_loaded(pieces, by_size, servers)
 
 
-def _least_loaded(pieces: Sequence[_Piece], order: Sequence[int], servers: int) -> list[int]:
+def _least_loaded(pieces: Sequence[CutPiece], order: Sequence[int], servers: int) -> list[int]:
     chosen = [0] * len(pieces)
     loads = [(0, server) for server in range(servers)]  # bytes and server: a heap
     for i in order:

@@ -56,6 +56,8 @@ class Kind(IntEnum):
     TABLE = 26  # W (rank 0): rows of a remote table with all that is kept of them; `slice`: shard
     TABLE_PULL = 27  # W: send me a part of what is kept of this shard
     TABLE_REPLY = 28  # S
+    PACE = 29  # W: how long its last steps took
+    PACE_REPORT = 30  # S: who was late in them
 
 
 class Flag(IntEnum):

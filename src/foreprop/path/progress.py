@@ -50,6 +50,7 @@ class Progress:
         """Whether this has an error, or one that is beside it."""
         self.beside: list[Progress] = []
         """Of engines in the same session, whose failure is this one's too."""
+        self.blocked_s = 0.0
         self.awaited = NOTHING
         """The parameter that a thread waits for."""
         self._names = names
@@ -149,6 +150,7 @@ class Progress:
                     self._changed.wait(max(0.0, min(next_look - now, 1.0)))
             finally:
                 self._waiters -= 1
+                self.blocked_s += time.monotonic() - started
 
     def _timeout(self, what: str, waited_s: float, setting: str) -> StepTimeout:
         error = StepTimeout(f"rank {self._rank} waited {waited_s:.1f} s ({setting}) for {what}")

@@ -80,6 +80,8 @@ class Slices:
         self._names = names
         self._check = check
         self._trace = executor.host.trace
+        self.arrived: Callable[[PushArrived], None] | None = None
+        """Told of each push, with the lock held."""
         self._incoming: dict[int, GradientBuffer] = {}  # by peer, what is arriving
         executor.doers[InstallValue] = _done_already
         executor.payload_of = self.payload_of
@@ -117,6 +119,8 @@ class Slices:
             if buffer is not None:  # a refused push ends the session, so it is never summed
                 self._store.put_gradient(slice_, peer.number, buffer)
             instructions = self._machine.handle(event)
+            if self.arrived is not None:
+                self.arrived(event)
         peer.last_push = (slice_, step)
         if self._trace is not None:
             name, began_ns = self._names[slice_], peer.receive_started_ns
@@ -181,6 +185,8 @@ class Updates:
         self._settings_at = settings_at
         self._names = names
         self._trace = executor.host.trace
+        self.updated: Callable[[int], None] | None = None
+        """Told of each slice that is updated, with the lock held."""
         self._updated_ns: dict[tuple[int, int], int] = {}  # by slice and step, for the trace
         executor.doers[UpdateSlice] = self._update
         executor.doers[SendSquares] = self._send_squares
@@ -202,6 +208,8 @@ class Updates:
         if self._trace is not None:
             self._note_updated(self._trace, update, started_ns)
         with self._lock:
+            if self.updated is not None:
+                self.updated(update.slice)
             return self._machine.handle(finished)
 
     def _send_squares(self, known: SendSquares) -> None:

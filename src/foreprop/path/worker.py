@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from foreprop.config import Config
 from foreprop.core.frames import (
     CONTROL_PRIORITY,
+    PACE_STEPS,
     Closing,
     CompleteParameter,
     GradientReady,
@@ -103,7 +104,9 @@ class WorkerEngine:
             turns=Turns.after(rank, manifest.knobs.servers),
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
-        self._welcomes = 0
+        self._welcomes = self._steps = 0
+        self.end_window: Callable[[int], None] | None = None
+        """Told now and then how many steps are done: to tell the servers this rank's pace."""
         self._offered = 0  # values that have still to leave
         self._connect(streams)
 
@@ -248,7 +251,10 @@ class WorkerEngine:
             self._dispatch(PullsDue())
 
     def end_step(self, step: int) -> None:
-        """Nothing: every rank decides by itself what it sends next."""
+        """Every rank decides by itself what it sends next; now and then all tell their pace."""
+        self._steps += 1
+        if self.end_window is not None and self._steps % PACE_STEPS == 0:
+            self.end_window(self._steps)
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""

@@ -33,6 +33,7 @@ from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
     from foreprop.numerics.normgate import NormGate
+    from foreprop.stragglers.arrivals import ArrivalReports
     from foreprop.tables.service import RowServer
 
 _ROW_FRAMES = frozenset(
@@ -143,6 +144,8 @@ class _Composition:
         yield self._rows.service if self._shards else self._rows
         needs_norm = manifest.knobs.aggregation.needs_norm
         yield self._norm.service if needs_norm else self._norm
+        if not executor.peers.are_nodes:
+            yield Later({Kind.PACE}, self._make_arrivals)
 
     def _finite_check(self) -> CheckGradient | None:
         if not self._manifest.knobs.aggregation.reports_nonfinite:
@@ -159,6 +162,11 @@ class _Composition:
         self._waits.collectors.insert(0, rows)
         self._goodbyes.others.append(rows.rank_left)
         return rows
+
+    def _make_arrivals(self) -> ArrivalReports:
+        from foreprop.stragglers.arrivals import ArrivalReports  # after some steps
+
+        return ArrivalReports(self._executor, self._slices, self._updates)
 
     def _make_norm(self) -> NormGate:
         from foreprop.numerics.normgate import NormGate

@@ -308,6 +308,11 @@ class Connections:
             return [f"server {i} (dedicated)" for i in range(self.servers)]
         return [f"server {i} (beside rank {self._starter_of(i)})" for i in range(self.servers)]
 
+    def server_ranks(self) -> list[int | None]:
+        """By server, the first rank on its node; None of dedicated ones."""
+        beside = not self._config.dedicated_servers
+        return [self._starter_of(i) if beside else None for i in range(self.servers)]
+
     def _starter_of(self, server: int) -> int:
         return server // self._config.servers_per_node * self.workers_per_node
 

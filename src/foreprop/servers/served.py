@@ -20,9 +20,11 @@ from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
 
 if TYPE_CHECKING:
+    from foreprop.core.lateness import Straggler
     from foreprop.numerics.norms import WorkerNorm
     from foreprop.path.managedparameter import ManagedParameter
     from foreprop.servers.servedstate import ServedState
+    from foreprop.stragglers.pace import PaceKeeper
     from foreprop.tables.exchange import RowExchange
 
 _FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
@@ -58,6 +60,10 @@ class ServedBackend:
             servers=self.connections.server_names(),
         )
         self._rows, self._norm = add_features(self.engine)
+        self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
+        if setup.world.size > 1 and self.connections.workers_per_push == 1:
+            self.engine.use(self._pace)
+            self.engine.end_window = lambda step: self._pace.service.end_window(step)
 
     def _manifest(self) -> Manifest:
         """Without the session's id."""
@@ -67,6 +73,21 @@ class ServedBackend:
             groups=self._hyperparameters(),
             workers_per_push=self.connections.workers_per_push,
         )
+
+    def _make_pace(self) -> PaceKeeper:
+        from foreprop.stragglers.pace import PaceKeeper  # after some steps
+
+        ranks, before = self.connections.server_ranks(), self._setup.steps_before
+        return PaceKeeper(self.engine, ranks, steps_before=before)
+
+    @property
+    def straggler(self) -> Straggler | None:
+        return None if self.pace is None else self.pace.straggler
+
+    @property
+    def pace(self) -> PaceKeeper | None:
+        """Once some steps are made; never with local aggregation."""
+        return self._pace.made
 
     @property
     def rows(self) -> RowExchange:

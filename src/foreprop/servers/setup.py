@@ -35,10 +35,6 @@ if TYPE_CHECKING:  # what a training loads that uses it
     from foreprop.observe.trace import TraceRecorder
 
 
-_MOST_ROWS = 2**31 - 1
-"""Of a shard: their numbers travel as int32."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a session hands to its backend. Parameters are in the order of their numbers."""
@@ -58,6 +54,8 @@ class Setup:
     part: str = ""
     """Of a session that has several backends: what this one is called."""
     loss_scale: LossScale | None = None
+    steps_before: int = 0
+    """That the session has made with other backends."""
     by_workers: bool = False
     """Nobody but the workers updates, but for tables by rows."""
     send_sum: Callable[[int, SquareSum], None] | None = None
@@ -113,24 +111,10 @@ def check_frames(manifest: Manifest) -> None:
             f" than a frame of {MAX_PAYLOAD_BYTES}"
         )
     slices = manifest.slices()
-    for shard in manifest.shards(len(slices)):
-        if shard.rows > _MOST_ROWS:
-            raise ConfigError(
-                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
-                f" each server; at most {_MOST_ROWS}: use more servers (servers_per_node,"
-                " dedicated_servers)"
-            )
-        if shard.remote:
-            continue
-        from foreprop.path.tensors import state_limit_bytes
+    if shards := manifest.shards(len(slices)):
+        from foreprop.servers.shardframes import check_shards
 
-        limit_bytes = state_limit_bytes(shard.rows * shard.row_elems)
-        if limit_bytes > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"parameter {manifest.parameters[shard.parameter].name} has {shard.rows} rows on"
-                f" each server, whose optimizer state may take {limit_bytes} bytes; a frame holds"
-                f" {MAX_PAYLOAD_BYTES}: use more servers (servers_per_node, dedicated_servers)"
-            )
+        check_shards(manifest, shards)
     for piece in slices:
         info = manifest.parameters[piece.parameter]
         size_bytes = piece.elems * ITEMSIZE_BYTES[info.dtype]

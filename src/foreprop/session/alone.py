@@ -160,6 +160,7 @@ class LoneSession(Session):
             "reply_bytes": 0,
             "queue_depth": 0,
             "max_queue_depth": 0,
+            "straggler": None,
             "waits": 0,
             "waited_s": 0.0,
             "waited_s_by_parameter": {},

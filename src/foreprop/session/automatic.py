@@ -71,8 +71,9 @@ def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
     """Whether a session must connect anew for these settings, its parameters being as they are."""
     if is_served(after) != is_served(before):
         return True
-    sizes = {config.cut_elems(config.servers_on(nodes)) for config in (before, after)}
-    return is_served(after) and len(sizes) > 1
+    servers = after.servers_on(nodes)
+    cuts = {(config.cut_elems(servers), config.shares(servers)) for config in (before, after)}
+    return is_served(after) and len(cuts) > 1
 
 
 def reconnect(training: Training, row_wise: Collection[str]) -> None:

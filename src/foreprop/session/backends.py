@@ -27,6 +27,7 @@ from foreprop.session.firststep import FirstStep, Needs
 
 if TYPE_CHECKING:
     from foreprop.collectives.ring import RingBackend
+    from foreprop.core.lateness import Straggler
     from foreprop.core.norm import SquareSum
     from foreprop.gradients.averaging import Averaging
     from foreprop.observe.trace import TraceRecorder
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from foreprop.tables.exchange import RowExchange
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
-    from foreprop.tables.tables import RemoteTables
 
     Backend = ServedBackend | RingBackend
 
@@ -149,6 +149,11 @@ class Backends:
     def queue_depth(self) -> int:
         return sum(engine.queue_depth for engine in self.engines)
 
+    @property
+    def straggler(self) -> Straggler | None:
+        """Who holds up the others, as servers have seen it."""
+        return next(filter(None, (backend.straggler for backend in self.all)), None)
+
     def describe(self) -> str:
         """Who synchronises, and how, for the line that is printed at the start."""
         text = self._first.describe()
@@ -256,6 +261,8 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
         by_rows = [p for p in training.parameters if training.infos[p.index].rows]
         training.tables = cast("list[RowParameter | RemoteTable]", by_rows)
         if any(info.init is not None for info in training.infos):
+            from foreprop.session.checkpoints import remote_tables
+
             training.remote = remote_tables(training)
         backends.start(training.parameters)
         if training.publishes_buffers:
@@ -326,6 +333,7 @@ def _setup(training: Training, row_wise: Collection[str]) -> Setup:
         memory=training.parameters,
         make_trace=lambda session_id: _make_trace(training, session_id),
         loss_scale=training.loss_scale,
+        steps_before=training.completed_before,
         by_workers=training.by_workers,
     )
 
@@ -342,19 +350,3 @@ def _make_trace(training: Training, session_id: str) -> TraceRecorder | None:
         training.trace = TraceRecorder(path, f"worker {rank}", rank, steps)
         training.trace.describe(trace_facts(training))
     return training.trace
-
-
-def remote_tables(training: Training) -> RemoteTables:
-    """All remote tables; there may be none."""
-    from foreprop.tables.tables import RemoteTables
-
-    infos = training.infos
-    remote = [table for table in training.tables if infos[table.index].init is not None]
-    return RemoteTables(
-        cast("list[RemoteTable]", remote),
-        training.user.optimizer,
-        infos,
-        training.board("tables"),
-        world=training.world,
-        config=training.config,
-    )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.path.tensors import AVERAGE
-from foreprop.session.backends import remote_tables
 
 if TYPE_CHECKING:
     from foreprop.collectives.local_update import LocalState
     from foreprop.servers.servedstate import ServedState
     from foreprop.session.training import Training
+    from foreprop.tables.remote import RemoteTable
     from foreprop.tables.tables import RemoteTables
 
     KeptState = LocalState | ServedState
@@ -138,3 +138,19 @@ class Checkpoints:
         self._training.settle_all()  # the updates so far go by the old state
         for backend in self._training.backends.all:  # servers clear it: they are last
             backend.state.replace(self._training.completed)
+
+
+def remote_tables(training: Training) -> RemoteTables:
+    """All remote tables; there may be none."""
+    from foreprop.tables.tables import RemoteTables
+
+    infos = training.infos
+    remote = [table for table in training.tables if infos[table.index].init is not None]
+    return RemoteTables(
+        cast("list[RemoteTable]", remote),
+        training.user.optimizer,
+        infos,
+        training.board("tables"),
+        world=training.world,
+        config=training.config,
+    )

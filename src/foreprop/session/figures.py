@@ -92,6 +92,7 @@ def follow(training: Training) -> Follower:
     """Of a session of several processes: what its settings ask for."""
     world, follower = training.world, Follower(lambda: _totals(training))
     session_id = training.backends.session_id
+    follower.straggler = lambda: training.backends.straggler
     follower.begin(training.config, session_id, rank=world.rank, world_size=world.size)
     return follower
 
@@ -122,6 +123,7 @@ def stats_of(training: Training) -> dict[str, Any]:
         "reply_bytes": counters.reply_bytes,
         "queue_depth": backends.queue_depth,
         "max_queue_depth": counters.max_queue_depth,
+        "straggler": backends.straggler,
         "waits": counters.waits,
         "waited_s": counters.waited_s,
         "waited_s_by_parameter": {

@@ -71,7 +71,7 @@ def settled_beforehand(
     if scaler:
         asked.append("scaler")
     if optimizer is None:
-        _check_none(asked, config, "parallelize() was given no optimizer")
+        _check_applied(asked, config, "parallelize() was given no optimizer")
         if config.update == "servers":
             raise ConfigError(
                 "update is 'servers', but parallelize() was given no optimizer to update with: give"
@@ -86,7 +86,7 @@ def settled_beforehand(
     ):
         return UpdateChoice(False, "update=servers")
     if config.update == "workers" or why is not None:
-        _check_none(asked, config, why)
+        _check_applied(asked, config, why)
         return UpdateChoice(True, f"update=workers{f': {why}' if why else ''}")
     return None
 
@@ -94,22 +94,12 @@ def settled_beforehand(
 _ON_SERVERS = ("clip_grad_norm", "clip_grad_value", "ema")
 
 
-def _check_none(asked: Sequence[str], config: Config, why: str | None) -> None:
-    if not asked:
-        return
-    because = why or "update is 'workers'"
-    instead = {
-        "clip_grad_norm": "call torch.nn.utils.clip_grad_norm_ before step()",
-        "clip_grad_value": "call torch.nn.utils.clip_grad_value_ before step()",
-        "ema": "average the parameters with torch.optim.swa_utils.AveragedModel",
-        "scaler": "use the scaler as in a script without foreprop, and leave it out here",
-    }
-    value = getattr(config, asked[0], None)
-    given = f"{asked[0]} is {value!r}" if value is not None else f"a {asked[0]} was given"
-    raise ConfigError(
-        f"{given}, which is done where servers update; here the workers do ({because}):"
-        f" {instead[asked[0]]}"
-    )
+def _check_applied(asked: Sequence[str], config: Config, why: str | None) -> None:
+    """Raise `ConfigError` for settings that the workers cannot apply."""
+    if asked:
+        from foreprop.session.unapplied import not_applied
+
+        raise not_applied(asked[0], config, why)
 
 
 def _why_not_alone(optimizer: torch.optim.Optimizer) -> str | None:

@@ -119,7 +119,10 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth."""
+        """Totals since the start: bytes, frames, seconds waited (by parameter), queue depth.
+
+        ``straggler`` is who holds up the others now (`core.lateness.Straggler`), or None.
+        """
 
     @abc.abstractmethod
     def metrics(self) -> Metrics:

@@ -11,6 +11,7 @@ import torch
 from foreprop.cluster.rendezvous import Board, step_board
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
+from foreprop.core.frames import PACE_STEPS
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
     from foreprop.session.figures import Follower
+    from foreprop.session.relearning import UseWatch
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
     from foreprop.tables.tables import RemoteTables
@@ -83,6 +85,7 @@ class Training:
         self._automatic: Automatic | None = None
         self._checkpoints: Checkpoints | None = None
         self._compiled: CompiledEntry | None = None
+        self.uses: UseWatch | None = None
         self.norm_before: float | None = None  # of the last step before the backend was connected
         self.trace: TraceRecorder | None = None
         self.follower: Follower | None = None
@@ -366,6 +369,10 @@ class Training:
             self.buffers.publish(step)
         for engine in self.backends.engines:
             engine.end_step(rounds)
+        if self.world.rank == 0 and step >= PACE_STEPS and step % PACE_STEPS <= 1:
+            from foreprop.session.relearning import look_at_order
+
+            look_at_order(self)
         if self._automatic is not None:
             self._automatic.end_step()
         if self.follower is not None:

@@ -84,7 +84,7 @@ class Cluster:
             back_egress=self._egress[there],
             back_port=self._ports[here],
         )
-        rates = [self._links[node].rate_bits_per_s for node in (here, there)]
+        rates = [self._links[node].left_bits_per_s for node in (here, there)]
         narrowed = way.kernel.narrowed(min(rates) / self.link.rate_bits_per_s)
         return Connection(self.clock, path, way._replace(kernel=narrowed))
 

@@ -96,6 +96,7 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         slice_elems=config.cut_elems(setting.nodes),
         big_array_elems=config.big_array_elems,
         seed=config.placement_seed,
+        shares=config.shares(setting.nodes),
     )
     return Agreement(
         slices=plan_slices(sizes, [bytes_per_elem(config)] * len(sizes), partition),

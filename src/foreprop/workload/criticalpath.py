@@ -36,18 +36,22 @@ class Passage:
     """By all nodes together, by layer."""
 
 
-def plan_passage(layers: Sequence[Layer], *, nodes: int, slice_elems: int) -> Passage:
+def plan_passage(
+    layers: Sequence[Layer], *, nodes: int, slice_elems: int, shares: tuple[int, ...] = ()
+) -> Passage:
     """With slices that are placed in turn, as by default, or with even shares: what is less.
 
-    So it holds for a ring, too, whose parts are even.
+    So it holds for a ring, too, whose parts are even. With ``shares`` only with those.
     """
     sizes = [size for layer in layers for size in layer.sizes_elems]
     layer_of = [number for number, layer in enumerate(layers) for _ in layer.sizes_elems]
     elems = np.zeros((nodes, len(layers)))
-    partition = Partition(servers=nodes, slice_elems=slice_elems)
+    partition = Partition(servers=nodes, slice_elems=slice_elems, shares=shares)
     for piece in plan_slices(sizes, [BYTES_PER_ELEM] * len(sizes), partition):
         elems[piece.server, layer_of[piece.parameter]] += piece.elems
     placed = HEADER_FACTOR * BYTES_PER_ELEM * elems.cumsum(axis=1)
+    if shares:
+        return passage_of(placed)
     return passage_of(placed, np.broadcast_to(placed.sum(axis=0) / nodes, placed.shape))
 
 

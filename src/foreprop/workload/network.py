@@ -41,6 +41,11 @@ class Network:
         own = next((each for each in self.link_rates if each.node == node), None)
         return self.rate_bits_per_s if own is None else own.of(self.rate_bits_per_s)
 
+    def left_of(self, node: int) -> float:
+        """Of that, what another job leaves in the long run."""
+        traffic = self.traffic_of(node)
+        return self.rate_of(node) * (1.0 if traffic is None else traffic.left)
+
     def traffic_of(self, node: int) -> CrossTraffic | None:
         return next((each for each in self.cross_traffic if each.node == node), None)
 
@@ -66,6 +71,12 @@ class LinkSetting:
     queue_bytes: float
     """What waits in front of the link before packets are dropped: TCP fills it."""
     cross_traffic: CrossTraffic | None = None
+
+    @property
+    def left_bits_per_s(self) -> float:
+        """Of the rate, what another job leaves in the long run."""
+        traffic = self.cross_traffic
+        return self.rate_bits_per_s * (1.0 if traffic is None else traffic.left)
 
 
 class Queue(Protocol):

@@ -90,7 +90,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_usual_slices(self) -> bool:
         """P3's size, or the default's on so many nodes, which is smaller on many."""
-        usual = (SLICE_ELEMS, usual_slice_elems(self.nodes))
+        uneven = usual_slice_elems(self.nodes, uneven=True)
+        usual = (SLICE_ELEMS, usual_slice_elems(self.nodes), uneven)
         return self.slice_elems in [size // self.scale for size in usual]
 
 

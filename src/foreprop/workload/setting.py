@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from foreprop.config import PRESETS
+from foreprop.core.linkshares import shares_of
 from foreprop.core.slicing import usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import criticalpath, limit
-from foreprop.workload.foundsettings import slice_elems_from_environment
+from foreprop.workload.foundsettings import settings_found, slice_elems_from_environment
 from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
 from foreprop.workload.links import CrossTraffic, LinkRate, check_links
 from foreprop.workload.network import Network
@@ -207,7 +208,8 @@ class LabSetting:
     @property
     def unscaled_slice_elems(self) -> int:
         """``slice_elems``, or what the environment says, or the default."""
-        return self._asked_slice_elems or usual_slice_elems(self.nodes)
+        uneven = "node_rates" in settings_found()
+        return self._asked_slice_elems or usual_slice_elems(self.nodes, uneven=uneven)
 
     @property
     def _asked_slice_elems(self) -> int | None:
@@ -241,14 +243,24 @@ class LabSetting:
         layers = self.layers
         if self.is_even:
             return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=self.rate)
-        slice_elems = self.slice_elems_of("p3")
+        return min(self._placed_limit_s(layers, shares) for shares in {(), self._suited_shares})
+
+    def _placed_limit_s(self, layers: Sequence[Layer], shares: tuple[int, ...]) -> float:
+        """If servers own such shares; without, about even ones."""
+        size = self.slice_elems_of("p3")
         return criticalpath.limit_s(
             self.draw(range(self.workers)),
-            criticalpath.plan_passage(layers, nodes=self.nodes, slice_elems=slice_elems),
+            criticalpath.plan_passage(layers, nodes=self.nodes, slice_elems=size, shares=shares),
             self.network,
             steps=self.iterations,
             workers_per_node=self.workers_per_node,
         )
+
+    @property
+    def _suited_shares(self) -> tuple[int, ...]:
+        """Of servers, so that slow links have the least to carry; empty if all are alike."""
+        shares = shares_of([self.network.left_of(node) for node in range(self.nodes)])
+        return tuple(shares) if len(set(shares)) > 1 else ()
 
     @property
     def unevenness(self) -> Unevenness:

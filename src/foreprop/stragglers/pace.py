@@ -1,0 +1,107 @@
+"""A worker's half of naming stragglers: it tells its pace, and concludes from what servers say."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from foreprop.core.frames import CONTROL_PRIORITY, PACE_STEPS
+from foreprop.core.lateness import Pace, Straggler, StragglerWatch, WindowReport
+from foreprop.core.wire import Header, Kind
+from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import Connection, bounded
+
+if TYPE_CHECKING:
+    from foreprop.path.worker import WorkerEngine
+
+_LIMIT_BYTES = 2**23
+_REPORT = msgspec.json.Decoder(WindowReport)
+_FIRST_SERVER = 0
+"""Whose report says which order counts: one is enough, for all have the same paces."""
+
+log = logging.getLogger("foreprop")
+
+
+class PaceKeeper:
+    """Owns reports. Rank 0 also tells everybody's priorities, when they change for good.
+
+    A new order counts from the same step on all ranks: from the end of the window after the one
+    in which it was told. So a rank waits there for the first server's report of the window before,
+    which usually is long in.
+    """
+
+    kinds = frozenset({Kind.PACE_REPORT})
+
+    def __init__(
+        self, engine: WorkerEngine, server_ranks: Sequence[int | None], *, steps_before: int = 0
+    ) -> None:
+        self.order: tuple[int, ...] | None = None
+        """To be told with the next pace, by rank 0."""
+        self._engine = engine
+        self._progress = engine.progress
+        self._watch = StragglerWatch(server_ranks, steps_before=steps_before)
+        self._told: dict[int, WindowReport] = {}  # the first server's, by step
+        self._ended_s: float | None = None
+        self._blocked_s = 0.0
+
+    @property
+    def straggler(self) -> Straggler | None:
+        return self._watch.straggler
+
+    # Training thread.
+    def end_window(self, step: int) -> None:
+        """After a window's last step."""
+        self._learn_order(step - PACE_STEPS)
+        now_s, blocked_s = time.monotonic(), self._progress.blocked_s
+        step_s = busy_s = 0.0  # of the first window: not known
+        if self._ended_s is not None:
+            step_s = (now_s - self._ended_s) / PACE_STEPS
+            busy_s = step_s - (blocked_s - self._blocked_s) / PACE_STEPS
+        self._ended_s, self._blocked_s = now_s, blocked_s
+        pace = Pace(step_s=step_s, busy_s=busy_s, order=self.order)
+        self.order = None
+        self._engine.send_to_all(Kind.PACE, step, CONTROL_PRIORITY, msgspec.json.encode(pace))
+
+    def _learn_order(self, step: int) -> None:
+        """The one that rank 0 has told with its pace after ``step``, if it has."""
+        if step <= 0:
+            return
+        self._progress.wait_until(
+            lambda: step in self._told,
+            self._engine.config.step_timeout_s,
+            lambda: f"server {_FIRST_SERVER} to say how long all ranks' steps took, step {step}",
+        )
+        order = self._told.pop(step).paces[0].order
+        if order is not None:
+            self._engine.learn_priorities(order)
+
+    # Receiving threads.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return bounded(header, _LIMIT_BYTES)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        try:
+            report = _REPORT.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"not a report of paces: {error}") from error
+        if not len(report.late_s) == len(report.paces) == self._engine.manifest.world_size:
+            raise RemoteProtocolError(f"a report of {len(report.paces)} paces")
+        with self._engine.lock:
+            before = self._watch.straggler
+            changed = self._watch.heard(peer.number, header.step // PACE_STEPS, report)
+            if peer.number == _FIRST_SERVER:
+                self._told[header.step] = report
+        self._progress.notify()
+        if changed and self._engine.rank == 0:
+            _report_change(before, self._watch.straggler)
+
+
+def _report_change(before: Straggler | None, now: Straggler | None) -> None:
+    if now is not None:
+        log.warning("straggler since step %d: %s", now.since_step, now)
+    else:
+        log.info("straggler is gone: %s", before)

@@ -1,0 +1,36 @@
+"""Servers that own what suits their nodes' links: other slices, other owners, the same bits."""
+
+from __future__ import annotations
+
+import torch
+
+import foreprop
+from foreprop.cluster.world import World
+from tests.cluster import run_cluster
+
+
+def train(world: World, node_rates: str | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(world.rank))
+    session = foreprop.parallelize(
+        model, optimizer, world=world, slice_elems=1000, node_rates=node_rates
+    )
+    with session:
+        for batch in data:
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+        session.flush()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_placement_by_links_changes_no_bits() -> None:
+    even, *others = (
+        run_cluster(3, lambda world, rates=rates: train(world, rates))
+        for rates in (None, "2:0.7", "1:0.3")  # the last one owns nothing
+    )
+    for uneven in others:
+        for of_rank in uneven:
+            assert all(map(torch.equal, of_rank, even[0]))
