@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foreprop.path.servedgradient import BackwardPasses, count_rows
+from foreprop.path.servedgradient import BackwardPasses
+from foreprop.path.sums import count_rows
 
 
 def make_step(passes: BackwardPasses, discarded: int, kept: int) -> list[bool]:

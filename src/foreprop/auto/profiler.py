@@ -16,7 +16,7 @@ from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import is_managed
 from foreprop.path.optimizer import named_parameters
-from foreprop.path.servedgradient import count_rows
+from foreprop.path.sums import count_rows
 from foreprop.tables.embeddings import EMBEDDINGS, on_meta
 from foreprop.workload.profile import Profile, ProfiledArray
 

@@ -118,8 +118,8 @@ class AveragedParameter:
             session.gradient_ready(self)
             if self.left:
                 self._together.close_round()
-            if not self._seen.is_continued_by(gradient):  # a new gradient, or a zeroed one
-                self.discards = self.passes
+            if gradient is not self._seen.tensor() or gradient._version != self._seen.version + 1:
+                self.discards = self.passes  # a new gradient, or a zeroed one
             self.passes += 1
             self._together.rounds.note_pass(self.passes)
             self._note_own(gradient)

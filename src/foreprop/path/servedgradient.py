@@ -40,10 +40,6 @@ class SeenGradient:
         self.version = gradient._version
         return new
 
-    def is_continued_by(self, gradient: torch.Tensor) -> bool:
-        """Whether autograd has added to the same tensor, and nobody else has written to it."""
-        return self.tensor() is gradient and gradient._version == self.version + 1
-
     def wait(self) -> None:
         """Whoever uses it from now on asks first."""
         gradient = self.tensor()
@@ -228,6 +224,8 @@ class ServedGradient:
             session.begin_pushing()
             owner.push(gradient, step)
         if owner.counts_rows:
+            from foreprop.path.sums import count_rows
+
             owner.touched_rows = count_rows(gradient)
         if (step <= _LEARNING_STEPS or not self._passes.expected) and self.is_new:
             self._passes.learn(early=session.eager)
@@ -273,12 +271,3 @@ class _Reader:
 
     def meets_compiler(self) -> None:
         """It looks at gradients of parameters that it uses; who reads them was seen before."""
-
-
-def count_rows(gradient: torch.Tensor | None) -> int:
-    """How many rows of a gradient are not zero."""
-    if gradient is None:
-        return 0
-    if gradient.layout == torch.sparse_coo:
-        return len(gradient.coalesce().values())
-    return int(gradient.reshape(len(gradient), -1).any(1).sum())

@@ -135,3 +135,12 @@ def clip(gradient: torch.Tensor, aggregation: Aggregation, coefficient: float = 
     limit = aggregation.clip_grad_value
     if limit is not None:
         gradient.clamp_(-limit, limit)
+
+
+def count_rows(gradient: torch.Tensor | None) -> int:
+    """How many rows of a gradient are not zero."""
+    if gradient is None:
+        return 0
+    if gradient.layout == torch.sparse_coo:
+        return len(gradient.coalesce().values())
+    return int(gradient.reshape(len(gradient), -1).any(1).sum())

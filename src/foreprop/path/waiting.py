@@ -98,7 +98,8 @@ _NONE: frozenset[int] = frozenset()
 def make_wait(parameter: torch.Tensor, pending: Pending) -> None:
     """Swap the class of a parameter, or a gradient; ``pending`` is asked before each use."""
     _pending[id(parameter)] = pending
-    parameter.__class__ = waiting_class(type(parameter))
+    cls = type(parameter)
+    parameter.__class__ = _classes.get(cls) or waiting_class(cls)
 
 
 def waiting_class(cls: type) -> type:
