@@ -39,10 +39,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
-        heads = (part.transpose(1, 2) for part in (q, k, v))
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class Transformer(nn.Module):
@@ -53,10 +54,10 @@ class Transformer(nn.Module):
         self.last = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.words(x)
-        for block in self.blocks:
+        y: torch.Tensor = self.words(x)
+        for block in (*self.blocks, self.last):
             y = block(y)
-        return self.last(y)
+        return y
 
 
 class Loop:
@@ -80,21 +81,22 @@ class Loop:
         x = torch.randint(WORDS, (8, TOKENS))
         started = time.perf_counter()
         self.optimizer.zero_grad()
-        F.cross_entropy(self.call(x).flatten(0, 1), x.flatten()).backward()
+        loss: Any = F.cross_entropy(self.call(x).flatten(0, 1), x.flatten())
+        loss.backward()
         self.optimizer.step()
         self.step_s.append(time.perf_counter() - started)
 
     def block(self, steps: int = BLOCK_STEPS) -> None:
-        run, targets = regions.Region.run, regions.BackwardGraph._targets
+        region: Any = regions.Region
+        backward: Any = regions.BackwardGraph
+        run, targets = region.run, backward._targets
         if self.name == "at the edges":
-            regions.Region.run = _run_at_edges  # type: ignore[method-assign]
-            regions.BackwardGraph._targets = lambda _: {}  # type: ignore[method-assign]
+            region.run, backward._targets = _run_at_edges, lambda _: {}
         for _ in range(steps):
             self.step()
         if self.session is not None:
             self.session.flush()
-        regions.Region.run = run  # type: ignore[method-assign]
-        regions.BackwardGraph._targets = targets  # type: ignore[method-assign]
+        region.run, backward._targets = run, targets
 
 
 _run = regions.Region.run
@@ -109,7 +111,9 @@ def _run_at_edges(region: regions.Region, graph: Any, args: Any) -> Any:
 def trace(loop: Loop) -> list[str]:
     """When a step's graphs wait, and when its gradients are done, in milliseconds."""
     names = {id(p): name for name, p in loop.model.named_parameters()}
-    read, done = regions._Forward.is_read, regions._Backward.is_done
+    forward: Any = regions._Forward
+    backward: Any = regions._Backward
+    read, done = forward.is_read, backward.is_done
     lines: list[str] = []
     started = 0.0
 
@@ -128,13 +132,13 @@ def trace(loop: Loop) -> list[str]:
         lines.append(f"{ms():8.1f}  backward  {name:24} gradient leaves")
         done(self, output, gradient)
 
-    regions._Forward.is_read, regions._Backward.is_done = is_read, is_done  # type: ignore[method-assign]
+    forward.is_read, backward.is_done = is_read, is_done
     loop.step()
     lines.clear()
     started = time.perf_counter()
     loop.step()
     lines.append(f"{ms():8.1f}  step() has returned")
-    regions._Forward.is_read, regions._Backward.is_done = read, done  # type: ignore[method-assign]
+    forward.is_read, backward.is_done = read, done
     return lines
 
 

@@ -422,3 +422,26 @@ def test_what_is_replaced_is_given_back() -> None:
         call(make_batches(1)[0][0])
         assert not any(a is b for a, b in zip(before, now(), strict=True))
     assert now() == before
+
+
+@pytest.mark.long
+def test_compiled_autograd() -> None:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        _compare(_Net, _aot)
+
+
+@pytest.mark.long
+def test_a_model_is_exported_as_without_a_session() -> None:
+    """Nothing of ours is in it, and it shows the last step."""
+    model, optimizer = _seeded()
+    call = _aot(model)
+    batches = make_batches(4)
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        _train(call, optimizer, batches)
+        exported = torch.export.export(model, (batches[0][0],))
+        _train(call, optimizer, batches[:1])
+        _train(call, optimizer, batches[:1])
+        again = torch.export.export(model, (batches[0][0],), strict=True)
+        with torch.no_grad():
+            assert torch.equal(again.module()(batches[0][0]), model(batches[0][0]))
+    assert "await_values" not in str(exported.graph) + str(again.graph)

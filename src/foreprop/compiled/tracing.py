@@ -26,7 +26,7 @@ from foreprop.compiled.edges import BACKWARD
 from foreprop.compiled.regions import BackwardGraph, Region, hide
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
-from foreprop.path.waiting import waiting_class
+from foreprop.path.waiting import is_waiting, make_wait, stop_waiting
 
 _ours: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 """By id: what waits inside compiled code, and the thread of its session."""
@@ -88,7 +88,18 @@ def watch_compiler(parameters: Iterable[torch.Tensor]) -> tuple[list[Any], Calla
 
 def _own_class(tensor: torch.Tensor) -> type:
     cls = type(tensor)
-    return cls.__mro__[2] if waiting_class(cls) is cls else cls
+    return cls.__mro__[2] if is_waiting(tensor) else cls  # see `path.waiting`
+
+
+def _waiting_class(cls: type) -> type:
+    """What a tensor of one of the plain classes is while it waits."""
+    example = torch.empty(0)
+    example = torch.nn.Parameter(example) if cls is torch.nn.Parameter else example
+    nobody: Any = None
+    make_wait(example, nobody)
+    waiting = type(example)
+    stop_waiting(example)
+    return waiting
 
 
 # Dynamo's trace.
@@ -148,12 +159,13 @@ def _matcher(value: torch.Tensor, sizes: Any, strides: Any) -> Callable[[Any], b
 
     cls = type(value)
     own = match()
-    value.__class__ = waiting_class(cls)
+    waiting_cls = _waiting_class(cls)
+    value.__class__ = waiting_cls
     try:
         waiting = match()
     finally:
         value.__class__ = cls
-    by_class = {cls: own, waiting_class(cls): waiting}
+    by_class = {cls: own, waiting_cls: waiting}
 
     def matches(tensor: Any) -> bool:
         check = by_class.get(type(tensor))

@@ -97,17 +97,13 @@ _NONE: frozenset[int] = frozenset()
 
 def make_wait(parameter: torch.Tensor, pending: Pending) -> None:
     """Swap the class of a parameter, or a gradient; ``pending`` is asked before each use."""
-    _pending[id(parameter)] = pending
     cls = type(parameter)
-    parameter.__class__ = _classes.get(cls) or waiting_class(cls)
-
-
-def waiting_class(cls: type) -> type:
-    """What a tensor of this class is while it waits."""
-    if cls not in _classes:
+    waiting = _classes.get(cls)
+    if waiting is None:
         waiting = _classes[cls] = type(f"Waiting{cls.__name__}", (_Waiting, cls), {})
         _classes[waiting] = waiting
-    return _classes[cls]
+    _pending[id(parameter)] = pending
+    parameter.__class__ = waiting
 
 
 def stop_waiting(parameter: torch.Tensor) -> None:
