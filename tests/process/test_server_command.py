@@ -65,7 +65,7 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, meets: bool) -> None:
         said = "met the workers' rendezvous" if meets else "waits for the workers' rendezvous"
         wait_for(lambda: said in run.output(), run)
         os.killpg(command.pid, signal.SIGINT)
-        run.wait(5)
+        run.wait(60)
         assert run.codes() == [130], run.output()
         assert "Traceback" not in run.output()
         run.check_nothing_left()
