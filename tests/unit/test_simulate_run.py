@@ -13,10 +13,14 @@ from typer.testing import CliRunner
 from foreprop.cli.main import app
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
+from foreprop.simulate.cluster import Cluster, lab_link, own_links
+from foreprop.simulate.connection import Connection, Way
 from foreprop.simulate.run import simulate_lab, simulate_system
-from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
+from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting, plan_crowds
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts
+from foreprop.workload.links import CrossTraffic, LinkRate
+from foreprop.workload.network import Network
 from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 from foreprop.workload.records import Record, read_records, write_records
 
@@ -339,3 +343,45 @@ def test_the_comparison_with_the_lab_is_drawn(
         "steps.png",
         "steps.svg",
     }
+
+
+def test_another_jobs_bytes_have_their_part_of_the_queue() -> None:
+    """So connections over such a link have the window of one that is as fast as what is left."""
+    cases = {
+        "cross_traffic": (CrossTraffic(node=1, share=0.5),),
+        "link_rates": (LinkRate(node=1, factor=0.5),),
+    }
+    windows = []
+    for name, value in cases.items():
+        network = dataclasses.replace(Network(nodes=2, rate_bits_per_s=1e8), **{name: value})
+        cluster = Cluster(
+            lab_link(network, latency_s=1e-4),
+            Hosts(),
+            crowds=plan_crowds(2, groups=None),
+            open_ports=False,
+            own_links=own_links(network, latency_s=1e-4),
+        )
+        kernel = Hosts().kernel(
+            cluster.link, connections=2, unsent_bytes=100_000, buffer_bytes=1_000_000
+        )
+        way = Way(1, lambda _: None, lambda _: None, kernel)
+        connection = cluster.link_to(0, 1, way)
+        assert isinstance(connection, Connection)
+        windows.append(connection._kernel.window_bytes)
+    assert windows[0] == windows[1] < kernel.window_bytes
+
+
+def test_suited_shares_are_faster_on_links_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = SimulatedSetting(
+        profile=load_profile("resnet50"),
+        systems=("p3",),
+        nodes=3,
+        scale=64,
+        compute_s=0.5,
+        balance=2.0,
+        link_rates=(LinkRate(node=2, factor=0.5),),
+        iterations=2,
+    )
+    even = simulate_lab(setting)[0].typical_s
+    monkeypatch.setenv("FOREPROP_NODE_RATES", "2:0.5")
+    assert simulate_lab(setting)[0].typical_s < 0.85 * even

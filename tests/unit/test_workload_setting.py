@@ -10,6 +10,7 @@ import pytest
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
+from foreprop.workload.links import LinkRate
 from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 from foreprop.workload.setting import SYSTEMS, LabSetting, usual_compute_s
 
@@ -129,3 +130,16 @@ def test_usual_compute_is_the_measured_one() -> None:
     array = ProfiledArray(name="a", shape=(10**7,), forward_s=0.5, backward_s=0.75)
     profile = Profile(name="mine", arrays=(array,), before_first_use_s=0.25)
     assert usual_compute_s(profile, 16) == 1.5
+
+
+def test_the_limit_of_links_that_differ_is_that_of_the_better_placement() -> None:
+    """A link of half the rate carries the model once, and not one and a half times."""
+    settings: dict[str, Any] = {
+        "profile": load_profile("resnet50"),
+        "systems": ("p3",),
+        "compute_s": 0.1,
+    }
+    rates = (LinkRate(node=3, factor=0.5),)
+    uneven = LabSetting(**settings, balance=4.0, link_rates=rates, iterations=2)
+    even = LabSetting(**settings, balance=4.0, iterations=2)
+    assert uneven.limit_s == pytest.approx(even.limit_s * 4 / 3, rel=0.03)
