@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import foreprop
@@ -9,9 +11,13 @@ from foreprop.cluster.world import World
 from tests.cluster import run_cluster
 
 
-def train(world: World, node_rates: str | None) -> list[torch.Tensor]:
+def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 8))
+    return torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 8))
+
+
+def train(world: World, begun: torch.nn.Module, node_rates: str | None) -> list[torch.Tensor]:
+    model = copy.deepcopy(begun)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(world.rank))
     session = foreprop.parallelize(
@@ -27,8 +33,9 @@ def train(world: World, node_rates: str | None) -> list[torch.Tensor]:
 
 
 def test_placement_by_links_changes_no_bits() -> None:
+    begun = make_model()  # once: ranks are threads, which share the random numbers
     even, *others = (
-        run_cluster(3, lambda world, rates=rates: train(world, rates))
+        run_cluster(3, lambda world, rates=rates: train(world, begun, rates))
         for rates in (None, "2:0.7", "1:0.3")  # the last one owns nothing
     )
     for uneven in others:

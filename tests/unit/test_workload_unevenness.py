@@ -177,8 +177,9 @@ def test_a_slow_link_holds_all_of_them_up(system: str) -> None:
         for changes in ({}, {"link_rates": (LinkRate(node=1, factor=0.5),)})
     )
     assert slow.wire_s == alike.wire_s
-    assert slow.limit_s > 1.5 * alike.limit_s
-    assert slow.limit_s <= slow.iteration_s.median < 1.3 * slow.limit_s + 0.1
+    assert slow.limit_s > 1.25 * alike.limit_s  # if its server owns nothing
+    most_s = 4 / 3 * slow.limit_s  # as it owns a third
+    assert slow.limit_s <= slow.iteration_s.median < 1.3 * most_s + 0.1
 
 
 def test_cross_traffic_takes_its_share() -> None:
