@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from foreprop.report.charts import CARD, INK, PNG_DPI, QUIET, STYLES, drawn
+from foreprop.report.style import CARD, INK, PNG_DPI, QUIET, drawn, style_of
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SHOWN = {"p3": "foreprop", "ddp": "DDP", "ddp-tuned": "DDP, best of several bucket sizes"}
@@ -50,7 +50,7 @@ def draw(figure: Figure) -> None:
         axes.set_title(model)
         axes.plot(*zip(*limit(shown[model]), strict=True), "--", color=INK, label="the limit")
         for system, label in SHOWN.items():
-            style, width = STYLES[system], 2.6 if system == "p3" else 1.4
+            style, width = style_of(system), 2.6 if system == "p3" else 1.4
             axes.plot(
                 *zip(*points(shown[model], system), strict=True),
                 color=style.light,

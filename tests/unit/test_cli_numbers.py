@@ -20,6 +20,9 @@ WORK = {
     "run": ["foreprop.cli.run.Launcher"],
     "server": ["foreprop.cli.server.Supervisor"],
     "doctor": ["foreprop.cli.doctor.examine_hosts"],
+    "compare": ["foreprop.cli.compare.check_request"],
+    "report": ["foreprop.cli.report.read_job"],
+    "top": ["foreprop.cli.top.live_page"],
     "lab run": ["foreprop.cli.lab.run_lab"],
     "lab simulate": ["foreprop.cli.simulate.simulate_lab"],
     "lab mlp": ["experiments.mlp.command.run_mlp"],
@@ -37,6 +40,9 @@ WORK = {
 NEEDED = {
     "plan": ["--model", "resnet110_cifar", "--nodes", "2", "--rate", "1Gbit", "--compute", "50ms"],
     "run": ["--", "train.py"],
+    "compare": ["train.py"],
+    "report": ["."],
+    "top": ["."],
     "lab figures": ["--out", "figures"],
 }
 QUANTITIES = {"rate": "bit", "server_rate": "bit", "compute": "s", "latency": "s"}

@@ -27,7 +27,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torc
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 world = worlds(1)[0]
 world.in_process = False  # its server is a process, as any server is
-with foreprop.parallelize(model, optimizer, world=world):
+with foreprop.parallelize(model, optimizer, world=world, stall_report_s=600):
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()

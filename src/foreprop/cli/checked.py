@@ -20,12 +20,12 @@ PANELS = {
     " cross_traffic egress_only resources port master_addr interface rendezvous count",
     "Model and compute": "model profile scale compute batch batch_size slice_elems width hidden"
     " dense_gradients preset",
-    "What is compared": "systems presets steps warm_up seed trace mxnet_python ablation quick only"
-    " what_if_range",
+    "What is compared": "systems presets steps rounds warm_up seed trace mxnet_python ablation"
+    " quick only what_if_range",
     "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths",
     "Simulation": "symmetric representatives",
-    "On every host": "env python directory ssh",
-    "Output": "out as_json dry_run",
+    "On every host": "env python directory ssh grace module backend find_unused_parameters",
+    "Output": "out as_json dry_run verbose",
 }
 """Where a help shows an option, by its name."""
 _TYPED = "foreprop.typed"

@@ -71,9 +71,9 @@ def compare(
     throughput, time per step, the share that waits for the network, bytes, and whether the losses
     agree step by step. docs/compare.md explains it.
 
-    foreprop compare --workers-per-node 2 train.py
-
-    foreprop compare --resources hosts --batch 64 train.py --epochs 1
+    Examples:
+      foreprop compare --workers-per-node 2 train.py
+      foreprop compare --resources hosts --batch 64 train.py --epochs 1
     """
     hosts = {name: given.pop(name) for name in [spec.name for spec in fields(Hosts)]}
     plan = hosts_from(hosts).plan(grace_s=grace)

@@ -85,7 +85,7 @@ COMMANDS = (
     Entry(
         "compare",
         "foreprop.cli.compare:compare",
-        "Measure your own script with DDP and with foreprop, in turns: throughput, bytes, losses.",
+        "Run your own script with DDP and with foreprop, in turns, and lay them side by side.",
         DECIDE,
         takes_script=True,
     ),

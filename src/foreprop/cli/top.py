@@ -26,8 +26,8 @@ def top(
     shared file system. Ends when all ranks have, or on Ctrl-C.
 
     Examples:
-      FOREPROP_WATCH=/shared/run torchrun ... train.py
-      foreprop top /shared/run
+      foreprop top runs/trace
+      foreprop top --once runs/trace
     """
     console = Console()
     page, over = live_page(directory)
