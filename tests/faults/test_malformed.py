@@ -43,7 +43,7 @@ HELLO = greeting(SESSION, 0)
 
 
 def header_with(**fields: int) -> bytes:
-    values = {"magic": 0xF0E9, "version": 1, "kind": 1, "payload": 0, **fields}
+    values = {"magic": 0xF0E9, "version": 2, "kind": 1, "payload": 0, **fields}
     fixed = (values["magic"], values["version"], values["kind"], 0, 0, 0, 0, 0, values["payload"])
     return struct.pack("!HBBHHQIiI", *fixed)
 

@@ -60,7 +60,7 @@ def read(reader: FrameReader, data: bytes) -> list[tuple[Header, bytes]]:
 
 def test_the_header_has_28_bytes_in_network_order() -> None:
     header = Header(Kind.PUSH, 2, 0x0102, 0x0A0B0C0D, 7, -1, 200_000)
-    fields = "f0e9 01 06 0002 0102 000000000a0b0c0d 00000007 ffffffff 00030d40"
+    fields = "f0e9 02 06 0002 0102 000000000a0b0c0d 00000007 ffffffff 00030d40"
     assert encode_header(*header) == bytes.fromhex(fields)
     assert decode_header(bytes.fromhex(fields)) == header
     assert HEADER_BYTES == 28
@@ -132,7 +132,7 @@ def test_a_stranger_and_another_version_are_told_apart() -> None:
     with pytest.raises(RemoteProtocolError, match="not a foreprop peer: magic is 0x4745, not 0xf0"):
         decode_header(b"GE" + good[2:])
     good[2] = PROTOCOL_VERSION + 1
-    message = "speaks protocol version 2, this process 1: install the same foreprop"
+    message = "speaks protocol version 3, this process 2: install the same foreprop"
     with pytest.raises(RemoteProtocolError, match=message):
         decode_header(good)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from foreprop.errors import LocalProtocolError, RemoteProtocolError
 
 MAGIC = 0xF0E9
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_PAYLOAD_BYTES = 2**32 - 1
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 """Bound for payloads whose size the receiver cannot know beforehand (manifest, failure)."""
