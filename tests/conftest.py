@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its pool's threads stay
     adopt_orphans()
     # how long an example takes says more of what else the machine does
     hypothesis.settings.register_profile("foreprop", deadline=None)

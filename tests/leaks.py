@@ -129,11 +129,8 @@ def _descriptors() -> Counter[str]:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """A native thread (torch's) that once ran Python: it cannot be joined, and ends unseen.
-
-    Or tqdm's, which watches all bars of a process until its end; torch's exporter draws some.
-    """
-    return isinstance(thread, threading._DummyThread) or thread.name == "tqdm_monitor"
+    """A native thread (torch's) that once ran Python: it cannot be joined, and ends unseen."""
+    return isinstance(thread, threading._DummyThread)
 
 
 def _is_running(process: psutil.Process) -> bool:

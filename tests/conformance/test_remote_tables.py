@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import foreprop
 from foreprop.cluster.world import World
+from foreprop.core.frames import PACE_STEPS
 from foreprop.core.rowinit import row_init_of
 from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
 from foreprop.tables.exchange import RowExchange
@@ -148,6 +149,11 @@ def test_it_trains_as_one_process_with_plain_pytorch() -> None:
         with_optimizer(begun(Words), torch.optim.Adagrad), train_classifier, merge(by_rank)
     )
     check_close(got[0].model, plain.model)
+
+
+def test_it_trains_on_when_ranks_have_told_their_pace() -> None:
+    by_rank = [batches * PACE_STEPS for batches in ranks(2)]
+    compare(Words, torch.optim.SGD, by_rank)
 
 
 @pytest.mark.parametrize(

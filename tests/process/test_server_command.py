@@ -99,7 +99,7 @@ def test_the_example_with_dedicated_servers(zygote: Zygote, tmp_path: Path) -> N
         run.torchrun(zygote, variables, *options, script=example)
         run.wait(50)
         assert run.codes() == [0, 0], run.output()
-        sums: Any = re.findall(r"rank \d: SHA-256 of the weights (\w+)", run.output())
+        sums: Any = re.findall(r"rank \d: SHA-256 of the weights ([0-9a-f]{64})", run.output())
         assert len(sums) == 2
         assert len(set(sums)) == 1
         run.check_nothing_left()

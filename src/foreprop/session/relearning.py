@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 def look_at_order(training: Training) -> None:
     """Rank 0, after a step: begin to look at the next one, or see what this one has shown.
 
-    Only where servers have all parameters, and ranks tell their pace, which carries the order.
+    Only where servers have all parameters, and ranks tell their pace, which carries the order. A
+    remote table has no first use to be seen: its rows are looked up.
     """
     backend = training.backends.all[0]
     keeper = backend.pace if isinstance(backend, ServedBackend) else None
-    if keeper is None or len(training.backends.all) > 1:
+    if keeper is None or len(training.backends.all) > 1 or training.remote is not None:
         return
     if training.uses is None or training.uses.keeper is not keeper:
         training.uses = UseWatch(training, keeper)
