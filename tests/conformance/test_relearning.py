@@ -33,6 +33,7 @@ def train(world: World, turns: bool, **settings: Any) -> tuple[list[int], list[t
     torch.manual_seed(0)
     model = Turning()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    settings = {"architecture": "p2p", **settings}  # collectives keep their plan
     with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
         for step in range(1, STEPS + 1):
             model.turned = turns and step >= TURNED_AT

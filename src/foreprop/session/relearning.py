@@ -31,6 +31,7 @@ def look_at_order(training: Training) -> None:
         return
     if training.uses is None or training.uses.keeper is not keeper:
         training.uses = UseWatch(training, keeper)
+        training.life.add_undo(training.uses.look_away)
     if training.completed % PACE_STEPS == 0:
         training.uses.begin(training)
     else:
@@ -71,10 +72,14 @@ class UseWatch:
         vars(parameter)["before_use"] = before_use
         return lambda: vars(parameter).pop("before_use", None)
 
-    def end(self) -> None:
-        """What the step has shown goes to everybody with the next pace, if it is to count."""
+    def look_away(self) -> None:
+        """Leave the model and its parameters as they were."""
         while self._undo:
             self._undo.pop()()
+
+    def end(self) -> None:
+        """What the step has shown goes to everybody with the next pace, if it is to count."""
+        self.look_away()
         order = self._watch.observe(self._used)
         self._used, self._in_forward = [], False
         if order is not None:
