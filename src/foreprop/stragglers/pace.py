@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from foreprop.config import LOGGER
 from foreprop.core.frames import CONTROL_PRIORITY, PACE_STEPS
 from foreprop.core.lateness import Pace, Straggler, StragglerWatch, WindowReport
 from foreprop.core.wire import Header, Kind
@@ -22,8 +22,6 @@ _LIMIT_BYTES = 2**23
 _REPORT = msgspec.json.Decoder(WindowReport)
 _FIRST_SERVER = 0
 """Whose report says which order counts: one is enough, for all have the same paces."""
-
-log = logging.getLogger("foreprop")
 
 
 class PaceKeeper:
@@ -102,6 +100,6 @@ class PaceKeeper:
 
 def _report_change(before: Straggler | None, now: Straggler | None) -> None:
     if now is not None:
-        log.warning("straggler since step %d: %s", now.since_step, now)
+        LOGGER.warning("straggler since step %d: %s", now.since_step, now)
     else:
-        log.info("straggler is gone: %s", before)
+        LOGGER.info("straggler is gone: %s", before)
