@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class RingBackend:
     """Collectives of torch.distributed in a planned order, updates on the workers."""
 
+    codecs = None
+    """What collectives add up is not encoded."""
+
     def __init__(self, setup: Setup) -> None:
         if not setup.by_workers:
             _check_optimizer(setup.optimizer)

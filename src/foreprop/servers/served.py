@@ -20,6 +20,7 @@ from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
 
 if TYPE_CHECKING:
+    from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.core.lateness import Straggler
     from foreprop.numerics.norms import WorkerNorm
     from foreprop.path.managedparameter import ManagedParameter
@@ -48,6 +49,10 @@ class ServedBackend:
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
         check_frames(manifest)
+        if manifest.knobs.compression:
+            from foreprop.compression.choosing import check_setting
+
+            check_setting(setup.config, manifest)
         self.connections.open()
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(
@@ -60,6 +65,11 @@ class ServedBackend:
             servers=self.connections.server_names(),
         )
         self._rows, self._norm = add_features(self.engine)
+        self.codecs: PushCodecs | None = None
+        if manifest.knobs.compression:
+            from foreprop.compression.pushcodecs import PushCodecs
+
+            self.codecs = PushCodecs(self.engine)
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
         if setup.world.size > 1 and self.connections.workers_per_push == 1:
             self.engine.use(self._pace)
@@ -140,6 +150,8 @@ class ServedBackend:
         return hyperparameters(self._optimizer) if self._serves else ()
 
     def announce(self, step: int) -> None:
+        if self.codecs is not None and self._setup.scale is not None:
+            self.codecs.residuals.announce(step, self._setup.scale)
         self.engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
 
     can_measure = True
@@ -172,7 +184,8 @@ class ServedBackend:
         return (
             f"{self._setup.world.size} workers on {connections.nodes} node(s),"
             f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
-            f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
+            f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
+            f"{'' if self.codecs is None else self.codecs.describe()};"
             f" address {connections.address}"
         )
 
