@@ -34,7 +34,9 @@ class SliceCodec:
         self.dtype = dtype
         self.elems = piece.elems
         self.raw_bytes = piece.elems * dtype.itemsize
-        self.most_bytes = min(codec.most_bytes(piece.elems), self.raw_bytes - 1)
+        self.most_bytes = self.raw_bytes - 1
+        if not codec.exact:
+            self.most_bytes = min(codec.most_bytes(piece.elems), self.most_bytes)
 
     def tensor_of(self, data: memoryview) -> torch.Tensor:
         """The slice's raw bytes as what they are, in the same memory."""
@@ -110,8 +112,8 @@ def _check_parameter(info: ParameterInfo, codec: str) -> None:
     why = None
     if info.rows:
         why = "which is held row by row"
-    elif info.dtype != "float32":
-        why = f"which is {info.dtype}; codecs are for float32"
+    elif info.dtype != "float32" and codec not in EXACT:
+        why = f"which is {info.dtype}; lossy codecs are for float32"
     if why is not None:
         raise ConfigError(
             f"compression: {codec} is chosen for {info.name}, {why}. Leave it out, before the"

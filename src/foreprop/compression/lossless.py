@@ -57,7 +57,7 @@ class Lossless:
         self._of_thread = threading.local()
 
     def most_bytes(self, elems: int) -> int:
-        """As the codec's contract has it: of float32, or of a half-precision type."""
+        """Of float32, as the contract has it; others take their planes, too."""
         return _FLOAT32_BYTES * (elems + _PLANE.size)
 
     def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
@@ -66,7 +66,7 @@ class Lossless:
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        """Of float32, bfloat16 or float16: flat and contiguous. The result is the caller's own."""
+        """Of floats of 2, 4 or 8 bytes: flat and contiguous. The result is the caller's own."""
         elems, itemsize = values.numel(), values.element_size()
         bits: Bytes = values.view(torch.uint8).numpy()
         out = np.empty(itemsize * (elems + _PLANE.size), np.uint8)
