@@ -15,7 +15,8 @@ from foreprop.config import Config
 from foreprop.core.codec import EXACT, NONE, Choice, codec_of, is_exact
 from foreprop.core.manifest import Manifest, ParameterInfo
 from foreprop.core.slicing import Slice
-from foreprop.errors import ConfigError
+from foreprop.core.wire import Header, Kind
+from foreprop.errors import ConfigError, RemoteProtocolError
 from foreprop.path.tensors import DTYPES
 
 
@@ -57,6 +58,15 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
         if codec.exact or codec.most_bytes(piece.elems) < coded.raw_bytes:
             found[piece.number] = coded
     return found
+
+
+def too_long(header: Header, coded: SliceCodec) -> RemoteProtocolError:
+    """What to say of a code that its codec cannot have given."""
+    return RemoteProtocolError(
+        f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes} bytes;"
+        f" {coded.codec.name} gives at most {coded.most_bytes}, and as it is it has"
+        f" {coded.raw_bytes}"
+    )
 
 
 def lossy_parameters(manifest: Manifest) -> set[int]:

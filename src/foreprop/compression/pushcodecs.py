@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from foreprop.compression.choosing import SliceCodec, coded_slices, describe
+from foreprop.compression.choosing import SliceCodec, coded_slices, describe, too_long
 from foreprop.compression.images import bits_of, move_image
 from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.observe.trace import CodecStage
 from foreprop.path.worker import WorkerEngine
@@ -91,11 +90,8 @@ class PushCodecs:
         is_raw = header.step == 0 or header.flags & Flag.UNCHANGED
         if coded is None or is_raw or size_bytes >= coded.raw_bytes:
             return self._inner.room(peer, header)
-        if not 0 < size_bytes <= coded.most_bytes:
-            raise RemoteProtocolError(
-                f"REPLY of slice {header.slice} carries {size_bytes} bytes; its code has 1 to"
-                f" {coded.most_bytes}"
-            )
+        if size_bytes > coded.most_bytes:
+            raise too_long(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._inner.room(peer, whole)
         return self._scratch_of(peer.number)[:size_bytes]

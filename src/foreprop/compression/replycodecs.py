@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from foreprop.compression.choosing import SliceCodec, coded_slices
+from foreprop.compression.choosing import SliceCodec, coded_slices, too_long
 from foreprop.compression.images import ImageStore, bits_of, move_image
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
 from foreprop.core.manifest import Manifest, slice_names
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.errors import InternalError, RemoteProtocolError
+from foreprop.errors import InternalError
 from foreprop.link.connection import EMPTY, Connection
 from foreprop.observe.trace import CodecStage
 from foreprop.path.executor import Executor
@@ -79,11 +79,8 @@ class ReplyCodecs:
         coded = answer.coded
         if size_bytes >= coded.raw_bytes:
             return self._inner.room(peer, header)
-        if not 0 < size_bytes <= coded.most_bytes:
-            raise RemoteProtocolError(
-                f"PUSH of slice {header.slice} carries {size_bytes} bytes; its code has 1 to"
-                f" {coded.most_bytes}"
-            )
+        if size_bytes > coded.most_bytes:
+            raise too_long(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._inner.room(peer, whole)
         if peer.number not in self._scratch:
@@ -145,6 +142,7 @@ class ReplyCodecs:
             return raw
         started_ns = 0 if self._trace is None else self._trace.now_ns()
         values = coded.tensor_of(raw)
+        data: memoryview | None
         if answer.is_average:
             place = Place(frame.step, frame.slice, self._server)
             data = coded.codec.encode(values, {}, place)
@@ -153,18 +151,18 @@ class ReplyCodecs:
             data = self._difference(answer, values, place)
         if self._trace is not None:
             about = {"step": frame.step, "slice_": frame.slice, "priority": frame.priority}
-            name, size_bytes = self._names[frame.slice], len(data)
+            name, size_bytes = self._names[frame.slice], len(raw if data is None else data)
             stage = CodecStage.ENCODED.value
             self._trace.span(stage, name, started_ns, size_bytes=size_bytes, **about)
-        return data if 0 < len(data) < len(raw) else raw
+        return raw if data is None or len(data) >= len(raw) else data
 
-    def _difference(self, answer: _Answer, values: torch.Tensor, place: Place) -> memoryview:
-        """Encode it, and move the image; empty if the values are to go as they are."""
+    def _difference(self, answer: _Answer, values: torch.Tensor, place: Place) -> memoryview | None:
+        """Encode it, and move the image; None if the values are to go as they are."""
         codec, image = answer.coded.codec, self._image_of(answer)
         if not answer.is_image_known:
             np.copyto(bits_of(image), bits_of(values))
             answer.is_image_known = True
-            return EMPTY
+            return None
         if codec.exact:
             change = torch.empty_like(image)
             np.bitwise_xor(bits_of(values), bits_of(image), out=bits_of(change))
@@ -173,7 +171,7 @@ class ReplyCodecs:
         change = torch.from_numpy(values.numpy() - image.numpy())
         if not np.isfinite(change.numpy()).all():
             np.copyto(bits_of(image), bits_of(values))
-            return EMPTY
+            return None
         data = codec.encode(change, codec.new_state(change.numel()), place)
         codec.decode(data, change, place)
         move_image(image, change, exact=False)
