@@ -34,7 +34,7 @@ class Coarse:
         (scale,) = _SCALE.unpack(head)
         whole = (total / scale).round()
         state["residual"].copy_(total - whole * scale)
-        return memoryview(head + whole.to(torch.int8).numpy().tobytes())
+        return memoryview(bytearray(head) + whole.to(torch.int8).numpy().tobytes())
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
         (scale,) = _SCALE.unpack_from(data)
@@ -60,10 +60,12 @@ class Drawn:
         sent = total[chosen].contiguous()
         total[chosen] = 0
         state["residual"].copy_(total)
-        return memoryview(sent.numpy().tobytes())
+        return memoryview(bytearray(sent.numpy().tobytes()))
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
         out.zero_()
+        if out.numel() < 2:
+            return
         out[_draw(out.numel(), place)] = torch.frombuffer(data, dtype=torch.float32)
 
 

@@ -19,6 +19,7 @@ from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
 from foreprop.observe.trace import CodecStage
 from foreprop.path.worker import WorkerEngine
@@ -126,7 +127,11 @@ class PushCodecs:
         if self._averaged.get(number, False):
             codec.decode(payload, out, Place(header.step, number, header.rank))
         else:
-            image = self._images[number] if self._is_cast else out
+            image = self._images.get(number) if self._is_cast else out
+            if image is None:
+                raise RemoteProtocolError(
+                    f"REPLY of slice {number} is a difference; its values have not come yet"
+                )
             change = torch.empty_like(image)
             world_size = self._engine.manifest.world_size
             codec.decode(payload, change, Place(header.step, number, world_size))
