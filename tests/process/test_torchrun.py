@@ -63,7 +63,7 @@ def test_two_torchruns_as_two_nodes(zygote: Zygote, tmp_path: Path, sums: dict[s
         run.check_nothing_left()
 
 
-@pytest.mark.parametrize("compression", long_cases([None], ["lossless"]))
+@pytest.mark.parametrize("compression", [None, *long_cases("lossless")])
 def test_dedicated_servers_join_by_the_workers_rendezvous(
     zygote: Zygote, tmp_path: Path, sums: dict[str, str], compression: str | None
 ) -> None:
