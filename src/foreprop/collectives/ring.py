@@ -22,7 +22,8 @@ from foreprop.errors import ConfigError, HandshakeError
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
-from foreprop.servers.setup import Setup, describe_wire_dtype
+from foreprop.servers.describing import describe_wire_dtype
+from foreprop.servers.setup import Setup
 
 if TYPE_CHECKING:
     from foreprop.path.managedparameter import ManagedParameter
