@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import foreprop
 from foreprop import PRESETS
 from foreprop.cluster.world import World
-from foreprop.errors import ConfigError, HandshakeError
+from foreprop.errors import ConfigError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import (
     MODELS,
@@ -238,6 +238,18 @@ def test_what_only_another_rank_changes_through_data_is_lost_as_ever(
     for ours, theirs in zip(got, wanted, strict=True):
         check_same_bits(ours, theirs)
     check_same_bits(got[1], got[0])
+
+
+def test_a_change_that_leaves_no_trace_is_an_error() -> None:
+    model, optimizer = build_seeded(with_wide())
+    with pytest.raises(TrainingLoopError, match=r"^0.weight was changed before its update of st"):  # noqa: PT012, SIM117
+        with foreprop.parallelize(
+            model, optimizer, world=worlds(1)[0], compression="lossless"
+        ) as session:
+            train_classifier(model, optimizer, make_batches(2))
+            session.flush()
+            model[0].weight.detach().numpy()[0] += 1
+            train_classifier(model, optimizer, make_batches(2))
 
 
 def test_a_parameter_that_is_not_used_in_every_step() -> None:

@@ -45,3 +45,10 @@ def bits_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Of a flat, contiguous tensor; the same memory."""
     bits: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
     return bits
+
+
+def word_sum(tensor: torch.Tensor) -> int:
+    """By which a change of its memory shows, short of two that cancel out."""
+    bits = bits_of(tensor)
+    words = bits.view(np.uint32 if tensor.element_size() >= 4 else np.uint16)
+    return int(np.add.reduce(words, dtype=np.uint32))

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from foreprop.compression.choosing import SliceCodec, coded_slices, describe, too_long
-from foreprop.compression.images import bits_of, move_image
+from foreprop.compression.images import bits_of, move_image, word_sum
 from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import RemoteProtocolError, TrainingLoopError
 from foreprop.link.connection import Connection
 from foreprop.observe.trace import CodecStage
 from foreprop.path.worker import WorkerEngine
@@ -44,6 +44,8 @@ class PushCodecs:
         self._images: dict[int, torch.Tensor] = {}
         """Of slices that are cast: the last values as they came."""
         self._is_cast = engine.manifest.knobs.wire_dtype is not None
+        self._sums: dict[int, int] = {}
+        """Of the others: what the parameter's own memory added up to when it was written."""
         self._scratch: dict[int, memoryview] = {}  # by server, for what arrives
         self._targets: dict[int, memoryview] = {}  # by server, where that belongs, decoded
         self.residuals = Residuals(engine.manifest, self._slices)
@@ -110,7 +112,7 @@ class PushCodecs:
         if target is not None:
             self._decode(self._slices[header.slice], target, payload, header)
             raw_bytes = len(target)
-        elif self._is_cast:
+        else:
             self._keep_image(header, payload)
         with self._engine.lock:
             self.raw_reply_bytes += raw_bytes
@@ -127,27 +129,49 @@ class PushCodecs:
         if self._averaged.get(number, False):
             codec.decode(payload, out, Place(header.step, number, header.rank))
         else:
-            image = self._images.get(number) if self._is_cast else out
-            if image is None:
-                raise RemoteProtocolError(
-                    f"REPLY of slice {number} is a difference; its values have not come yet"
-                )
+            image = self._image_of(coded, out, header)
             change = torch.empty_like(image)
             world_size = self._engine.manifest.world_size
             codec.decode(payload, change, Place(header.step, number, world_size))
             move_image(image, change, exact=codec.exact)
             if image is not out:
                 np.copyto(bits_of(out), bits_of(image))
+            else:
+                self._sums[number] = word_sum(out)
         if self._trace is not None:
             self._span(self._trace, CodecStage.DECODED, header, started_ns, len(payload))
 
+    def _image_of(self, coded: SliceCodec, out: torch.Tensor, header: Header) -> torch.Tensor:
+        """The values before this answer. Raises `TrainingLoopError` if they are not what came."""
+        number = header.slice
+        known = self._images if self._is_cast else self._sums
+        if number not in known:
+            raise RemoteProtocolError(
+                f"REPLY of slice {number} is a difference; its values have not come yet"
+            )
+        if self._is_cast:
+            return self._images[number]
+        if word_sum(out) != self._sums[number]:
+            name = self._engine.parameters[coded.piece.parameter].name
+            raise TrainingLoopError(
+                f"{name} was changed before its update of step {header.step} came, in a way of"
+                " which PyTorch keeps no trace: through p.data, numpy or C++. Compression adds"
+                " differences to what is there: change it under torch.no_grad() with p.mul_(...)"
+                " and the like, or leave compression out"
+            )
+        return out
+
     def _keep_image(self, header: Header, payload: memoryview) -> None:
-        """Values came as they are: of a cast slice they are not to be had from its memory."""
+        """Values came as they are: differences will be to these."""
         coded = self._slices.get(header.slice)
-        if coded is None or self._averaged.get(header.slice, False):
+        if coded is None or header.step == 0 or self._averaged.get(header.slice, False):
             return
         if len(payload) == coded.raw_bytes:
-            self._images[header.slice] = coded.tensor_of(payload).clone()
+            values = coded.tensor_of(payload)
+            if self._is_cast:  # then they are not to be had from the parameter's memory
+                self._images[header.slice] = values.clone()
+            else:
+                self._sums[header.slice] = word_sum(values)
 
     def _span(
         self,
