@@ -126,7 +126,7 @@ def test_it_travels_and_another_order_is_another_setting() -> None:
     assert decode_manifest(ours.encode()) == ours
     theirs = manifest_of({"*": "none", "*.weight": "lossless"})
     text = describe_mismatch(ours, theirs, us="rank 0", them="rank 1") or ""
-    assert text.startswith("knobs.compression: rank 0 has [['*.weight', 'lossless'],")
+    assert text.startswith("knobs.compression: rank 0 has (('*.weight', 'lossless'),")
 
 
 def test_the_line_at_the_start_says_whether_it_is_exact() -> None:

@@ -14,9 +14,8 @@ the planes in that order. numpy and Zstandard leave the interpreter to other thr
 from __future__ import annotations
 
 import struct
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,12 @@ _LEVEL = 1
 _PROBE_BYTES = 4096
 _WORTH = 0.97
 """A probe that shrinks less than to this says that its plane is noise."""
-_UPPER = -1 if sys.byteorder == "little" else 0
-"""Which of an element's 16-bit words has sign and exponent, and which of a word's bytes."""
+_WORDS: dict[int, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
+"""By an element's bytes: as torch and numpy call whole numbers of that size."""
 
 
 class Lossless:
@@ -68,10 +71,9 @@ class Lossless:
     ) -> memoryview:
         """Of floats of 2, 4 or 8 bytes: flat and contiguous. The result is the caller's own."""
         elems, itemsize = values.numel(), values.element_size()
-        bits: Bytes = values.view(torch.uint8).numpy()
         out = np.empty(itemsize * (elems + _PLANE.size), np.uint8)
         place_bytes = itemsize * _PLANE.size
-        for number, plane in enumerate(_planes(bits, itemsize)):
+        for number, plane in enumerate(_planes(values)):
             target = out[place_bytes : place_bytes + elems]
             target[...] = plane
             packed = self._shortened(target)
@@ -86,7 +88,6 @@ class Lossless:
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
         elems, itemsize = out.numel(), out.element_size()
-        bits: Bytes = out.view(torch.uint8).numpy()
         start = itemsize * _PLANE.size
         if len(data) < start:
             raise RemoteProtocolError(f"lossless: {len(data)} bytes; the planes' lengths take more")
@@ -98,7 +99,7 @@ class Lossless:
             planes.append(self._plane(how, packed, length=length, elems=elems))
         if start != len(data):
             raise RemoteProtocolError(f"lossless: {len(data)} bytes where planes take {start}")
-        _join(bits, itemsize, planes)
+        _join(planes, out)
 
     # One plane.
     def _shortened(self, plane: Bytes) -> bytes | None:
@@ -145,32 +146,29 @@ class Lossless:
         return made
 
 
-def _planes(bits: Bytes, itemsize: int) -> Iterator[Bytes]:
-    """Views of an array's planes, of the most significant bytes first."""
-    upper = bits.view(np.uint16)[_UPPER % (itemsize // 2) :: itemsize // 2]
-    turned = upper << np.uint16(1)
-    turned |= upper >> np.uint16(15)
-    halves = turned.view(np.uint8)
-    for byte in _from_the_top(2):
-        yield halves[byte::2]
-    for byte in _from_the_top(itemsize)[2:]:
-        yield bits[byte::itemsize]
+def _planes(values: torch.Tensor) -> Iterator[Bytes]:
+    """An array's planes, of the most significant bytes first."""
+    words, bits = _words(values)
+    upper = (words >> (bits - 16)).astype(np.uint16)
+    turned = (upper << 1) | (upper >> 15)
+    yield (turned >> 8).astype(np.uint8)
+    yield turned.astype(np.uint8)
+    for shift in range(bits - 24, -1, -8):
+        yield (words >> shift).astype(np.uint8)
 
 
-def _join(bits: Bytes, itemsize: int, planes: list[Bytes]) -> None:
-    """The inverse of `_planes`, into ``bits``."""
-    turned = np.empty(len(bits) // itemsize, np.uint16)
-    halves = turned.view(np.uint8)
-    for byte, plane in zip(_from_the_top(2), planes[:2], strict=True):
-        halves[byte::2] = plane
-    upper = bits.view(np.uint16)[_UPPER % (itemsize // 2) :: itemsize // 2]
-    np.right_shift(turned, np.uint16(1), out=upper)
-    upper |= turned << np.uint16(15)
-    for byte, plane in zip(_from_the_top(itemsize)[2:], planes[2:], strict=True):
-        bits[byte::itemsize] = plane
+def _join(planes: Sequence[Bytes], out: torch.Tensor) -> None:
+    """The inverse of `_planes`."""
+    words, bits = _words(out)
+    turned = planes[0].astype(np.uint16) << 8
+    turned |= planes[1]
+    upper = (turned >> 1) | (turned << 15)
+    np.left_shift(upper, bits - 16, out=words, dtype=words.dtype)
+    for plane, shift in zip(planes[2:], range(bits - 24, -1, -8), strict=True):
+        words |= plane.astype(words.dtype) << shift if shift else plane
 
 
-def _from_the_top(itemsize: int) -> list[int]:
-    """Where an element's bytes are, the most significant first."""
-    places = range(itemsize)
-    return list(reversed(places) if sys.byteorder == "little" else places)
+def _words(tensor: torch.Tensor) -> tuple[npt.NDArray[Any], int]:
+    """Its elements as whole numbers in the same memory, and how many bits each has."""
+    signed, unsigned = _WORDS[tensor.element_size()]
+    return tensor.view(signed).numpy().view(unsigned), 8 * tensor.element_size()
