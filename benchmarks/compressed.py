@@ -72,7 +72,9 @@ def _arrays(model: str, steps: int) -> tuple[list[torch.Tensor], list[torch.Tens
 
 
 def _slices(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [part.contiguous() for part in tensor.reshape(-1).split(_SLICE_ELEMS)]
+    flat = tensor.reshape(-1)
+    starts = range(0, len(flat), _SLICE_ELEMS)
+    return [flat[start : start + _SLICE_ELEMS].contiguous() for start in starts]
 
 
 def _cost(name: str, what: str, arrays: Sequence[torch.Tensor], repeats: int) -> CodecCost:

@@ -270,18 +270,19 @@ def test_a_parameter_that_is_not_used_in_every_step() -> None:
 def test_a_scaler_skips_the_same_steps() -> None:
     def work(world: World, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         model, optimizer = build_seeded(with_wide())
-        scaler, scales = make_scaler(init_scale=2.0**140, growth_interval=3), []
+        scaler, scales = make_scaler(), []
         with foreprop.parallelize(model, optimizer, world=world, scaler=scaler, **settings):
-            for x, y in batches_of(2, count=12)[world.rank] * 2:
+            for step, (x, y) in enumerate(batches_of(2, count=12)[world.rank]):
                 optimizer.zero_grad()
-                scaler.scale(F.cross_entropy(model(x), y)).backward()
+                factor = torch.inf if step in (3, 4, 8) and world.rank == 1 else 1.0
+                scaler.scale(F.cross_entropy(model(x), y) * factor).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 scales.append(scaler.get_scale())
             return scales, values_of(model)
 
     wanted = run_cluster(2, work)
-    assert len(set(wanted[0][0])) > 5
+    assert len(set(wanted[0][0])) > 3
     for got in run_cluster(2, lambda world: work(world, compression="lossless")):
         assert got[0] == wanted[0][0]
         check_same_bits(got[1], wanted[0][1])

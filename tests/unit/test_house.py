@@ -22,8 +22,9 @@ RUNTIME = (
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
-    " observe link cluster path hooks compiled numerics compression gradients tables relays stragglers"
-    " servers collectives data auto session integrations callbacks report run doctor compare lab demo cli"
+    " observe link cluster path hooks compiled numerics compression gradients tables relays"
+    " stragglers servers collectives data auto session integrations callbacks report run doctor"
+    " compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

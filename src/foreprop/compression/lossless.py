@@ -82,7 +82,7 @@ class Lossless:
             else:
                 how, length = _ZSTD, len(packed)
                 target[:length] = np.frombuffer(packed, np.uint8)
-            _PLANE.pack_into(out, number * _PLANE.size, how, length)
+            _PLANE.pack_into(out.data, number * _PLANE.size, how, length)
             place_bytes += length
         return out[:place_bytes].data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foreprop.core.codec import NONE, choices_of
 from foreprop.errors import ConfigError
@@ -86,10 +86,9 @@ def check_compression(config: Config) -> None:
             f"compression is {text!r}, and check_stale is on, which overwrites the values that"
             " differences are added to; leave compression out while you look for readers"
         )
-    object.__setattr__(config, "local_aggregation", "off")
 
 
-def _choices_text(choices: Mapping[object, object]) -> str:
+def _choices_text(choices: Mapping[Any, Any]) -> str:
     """By patterns, as in the environment."""
     for pattern, codec in choices.items():
         known = isinstance(pattern, str) and isinstance(codec, str)
