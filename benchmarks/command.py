@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from benchmarks.compressed import measure_codecs, measure_compression
 from benchmarks.exchange import Exchange, measure_exchange
 from benchmarks.jitter import simulate_jitter
 from benchmarks.loopback import MODELS, measure_loopback
@@ -130,6 +131,55 @@ def loopback(
     for cost in costs:
         cpu = [f"{used_s * 1e3:.1f}" for used_s in cost.cpu]
         shown.add_row(cost.model, cost.kind, f"{cost.step_s * 1e3:.1f}", f"{cost.ratio:.2f}", *cpu)
+    print_table(console(), shown)
+
+
+@bench.command("compression", cls=CheckedCommand)
+def compression(
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "mnist",
+    codec: Annotated[list[str] | None, typer.Option(help="By default lossless.")] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Of the links, as 40Mbit; by default 40 and 100.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks, on this machine.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each kind in a round.")] = 4,
+) -> None:
+    """Codecs by themselves, and steps of real training on slow links; kinds alternate.
+
+    Every rank is a node, whose link foreprop paces. CPU time is that of all ranks and servers
+    together, per step.
+
+    Examples:
+      foreprop bench compression --model mnist --rate 40Mbit
+    """
+    if model not in MODELS:
+        raise typer.BadParameter(f"no model is called {model!r}; there are {list(MODELS)}")
+    codecs, rates = (
+        codec or ["lossless"],
+        [parse_rate("rate", one) for one in rate or ["40Mbit", "100Mbit"]],
+    )
+    alone = Table(title=f"slices of {model}'s training, one thread")
+    for heading in ("", "", "encode, s per GB", "decode, s per GB", "bytes left"):
+        alone.add_column(heading, justify="right")
+    for cost in measure_codecs(codecs, model=model, steps=rounds * steps):
+        per_gb = (f"{cost.encode_s_per_gb:.2f}", f"{cost.decode_s_per_gb:.2f}")
+        alone.add_row(cost.codec, cost.what, *per_gb, f"{100 * cost.share:.0f} %")
+    print_table(console(), alone)
+    shown = Table(title=f"{model}, {ranks} ranks, medians of {rounds} rounds of {steps} steps each")
+    for heading in ("links", "", "step, ms", "of none's", "bytes left", "CPU, ms"):
+        shown.add_column(heading, justify="right")
+    for step in measure_compression(
+        model=model, rates_bits_per_s=rates, codecs=codecs, ranks=ranks, rounds=rounds, steps=steps
+    ):
+        shown.add_row(
+            rate_text(step.rate_bits_per_s),
+            step.codec,
+            f"{step.step_s * 1e3:.0f}",
+            f"{step.ratio:.2f}",
+            f"{100 * step.share:.0f} %",
+            f"{step.cpu_s * 1e3:.0f}",
+        )
     print_table(console(), shown)
 
 

@@ -208,6 +208,23 @@ def test_bench_loopback(tmp_path: Path) -> None:
         assert (servers_ms > 0) == ("p2p" in row[1])
 
 
+@pytest.mark.long
+def test_bench_compression(tmp_path: Path) -> None:
+    """Of whole training fewer bytes cross, and of a codec by itself fewer are left."""
+    sizes = ("--model", "gpt", "--rate", "1Gbit", "--rounds", "2", "--steps", "2")
+    output, _ = run(tmp_path, "bench", "compression", *sizes)
+    rows = [row.split("│")[1:-1] for row in output.splitlines() if row.startswith("│")]
+    alone, steps = rows[:2], rows[2:]
+    assert [row[1].strip() for row in alone] == ["gradients", "new values"]
+    for row in alone:
+        assert 0 < float(row[2]) < 100
+        assert 0 < float(row[3]) < 100
+        assert 40 < float(row[4].strip(" %")) < 95
+    assert [row[1].strip() for row in steps] == ["none", "lossless"]
+    assert steps[0][4].strip() == "100 %"
+    assert 40 < float(steps[1][4].strip(" %")) < 95
+
+
 def test_bench_loopback_of_a_model_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["bench", "loopback", "--model", "vgg"])
     assert result.exit_code == 2

@@ -63,12 +63,14 @@ def test_two_torchruns_as_two_nodes(zygote: Zygote, tmp_path: Path, sums: dict[s
         run.check_nothing_left()
 
 
+@pytest.mark.parametrize("compression", [None, *long_cases("lossless")])
 def test_dedicated_servers_join_by_the_workers_rendezvous(
-    zygote: Zygote, tmp_path: Path, sums: dict[str, str]
+    zygote: Zygote, tmp_path: Path, sums: dict[str, str], compression: str | None
 ) -> None:
     """torchrun's default rendezvous is static; two commands together give the two servers."""
     port = str(free_port())
-    scenario = Scenario(settings={"dedicated_servers": 2, "link_rate_bits_per_s": 1e9})
+    settings = {"dedicated_servers": 2, "link_rate_bits_per_s": 1e9, "compression": compression}
+    scenario = Scenario(settings=settings)
     with running(tmp_path) as run:
         variables = run.environment(scenario)
         for _ in range(2):

@@ -32,6 +32,10 @@ WORK = {
     "bench overhead": ["benchmarks.command.measure_scheduling"],
     "bench alone": ["benchmarks.command.measure_alone"],
     "bench loopback": ["benchmarks.command.measure_loopback"],
+    "bench compression": [
+        "benchmarks.command.measure_codecs",
+        "benchmarks.command.measure_compression",
+    ],
     "bench exchange": ["benchmarks.command.measure_exchange"],
     "bench jitter": ["benchmarks.command.simulate_jitter"],
     "bench tables": ["benchmarks.command.measure_tables"],

@@ -20,7 +20,7 @@ from foreprop.report.tracefile import read_folder
 from tests.cluster import worlds
 
 PAGE = Path(__file__).parents[2] / "docs" / "path.md"
-PACKAGES = "core|link|path|observe|session|servers|cluster|numerics|gradients|hooks"
+PACKAGES = "core|link|path|observe|session|servers|cluster|numerics|compression|gradients|hooks"
 FUNCTION = re.compile(rf"`((?:{PACKAGES})\.[\w.]+)`")
 STEP = 3
 SRC = Path(foreprop.__file__).parent

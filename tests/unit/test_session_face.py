@@ -22,6 +22,7 @@ CALLED = {
     "flush",
     "grad_norm",
     "load_ema_state_dict",
+    "load_state_dict",
     "load_tables",
     "master_state_dict",
     "metrics",
@@ -30,6 +31,7 @@ CALLED = {
     "rows",
     "save_tables",
     "set_rows",
+    "state_dict",
     "stats",
     "world_size",
 }

@@ -22,7 +22,8 @@ from foreprop.errors import ConfigError, HandshakeError
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
-from foreprop.servers.setup import Setup, describe_wire_dtype
+from foreprop.servers.describing import describe_wire_dtype
+from foreprop.servers.setup import Setup
 
 if TYPE_CHECKING:
     from foreprop.path.managedparameter import ManagedParameter
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 class RingBackend:
     """Collectives of torch.distributed in a planned order, updates on the workers."""
+
+    codecs = None
+    """What collectives add up is not encoded."""
 
     def __init__(self, setup: Setup) -> None:
         if not setup.by_workers:

@@ -1,10 +1,12 @@
-"""What few sessions set, checked: architectures, and the steps that are traced."""
+"""What few sessions set, checked: architectures, compression, the steps that are traced."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from foreprop.core.codec import NONE, choices_of
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +30,76 @@ def parse_windows(text: str) -> tuple[range, ...]:
     return tuple(windows)
 
 
-def check_architecture(config: Config) -> None:
+def check_settings(config: Config) -> None:
+    """Raises `ConfigError` for values, each of its setting's type, that cannot be."""
+    _check_architecture(config)
+    _check_aggregation(config)
+    if config.trace_steps is not None:
+        parse_windows(config.trace_steps)
+    if config.table_init is not None:
+        from foreprop.core.rowinit import check_table_init
+
+        check_table_init(config.table_init)
+
+
+def _check_aggregation(config: Config) -> None:
+    """Raises `ConfigError` for limits and decays that mean nothing."""
+    for name in ("clip_grad_norm", "clip_grad_value"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} is {value!r}; it must be above 0")
+    if config.ema is not None and not 0 < config.ema < 1:
+        raise ConfigError(f"ema is {config.ema!r}; it must be above 0 and below 1")
+    if config.clip_grad_norm is not None and config.clip_grad_value is not None:
+        raise ConfigError(
+            f"clip_grad_norm is {config.clip_grad_norm!r} and clip_grad_value is"
+            f" {config.clip_grad_value!r}; set one of them"
+        )
+
+
+def check_compression(config: Config) -> None:
+    """Make the setting one text; raises `ConfigError` for what it does not go together with."""
+    given = config.compression
+    if isinstance(given, Mapping):
+        object.__setattr__(config, "compression", _choices_text(given))
+    text = config.compression
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"compression is {given!r}; it must be a codec's name, or codecs by patterns of"
+            " parameters' names: {'*.weight': 'lossless'}"
+        )
+    if all(codec == NONE for _, codec in choices_of(text)):
+        object.__setattr__(config, "compression", None)
+        return
+    if config.architecture in ("ring", "hybrid", "auto"):
+        raise ConfigError(
+            f"compression is {text!r}, which is for servers: collectives add up on their way;"
+            f" architecture is {config.architecture!r}, use 'p2p' or 'ps'"
+        )
+    if config.local_aggregation == "on":
+        raise ConfigError(
+            f"compression is {text!r}, and local_aggregation is 'on', whose sums are sent as they"
+            " are; leave one of them out"
+        )
+    if config.check_stale:
+        raise ConfigError(
+            f"compression is {text!r}, and check_stale is on, which overwrites the values that"
+            " differences are added to; leave compression out while you look for readers"
+        )
+
+
+def _choices_text(choices: Mapping[Any, Any]) -> str:
+    """By patterns, as in the environment."""
+    for pattern, codec in choices.items():
+        known = isinstance(pattern, str) and isinstance(codec, str)
+        if not known or set(f"{pattern}{codec}") & set(",="):
+            raise ConfigError(
+                f"compression has {pattern!r}: {codec!r}; both must be text without , and ="
+            )
+    return ",".join(f"{pattern}={codec}" for pattern, codec in choices.items()) or NONE
+
+
+def _check_architecture(config: Config) -> None:
     """Raises `ConfigError` for what does not go together with the architecture."""
     if config.slice_elems == "auto":
         _check_automatic_slices(config)

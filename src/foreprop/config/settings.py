@@ -68,6 +68,10 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
 
+_FEW = "architecture node_rates clip_grad_norm clip_grad_value ema trace_steps table_init".split()
+"""Settings that few sessions have: their values are checked in `config.checks`."""
+
+
 def _setting(default: Any, text: str, minimum: float | None = None) -> Any:
     return field(default=default, metadata={"help": text, "minimum": minimum})
 
@@ -193,6 +197,11 @@ class Config:
         "send float32 parameters' gradients and new values as bfloat16 or float16, half the bytes;"
         " updates stay in float32",
     )
+    compression: str | Mapping[str, str] | None = _setting(
+        None,
+        "a codec for gradients and new values (lossless changes no bit), or codecs by patterns of"
+        " names (*, ?), the first match counts: {'*.weight': 'lossless'}, *.weight=lossless,*=none",
+    )
     wait: Wait = _setting(
         "use",
         "where a pending parameter is waited for: at its first use; or, for layers in C++ that read"
@@ -223,6 +232,10 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if self.compression is not None:
+            from foreprop.config.checks import check_compression
+
+            check_compression(self)
         hints = typing.get_type_hints(Config)
         for spec in fields(self):
             check_value(spec, getattr(self, spec.name), hints[spec.name])
@@ -230,33 +243,11 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        chosen = (self.architecture, self.dedicated_servers, self.node_rates)
-        if any(chosen) or self.slice_elems == "auto":
-            from foreprop.config.checks import check_architecture
+        few = any(getattr(self, name) is not None for name in _FEW)
+        if few or self.dedicated_servers or self.slice_elems == "auto":
+            from foreprop.config.checks import check_settings
 
-            check_architecture(self)
-        self._check_aggregation()
-        if self.trace_steps is not None:
-            from foreprop.config.checks import parse_windows
-
-            parse_windows(self.trace_steps)
-        if self.table_init is not None:
-            from foreprop.core.rowinit import check_table_init
-
-            check_table_init(self.table_init)
-
-    def _check_aggregation(self) -> None:
-        for name in ("clip_grad_norm", "clip_grad_value"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value!r}; it must be above 0")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ConfigError(f"ema is {self.ema!r}; it must be above 0 and below 1")
-        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
-            raise ConfigError(
-                f"clip_grad_norm is {self.clip_grad_norm!r} and clip_grad_value is"
-                f" {self.clip_grad_value!r}; set one of them"
-            )
+            check_settings(self)
 
     @classmethod
     def resolve(cls, preset: str | None = None, /, **explicit: Any) -> Config:
@@ -313,7 +304,17 @@ class Config:
             shares=self.shares(servers),
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
+            compression=self.codecs,
         )
+
+    @property
+    def codecs(self) -> tuple[tuple[str, str], ...]:
+        """Patterns of parameters' names, and their codecs (`core.codec`)."""
+        if not isinstance(self.compression, str):
+            return ()
+        from foreprop.core.codec import choices_of
+
+        return choices_of(self.compression)
 
     def servers_on(self, nodes: int) -> int:
         """Of a session on so many nodes."""

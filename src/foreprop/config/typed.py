@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 from foreprop.config.settings import (
@@ -54,6 +55,7 @@ class Settings(TypedDict, total=False):
     clip_grad_value: float | None
     ema: float | None
     wire_dtype: WireDtype | None
+    compression: str | Mapping[str, str] | None
     wait: Wait
     check_stale: bool
     check_finite: bool

@@ -12,10 +12,51 @@ The bytes are the shell's (`foreprop.compression`); ``Array`` is ``torch.Tensor`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol, TypeVar
 
+from foreprop.errors import ConfigError
+
+NONE = "none"
+"""The codec of what is sent as it is."""
+EXACT = frozenset({NONE, "lossless"})
+"""The codecs that change no bit."""
+
+Choice = tuple[str, str]
+"""A pattern of parameters' names (*, ?), and the codec of those that match it."""
+
 Array = TypeVar("Array")
+
+
+def choices_of(text: str) -> tuple[Choice, ...]:
+    """The setting ``compression``: a codec for all, or PATTERN=CODEC, several with commas.
+
+    Raises `ConfigError` for text that says neither.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) == 1 and parts[0] and "=" not in parts[0]:
+        return (("*", parts[0]),)
+    found = []
+    for part in parts:
+        pattern, equals, codec = (piece.strip() for piece in part.partition("="))
+        if not (pattern and equals and codec):
+            raise ConfigError(
+                f"compression is {text!r}; {part!r} is no PATTERN=CODEC. It must be a codec's name,"
+                " as lossless, or several of those with commas: *.weight=lossless,*=none"
+            )
+        found.append((pattern, codec))
+    return tuple(found)
+
+
+def codec_of(name: str, choices: Sequence[Choice]) -> str:
+    """Of a parameter of this name: the first match counts; `NONE` if nothing matches."""
+    return next((codec for pattern, codec in choices if fnmatchcase(name, pattern)), NONE)
+
+
+def is_exact(choices: Sequence[Choice]) -> bool:
+    """Whether these codecs change no bit of what is trained."""
+    return all(codec in EXACT for _, codec in choices)
 
 
 class Place(NamedTuple):
@@ -40,7 +81,7 @@ class Codec(Protocol[Array]):
         """Flat arrays of ``elems`` float32 elements by name, as of error feedback; may be empty."""
 
     def encode(self, values: Array, state: Mapping[str, Array], place: Place) -> memoryview:
-        """Does not change ``values``; changes ``state`` in place."""
+        """Does not change ``values``; changes ``state`` in place. Nobody writes to the result."""
 
     def decode(self, data: memoryview, out: Array, place: Place) -> None:
         """Fill ``out``. Raises `RemoteProtocolError` for anything that `encode` cannot give."""

@@ -111,6 +111,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What each server owns, relative to the others; empty: all as much."""
     aggregation: Aggregation = Aggregation()
     wire_dtype: WireDtype | None = None
+    compression: tuple[tuple[str, str], ...] = ()
+    """Patterns of names, and their codecs (`core.codec`); empty: everything is sent as it is."""
 
 
 class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -73,6 +73,7 @@ class Flag(IntEnum):
     ANEW = 64  # TABLE: forget first what has been kept; ROWS_PULL: the same, a relay's rows
     GRADIENT = 128  # PUSH: workers update: answer with the aggregated gradient
     MEASURE = 256  # PUSH: and tell every worker the sums of squares of all of them
+    EXPOSED = 512  # PUSH: the parameter may have been changed through `p.data`
 
 
 ROUND_SHIFT = 10

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from foreprop.gradients.optimizerstate import settling_state
+from foreprop.path.optimizer import check_groups
 
 _PARAMETER_BY_PARAMETER = frozenset(
     {
@@ -44,6 +45,15 @@ def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:
     cls = type(optimizer)
     name = cls.__name__
     return name in _PARAMETER_BY_PARAMETER and getattr(torch.optim, name, None) is cls
+
+
+def why_not_alone(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why collectives cannot have each parameter updated as its sum is there; None if they can."""
+    if treats_each_alone(optimizer):
+        check_groups(optimizer)
+        return None
+    name = type(optimizer).__name__
+    return f"{name} may not treat each parameter by itself, as torch.optim's do"
 
 
 class LocalStepper:

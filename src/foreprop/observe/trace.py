@@ -30,6 +30,13 @@ class RelayStage(Enum):
     NODE_SUMMED = "node_summed"
 
 
+class CodecStage(Enum):
+    """Beside the stages of a slice, with ``compression``: just before or after it crosses."""
+
+    ENCODED = "encoded"
+    DECODED = "decoded"
+
+
 class RingStage(Enum):
     """What there is instead of pushes and replies where gradients are all-reduced."""
 
@@ -136,7 +143,7 @@ class TraceRecorder:
 
     def slice_span(
         self,
-        stage: Stage | RelayStage,
+        stage: Stage | RelayStage | CodecStage,
         name: str,
         about: Header,
         started_ns: int,

@@ -71,13 +71,13 @@ class ParameterValue:
         if parameter.data_ptr() != mark.address:
             self._rebind()
             changed = True
-        sends = (changed or mark.exposed) and self._session.world.rank == 0
-        mark.exposed = False
+        exposed, mark.exposed = mark.exposed, False
+        sends = (changed or exposed) and self._session.world.rank == 0
         if sends:
             self.memory.before_sending_values()
         increment_version(parameter)  # whoever saved the old value must not use it
         mark.version = parameter._version
-        return (Flag.VALUE_CHANGED if changed else 0), sends
+        return (Flag.VALUE_CHANGED if changed else Flag.EXPOSED if exposed else 0), sends
 
     def _rebind(self) -> None:
         check_same_kind(self._index, self._parameter, self._session)

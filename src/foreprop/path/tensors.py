@@ -24,6 +24,8 @@ GRADIENT = "gradient"
 """The name of the one entry of a slice's aggregated gradient."""
 MASTER = "master"
 """The name of the one entry of a slice's values in full."""
+IMAGE = "image"
+"""Beside that: the values that workers have, where a lossy codec makes them others."""
 _STATE_ENTRIES_LIMIT = 16
 _STATE_HEAD_LIMIT_BYTES = 65_536
 _LENGTH = struct.Struct("!I")

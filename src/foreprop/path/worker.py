@@ -111,11 +111,11 @@ class WorkerEngine:
         self._connect(streams)
 
     def _connect(self, streams: Sequence[Stream]) -> None:
-        self._owners: dict[int, FrameOwner] = {}
+        self.owners: dict[int, FrameOwner] = {}
         self._connections = [
             Connection(
                 stream,
-                self._owners,
+                self.owners,
                 sender=self.rank,
                 whose="server",
                 give_up_s=GOODBYE_S,
@@ -124,7 +124,7 @@ class WorkerEngine:
             )
             for server, stream in enumerate(streams)
         ]
-        self._executor = Executor(
+        self.executor = Executor(
             self._machine,
             self,
             Peers(()),
@@ -132,9 +132,9 @@ class WorkerEngine:
             "foreprop-send",
             undelivered=self.broke,
         )
-        self._executor.doers[CompleteParameter] = self.progress.parameter_complete
-        self._executor.payload_of = self._payload_of
-        self._executor.on_sent = self._on_sent
+        self.executor.doers[CompleteParameter] = self.progress.parameter_complete
+        self.executor.payload_of = self._payload_of
+        self.executor.on_sent = self._on_sent
         self._requests = Later({Kind.BLOB_REPLY, Kind.STATE_REPLY}, self._make_requests)
         self._inquiry = Later({Kind.STATUS_REPLY}, self._make_inquiry)
         self._ending = Ending(
@@ -145,7 +145,7 @@ class WorkerEngine:
             rank=self.rank,
             config=self.config,
             begin_closing=lambda: self._dispatch(Closing()),
-            stop_sending=self._executor.stop,
+            stop_sending=self.executor.stop,
         )
         self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self.fail(failure))
@@ -157,7 +157,8 @@ class WorkerEngine:
     def use(self, *services: Service) -> None:
         """These own frames from now on; before `join`."""
         self._services += services
-        self._owners.update(owners_of(self._services))
+        for kind, owner in owners_of(self._services).items():
+            self.owners.setdefault(kind, owner)
 
     # What only some sessions ask of servers.
     def _make_requests(self) -> Requests:
@@ -169,7 +170,7 @@ class WorkerEngine:
         from foreprop.path.requests import Inquiry  # when something does not come
 
         about = (self._machine, self._connections, self._servers)
-        return Inquiry(self, *about, self._executor.sending_to)
+        return Inquiry(self, *about, self.executor.sending_to)
 
     @property
     def requests(self) -> Requests:
@@ -286,7 +287,7 @@ class WorkerEngine:
     def _dispatch(self, event: object) -> None:
         if self.progress.failed:
             self.progress.raise_if_failed()
-        self._executor.dispatch(event)
+        self.executor.dispatch(event)
         self.counters.max_queue_depth = self._machine.most_queued
 
     def fail(self, failure: Failure) -> None:
@@ -308,7 +309,7 @@ class WorkerEngine:
     ) -> None:
         """Queue a frame for a server."""
         self.progress.raise_if_failed()
-        self._executor.send(server, kind, step, priority, slice_, data, flags)
+        self.executor.send(server, kind, step, priority, slice_, data, flags)
 
     def send_to_all(self, kind: Kind, step: int, priority: int, data: bytes) -> None:
         for server in range(len(self._connections)):

@@ -154,7 +154,7 @@ def predict_job(
         workers_per_node=about["ranks"] // about["nodes"],
         rate_bits_per_s=rate,
     )
-    narrow = about["wire_dtype"] is not None
+    narrow = about["wire_dtype"] is not None or about.get("compression") is not None
     return Predicted(
         rate_bits_per_s=rate,
         rate_is_given=given,

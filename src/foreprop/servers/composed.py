@@ -5,7 +5,7 @@ The manifest says which those are; others are imported only if somebody sends th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,9 @@ from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest, slice_names
 from foreprop.core.sendqueue import Turns
 from foreprop.core.server_machine import ServerMachine
+from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
-from foreprop.errors import Failure
+from foreprop.errors import Failure, InternalError
 from foreprop.link.connection import Connection, Later, Service, owners_of
 from foreprop.path.calls import (
     AnnouncedNumbers,
@@ -32,6 +33,7 @@ from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
+    from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.numerics.normgate import NormGate
     from foreprop.stragglers.arrivals import ArrivalReports
     from foreprop.tables.service import RowServer
@@ -74,6 +76,11 @@ class ServerComposer:
         return manifest.peers()
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if manifest.knobs.compression:
+            from foreprop.compression.choosing import why_not
+
+            if (missing := why_not(manifest)) is not None:
+                return missing
         if not any(info.rows for info in manifest.parameters):
             return unknown_optimizer(manifest)
         from foreprop.tables.rowupdates import SPARSE_OPTIMIZERS
@@ -121,7 +128,7 @@ class _Composition:
         )
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
-        self._store = store_class(manifest, slices, host.index)
+        self._store = self._make_store(store_class, slices, host.index)
         self._settings = AnnouncedNumbers(manifest, self._executor)
         self._updates = Updates(
             self._machine, self._executor, self._store, self._settings.at, names
@@ -129,13 +136,16 @@ class _Composition:
         self._slices = Slices(
             self._machine, self._executor, self._store, names, check=self._finite_check()
         )
+        self._frames: Service = self._slices
+        if manifest.knobs.compression:
+            self._frames = self._make_codecs()
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self.work = ServerWork(owners_of(self._services()), names, self._executor, self._waits)
 
     def _services(self) -> Iterator[Service]:
         executor, manifest = self._executor, self._manifest
-        yield self._slices
+        yield self._frames
         yield self._settings
         yield Blobs(manifest, executor, readers=executor.peers.count - 1)
         yield States(executor, self._store_of, self._export_gradient)
@@ -153,6 +163,23 @@ class _Composition:
         from foreprop.numerics.finite import check_finite
 
         return check_finite
+
+    def _make_store(
+        self, store_class: type[SliceStore], slices: Sequence[Slice], index: int
+    ) -> SliceStore:
+        if self._manifest.knobs.compression:
+            from foreprop.compression.images import ImageStore
+
+            return ImageStore(self._manifest, slices, index)
+        return store_class(self._manifest, slices, index)
+
+    def _make_codecs(self) -> ReplyCodecs:
+        from foreprop.compression.images import ImageStore
+        from foreprop.compression.replycodecs import ReplyCodecs
+
+        if not isinstance(self._store, ImageStore):
+            raise InternalError("a store without images has codecs")
+        return ReplyCodecs(self._manifest, self._slices, self._executor, self._store)
 
     def _make_rows(self) -> RowServer:
         from foreprop.tables.service import RowServer

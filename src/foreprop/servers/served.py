@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from foreprop.config import PRESETS, Config
 from foreprop.core.manifest import BUFFERS_BLOB, NO_GROUP, Hyperparameters, Manifest
 from foreprop.core.wire import Kind
 from foreprop.hooks.modelhooks import pack, unpack_into
@@ -17,9 +16,10 @@ from foreprop.path.memory import MemoryFactory
 from foreprop.path.optimizer import check_elementwise, check_groups, hyperparameters, with_scale
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.launch import Connections
-from foreprop.servers.setup import Setup, check_frames, describe_wire_dtype
+from foreprop.servers.setup import Setup, check_frames
 
 if TYPE_CHECKING:
+    from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.core.lateness import Straggler
     from foreprop.numerics.norms import WorkerNorm
     from foreprop.path.managedparameter import ManagedParameter
@@ -48,6 +48,10 @@ class ServedBackend:
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
         check_frames(manifest)
+        if manifest.knobs.compression:
+            from foreprop.compression.choosing import check_setting
+
+            check_setting(setup.config, manifest)
         self.connections.open()
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(
@@ -60,6 +64,11 @@ class ServedBackend:
             servers=self.connections.server_names(),
         )
         self._rows, self._norm = add_features(self.engine)
+        self.codecs: PushCodecs | None = None
+        if manifest.knobs.compression:
+            from foreprop.compression.pushcodecs import PushCodecs
+
+            self.codecs = PushCodecs(self.engine)
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
         if setup.world.size > 1 and self.connections.workers_per_push == 1:
             self.engine.use(self._pace)
@@ -140,6 +149,8 @@ class ServedBackend:
         return hyperparameters(self._optimizer) if self._serves else ()
 
     def announce(self, step: int) -> None:
+        if self.codecs is not None and self._setup.scale is not None:
+            self.codecs.residuals.announce(step, self._setup.scale)
         self.engine.announce_hyperparameters(step, msgspec.json.encode(self.numbers()))
 
     can_measure = True
@@ -166,23 +177,9 @@ class ServedBackend:
         self.connections.forget_in_child()
 
     def describe(self) -> str:
-        config, connections = self._setup.config, self.connections
-        kind = "dedicated" if config.dedicated_servers else "beside the workers"
-        relayed = ", local aggregation" if connections.workers_per_push > 1 else ""
-        return (
-            f"{self._setup.world.size} workers on {connections.nodes} node(s),"
-            f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
-            f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)};"
-            f" address {connections.address}"
-        )
+        from foreprop.servers.describing import describe_served
 
-
-def _describe_order(config: Config) -> str:
-    """The preset, or what no preset has together."""
-    for name, knobs in PRESETS.items():
-        if all(getattr(config, knob) == value for knob, value in knobs.items()):
-            return f"preset {name}"
-    return " ".join(f"{knob}={getattr(config, knob)}" for knob in PRESETS["p3"])
+        return describe_served(self._setup, self.connections, self.codecs)
 
 
 def add_features(engine: WorkerEngine) -> tuple[Later[RowExchange], Later[WorkerNorm]]:

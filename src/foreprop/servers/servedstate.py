@@ -15,7 +15,15 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
 from foreprop.link.connection import Later
 from foreprop.path.sums import start_average
-from foreprop.path.tensors import AVERAGE, DTYPES, GRADIENT, MASTER, decode_state, encode_state
+from foreprop.path.tensors import (
+    AVERAGE,
+    DTYPES,
+    GRADIENT,
+    IMAGE,
+    MASTER,
+    decode_state,
+    encode_state,
+)
 from foreprop.path.worker import WorkerEngine
 from foreprop.servers.setup import Setup
 
@@ -42,6 +50,11 @@ class ServedState:
             for on_wire, info in zip(manifest.wire_dtypes(), manifest.parameters, strict=True)
         ]
         """Of the parameters that are cast."""
+        self._lossy: set[int] = set()
+        if manifest.knobs.compression:
+            from foreprop.compression.choosing import lossy_parameters
+
+            self._lossy = lossy_parameters(manifest)
         self._loaded: dict[Any, Any] | None = None
         self._loaded_after = -1
         """Optimizer state that was loaded, and after which step: it counts until the next one."""
@@ -157,9 +170,13 @@ class ServedState:
     # The servers' copy of the values.
     def pull_masters(self, step: int) -> Sequence[torch.Tensor]:
         parameters, cast = self._setup.parameters, self._wire_dtypes
-        if step == 0 or not any(cast):  # all ranks have started in full
+        if step == 0 or not (any(cast) or self._lossy):  # all ranks have started in full
             return parameters
-        pieces = [piece for piece in self._pieces if cast[piece.parameter] is not None]
+        pieces = [
+            piece
+            for piece in self._pieces
+            if cast[piece.parameter] is not None or piece.parameter in self._lossy
+        ]
         layout = torch.contiguous_format
         found = [
             parameter if parameter.is_meta else parameter.detach().cpu().clone(memory_format=layout)
@@ -168,7 +185,10 @@ class ServedState:
         for piece, state in self._fetch(pieces, step, Flag.MASTER):
             shown = self._own_part(piece, found[piece.parameter])
             master = state[MASTER].view(shown.shape)
-            same = shown == master.to(cast[piece.parameter])
+            image = state[IMAGE].view(shown.shape) if IMAGE in state else None
+            if image is None:
+                image = master.to(cast[piece.parameter])
+            same = shown == image
             shown.copy_(torch.where(same, master, shown))  # others were changed by hand since
         return found
 

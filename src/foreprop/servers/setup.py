@@ -98,11 +98,6 @@ class Setup:
         return self.loss_scale.factor if self.loss_scale is not None else None
 
 
-def describe_wire_dtype(config: Config) -> str:
-    """For the line that is printed at the start, if it is not the parameters' own."""
-    return f" wire_dtype={config.wire_dtype}" if config.wire_dtype is not None else ""
-
-
 def check_frames(manifest: Manifest) -> None:
     """Raise `ConfigError` for what is too large for a frame, with what to do about it."""
     if max(manifest.blob_bytes) > MAX_PAYLOAD_BYTES:

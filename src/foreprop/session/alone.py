@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from foreprop.config import Config
+from foreprop.core.codec import choices_of
 from foreprop.errors import ConfigError
 from foreprop.hooks.compute_trace import ComputeTrace
 from foreprop.numerics.moving_average import averaged_state_dict, averages_from
@@ -65,6 +66,10 @@ class LoneSession(Session):
         self._trace: _LoneTrace | None = None
         self._follower: Follower | None = None
         check_folders(config)
+        if isinstance(config.compression, str):
+            from foreprop.compression.choosing import check_codecs
+
+            check_codecs(choices_of(config.compression))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         finite = True if config.check_finite else None
         asked = (
@@ -128,6 +133,12 @@ class LoneSession(Session):
                 "there are no moving averages: set their decay, parallelize(..., ema=0.999)"
             )
         return self._steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": {}}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing is sent, and so nothing kept back."""
 
     def master_state_dict(self) -> dict[str, Any]:
         return averaged_state_dict(self._model, [], [])

@@ -15,6 +15,7 @@ from foreprop.path.tensors import AVERAGE
 
 if TYPE_CHECKING:
     from foreprop.collectives.local_update import LocalState
+    from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.servers.servedstate import ServedState
     from foreprop.session.training import Training
     from foreprop.tables.remote import RemoteTable
@@ -55,6 +56,28 @@ class Checkpoints:
         masters = self._by_number(lambda state: state.pull_masters(training.completed))
         with torch.no_grad(), self._tables_aside(masters, VALUES) as masters:
             return averaged_state_dict(training.user.model, self._own_parameters(), masters)
+
+    # What lossy codecs have kept back.
+    def state_dict(self) -> dict[str, Any]:
+        self._training.flush()
+        found: dict[str, Any] = {}
+        for codecs in self._codecs():
+            found.update(codecs.residuals.whole())
+        return {"residuals": found}
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        from foreprop.compression.residuals import divided
+
+        training = self._training
+        world, averages = training.world, training.config.reduction == "mean"
+        own = divided(states, rank=world.rank, world_size=world.size, averages=averages)
+        training.flush()
+        for codecs in self._codecs():
+            codecs.residuals.replace(own)
+
+    def _codecs(self) -> list[PushCodecs]:
+        backends = self._training.backends.all
+        return [backend.codecs for backend in backends if backend.codecs is not None]
 
     def _by_number(
         self, pull: Callable[[KeptState], Sequence[torch.Tensor]]

@@ -19,6 +19,7 @@ from foreprop.observe.status import State, StatusFile
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
+    from foreprop.session.backends import Backends
     from foreprop.session.training import Training
 
 Told = Callable[[Metrics], object]
@@ -123,12 +124,24 @@ def stats_of(training: Training) -> dict[str, Any]:
         "reply_bytes": counters.reply_bytes,
         "queue_depth": backends.queue_depth,
         "max_queue_depth": counters.max_queue_depth,
+        **_compression_of(backends),
         "straggler": backends.straggler,
         "waits": counters.waits,
         "waited_s": counters.waited_s,
         "waited_s_by_parameter": {
             names[index]: seconds for index, seconds in counters.waited_s_by_parameter.items()
         },
+    }
+
+
+def _compression_of(backends: Backends) -> dict[str, int]:
+    """What pushes and replies would have had without compression, if there is any."""
+    codecs = [own.codecs for own in backends.all if own.codecs is not None]
+    if not codecs:
+        return {}
+    return {
+        "raw_pushed_bytes": sum(own.raw_pushed_bytes for own in codecs),
+        "raw_reply_bytes": sum(own.raw_reply_bytes for own in codecs),
     }
 
 
@@ -157,6 +170,7 @@ def facts_of(
         "slice_elems": config.cut_elems(config.servers_on(nodes)),
         "link_rate_bits_per_s": config.link_rate_bits_per_s,
         "wire_dtype": config.wire_dtype,
+        "compression": config.compression,
         "header_bytes": HEADER_BYTES,
         "parameters": [
             {"name": name, "shape": list(p.shape), "itemsize": p.element_size()}

@@ -70,6 +70,10 @@ def settled_beforehand(
     asked = [name for name in _ON_SERVERS if getattr(config, name) is not None]
     if scaler:
         asked.append("scaler")
+    if config.codecs:
+        from foreprop.core.codec import is_exact
+
+        asked += [] if is_exact(config.codecs) else ["compression"]
     if optimizer is None:
         _check_applied(asked, config, "parallelize() was given no optimizer")
         if config.update == "servers":
@@ -80,7 +84,11 @@ def settled_beforehand(
         return UpdateChoice(True, "update=workers: there is no optimizer, gradients are averaged")
     if not dense:
         return UpdateChoice(False, "update=servers: of tables by rows")
-    why = _why_not_alone(optimizer) if collectives else _why_not_served(optimizer)
+    if collectives:
+        from foreprop.gradients.localstep import why_not_alone as why_not
+    else:
+        why_not = _why_not_served
+    why = why_not(optimizer)
     if config.update == "servers" or (
         config.update == "auto" and asked and (collectives or why is None)
     ):
@@ -100,16 +108,6 @@ def _check_applied(asked: Sequence[str], config: Config, why: str | None) -> Non
         from foreprop.session.unapplied import not_applied
 
         raise not_applied(asked[0], config, why)
-
-
-def _why_not_alone(optimizer: torch.optim.Optimizer) -> str | None:
-    from foreprop.gradients.localstep import treats_each_alone  # collectives ask
-
-    if treats_each_alone(optimizer):
-        check_groups(optimizer)
-        return None
-    name = type(optimizer).__name__
-    return f"{name} may not treat each parameter by itself, as torch.optim's do"
 
 
 def _why_not_served(optimizer: torch.optim.Optimizer) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -82,6 +82,20 @@ class Session(abc.ABC):
 
         With ``wire_dtype`` servers keep more of them than the workers see; where there are no
         servers it is just a copy. Any rank may ask by itself, between steps.
+        """
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank alone has: what lossy codecs have kept back of its gradients so far.
+
+        Empty with exact codecs. A copy, between steps; save every rank's.
+        """
+
+    @abc.abstractmethod
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what `state_dict` gave: all ranks', in order, on every rank.
+
+        Those of ranks that are no more are added to rank 0's, so that nothing is lost.
         """
 
     @abc.abstractmethod
@@ -269,6 +283,12 @@ class ConnectedSession(Session):
 
     def master_state_dict(self) -> dict[str, Any]:
         return self._training.checkpoints.master_state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._training.checkpoints.state_dict()
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._training.checkpoints.load_state_dict(states)
 
     def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
         return self._training.checkpoints.rows(name, numbers)

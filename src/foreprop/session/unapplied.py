@@ -14,6 +14,7 @@ def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
         "clip_grad_value": "call torch.nn.utils.clip_grad_value_ before step()",
         "ema": "average the parameters with torch.optim.swa_utils.AveragedModel",
         "scaler": "use the scaler as in a script without foreprop, and leave it out here",
+        "compression": "use the exact codec, compression='lossless'",
     }
     value = getattr(config, asked, None)
     given = f"{asked} is {value!r}" if value is not None else f"a {asked} was given"

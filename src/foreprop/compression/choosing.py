@@ -1,0 +1,140 @@
+"""Which slices are encoded, and how; what a session says about it, and what it cannot do.
+
+All processes decide alike, from the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+
+from foreprop.compression.codecs import TensorCodec, make
+from foreprop.config import Config
+from foreprop.core.codec import EXACT, NONE, Choice, codec_of, is_exact
+from foreprop.core.manifest import Manifest, ParameterInfo
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import Header, Kind
+from foreprop.errors import ConfigError, RemoteProtocolError
+from foreprop.path.tensors import DTYPES
+
+
+class SliceCodec:
+    """How one slice crosses the wire; ``raw_bytes`` is its length as it is.
+
+    What is exactly that long has not been encoded: so an array that does not shrink is sent as it
+    is, and so are values to begin from.
+    """
+
+    __slots__ = ("codec", "dtype", "elems", "most_bytes", "piece", "raw_bytes")
+
+    def __init__(self, piece: Slice, codec: TensorCodec, dtype: torch.dtype) -> None:
+        self.piece = piece
+        self.codec = codec
+        self.dtype = dtype
+        self.elems = piece.elems
+        self.raw_bytes = piece.elems * dtype.itemsize
+        self.most_bytes = self.raw_bytes - 1
+        if not codec.exact:
+            self.most_bytes = min(codec.most_bytes(piece.elems), self.most_bytes)
+
+    def tensor_of(self, data: memoryview) -> torch.Tensor:
+        """The slice's raw bytes as what they are, in the same memory."""
+        return torch.frombuffer(data, dtype=self.dtype)
+
+
+def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, SliceCodec]:
+    """By number, those that are encoded. A codec whose bound is no gain leaves tiny ones alone."""
+    names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
+    dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
+    codecs = {name: make(name) for name in set(names) - {NONE}}
+    found = {}
+    for piece in slices:
+        codec = codecs.get(names[piece.parameter])
+        if codec is None:
+            continue
+        coded = SliceCodec(piece, codec, dtypes[piece.parameter])
+        if codec.exact or codec.most_bytes(piece.elems) < coded.raw_bytes:
+            found[piece.number] = coded
+    return found
+
+
+def too_long(header: Header, coded: SliceCodec) -> RemoteProtocolError:
+    """What to say of a code that its codec cannot have given."""
+    return RemoteProtocolError(
+        f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes} bytes;"
+        f" {coded.codec.name} gives at most {coded.most_bytes}, and as it is it has"
+        f" {coded.raw_bytes}"
+    )
+
+
+def lossy_parameters(manifest: Manifest) -> set[int]:
+    """The numbers of parameters of which workers do not see all that servers keep."""
+    pieces = coded_slices(manifest, manifest.slices()).values()
+    return {coded.piece.parameter for coded in pieces if not coded.codec.exact}
+
+
+def why_not(manifest: Manifest) -> str | None:
+    """Why this process cannot take part: a codec that it has not."""
+    try:
+        check_codecs(manifest.knobs.compression)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def check_codecs(choices: Iterable[Choice]) -> None:
+    """Raises `ConfigError` for codecs that are not there, or not installed."""
+    for _, name in choices:
+        if name != NONE:
+            make(name)
+
+
+def check_setting(config: Config, manifest: Manifest) -> None:
+    """Raises `ConfigError` for what cannot be encoded, with what to do about it."""
+    choices = manifest.knobs.compression
+    if not is_exact(choices) and config.slice_elems == "auto":
+        raise ConfigError(
+            f"compression is {config.compression!r}, which keeps something of each slice, and"
+            " slice_elems is 'auto', which changes slices after some steps; give a number"
+        )
+    check_codecs(choices)
+    names = [info.name for info in manifest.parameters]
+    for pattern, _ in choices:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"compression: no parameter's name matches {pattern!r}; there are {names}"
+            )
+    for info in manifest.parameters:
+        codec = codec_of(info.name, choices)
+        if codec != NONE:
+            _check_parameter(info, codec)
+    lossy = {codec for _, codec in choices} - EXACT
+    if lossy and manifest.knobs.wire_dtype is not None:
+        raise ConfigError(
+            f"compression is {', '.join(sorted(lossy))}, of float32, and wire_dtype is"
+            f" {manifest.knobs.wire_dtype!r}; leave one of them out"
+        )
+
+
+def _check_parameter(info: ParameterInfo, codec: str) -> None:
+    why = None
+    if info.rows:
+        why = "which is held row by row"
+    elif info.dtype != "float32" and codec not in EXACT:
+        why = f"which is {info.dtype}; lossy codecs are for float32"
+    if why is not None:
+        raise ConfigError(
+            f"compression: {codec} is chosen for {info.name}, {why}. Leave it out, before the"
+            f" patterns that match it: {{{info.name!r}: 'none', ...}}"
+        )
+
+
+def describe(manifest: Manifest) -> str:
+    """For the line that is printed at the start."""
+    choices = manifest.knobs.compression
+    shown = ",".join(f"{pattern}={codec}" for pattern, codec in choices)
+    if len(choices) == 1 and choices[0][0] == "*":
+        shown = choices[0][1]
+    return f" compression={shown} ({'exact' if is_exact(choices) else 'lossy'})"

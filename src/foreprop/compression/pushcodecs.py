@@ -1,0 +1,186 @@
+"""A worker's codecs: gradients are encoded as they leave, and answers decoded as they come.
+
+It stands in front of the engine, which sees every frame as it would be without it. A gradient is
+encoded in the thread that sends it, when its turn has come: the order is that of the frames, not of
+their lengths. An answer is decoded in the thread that received it, and moves the values that are in
+the parameter's memory, the *image*: bits by exclusive or, or numbers by a sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from foreprop.compression.choosing import SliceCodec, coded_slices, describe, too_long
+from foreprop.compression.images import bits_of, move_image, word_sum
+from foreprop.compression.residuals import Residuals
+from foreprop.core.codec import Place
+from foreprop.core.frames import SendFrame
+from foreprop.core.wire import Flag, Header, Kind
+from foreprop.errors import RemoteProtocolError, TrainingLoopError
+from foreprop.link.connection import Connection
+from foreprop.observe.trace import CodecStage
+from foreprop.path.worker import WorkerEngine
+
+if TYPE_CHECKING:
+    from foreprop.observe.trace import TraceRecorder
+
+
+class PushCodecs:
+    """Owns the answers to the slices of one engine, and hands them on to it."""
+
+    kinds = frozenset({Kind.REPLY})
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self._engine = engine
+        self._inner = engine.owners[Kind.REPLY]
+        self._inner_payload_of = engine.executor.payload_of
+        self._trace: TraceRecorder | None = engine.trace
+        self._slices = coded_slices(engine.manifest, engine.slices)
+        self._averaged: dict[int, bool] = {}
+        """By slice, whether the workers update: then answers are averages."""
+        self._images: dict[int, torch.Tensor] = {}
+        """Of slices that are cast: the last values as they came."""
+        self._is_cast = engine.manifest.knobs.wire_dtype is not None
+        self._sums: dict[int, int] = {}
+        """Of the others: what the parameter's own memory added up to when it was written."""
+        self._scratch: dict[int, memoryview] = {}  # by server, for what arrives
+        self._targets: dict[int, memoryview] = {}  # by server, where that belongs, decoded
+        self.residuals = Residuals(engine.manifest, self._slices)
+        self.raw_pushed_bytes = self.raw_reply_bytes = 0
+        """What has crossed, as it would be without compression."""
+        engine.executor.payload_of = self.payload_of
+        for kind in self.kinds:
+            engine.owners[kind] = self
+
+    def describe(self) -> str:
+        return describe(self._engine.manifest)
+
+    # The sending threads.
+    def payload_of(self, frame: SendFrame) -> memoryview:
+        """Of a frame to a server: of a gradient, its code."""
+        coded = self._slices.get(frame.slice) if frame.kind == Kind.PUSH else None
+        data = raw = self._inner_payload_of(frame)
+        if coded is not None:
+            self._averaged[frame.slice] = bool(frame.flags & Flag.GRADIENT)
+            if len(raw):
+                data = self._encoded(coded, raw, frame)
+        if frame.kind == Kind.PUSH:
+            with self._engine.lock:
+                self.raw_pushed_bytes += len(raw)
+        return data
+
+    def _encoded(self, coded: SliceCodec, raw: memoryview, frame: SendFrame) -> memoryview:
+        codec, values = coded.codec, coded.tensor_of(raw)
+        if not codec.exact and (
+            frame.flags & Flag.GRADIENT or not np.isfinite(values.numpy()).all()
+        ):
+            return raw  # nobody may lose an infinity: it is what a scaler looks for
+        started_ns = 0 if self._trace is None else self._trace.now_ns()
+        place = Place(frame.step, frame.slice, self._engine.rank)
+        state = self.residuals.of(frame.slice, frame.step)
+        data = codec.encode(values, state, place)
+        if self._trace is not None:
+            self._span(self._trace, CodecStage.ENCODED, frame, started_ns, len(data))
+        return data if len(data) < len(raw) else raw
+
+    # The receiving threads.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        coded = self._slices.get(header.slice)
+        size_bytes = header.payload_bytes
+        is_raw = header.step == 0 or header.flags & Flag.UNCHANGED
+        if coded is None or is_raw or size_bytes >= coded.raw_bytes:
+            return self._inner.room(peer, header)
+        if size_bytes > coded.most_bytes:
+            raise too_long(header, coded)
+        whole = header._replace(payload_bytes=coded.raw_bytes)
+        self._targets[peer.number] = self._inner.room(peer, whole)
+        return self._scratch_of(peer.number)[:size_bytes]
+
+    def _scratch_of(self, server: int) -> memoryview:
+        scratch = self._scratch.get(server)
+        if scratch is None:
+            most = max(c.most_bytes for c in self._slices.values() if c.piece.server == server)
+            scratch = self._scratch[server] = np.empty(most, np.uint8).data
+        return scratch
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        target = self._targets.pop(peer.number, None)
+        raw_bytes = header.payload_bytes
+        if target is not None:
+            self._decode(self._slices[header.slice], target, payload, header)
+            raw_bytes = len(target)
+        else:
+            self._keep_image(header, payload)
+        with self._engine.lock:
+            self.raw_reply_bytes += raw_bytes
+            if self._is_cast:  # whose memory goes by lengths
+                self._engine.counters.reply_bytes -= raw_bytes - header.payload_bytes
+        seen = header._replace(payload_bytes=raw_bytes) if self._is_cast else header
+        self._inner.on_frame(peer, seen, payload if target is None else target)
+
+    def _decode(
+        self, coded: SliceCodec, target: memoryview, payload: memoryview, header: Header
+    ) -> None:
+        started_ns = 0 if self._trace is None else self._trace.now_ns()
+        number, codec, out = header.slice, coded.codec, coded.tensor_of(target)
+        if self._averaged.get(number, False):
+            codec.decode(payload, out, Place(header.step, number, header.rank))
+        else:
+            image = self._image_of(coded, out, header)
+            change = torch.empty_like(image)
+            world_size = self._engine.manifest.world_size
+            codec.decode(payload, change, Place(header.step, number, world_size))
+            move_image(image, change, exact=codec.exact)
+            if image is not out:
+                np.copyto(bits_of(out), bits_of(image))
+            else:
+                self._sums[number] = word_sum(out)
+        if self._trace is not None:
+            self._span(self._trace, CodecStage.DECODED, header, started_ns, len(payload))
+
+    def _image_of(self, coded: SliceCodec, out: torch.Tensor, header: Header) -> torch.Tensor:
+        """The values before this answer. Raises `TrainingLoopError` if they are not what came."""
+        number = header.slice
+        known = self._images if self._is_cast else self._sums
+        if number not in known:
+            raise RemoteProtocolError(
+                f"REPLY of slice {number} is a difference; its values have not come yet"
+            )
+        if self._is_cast:
+            return self._images[number]
+        if word_sum(out) != self._sums[number]:
+            name = self._engine.parameters[coded.piece.parameter].name
+            raise TrainingLoopError(
+                f"{name} was changed before its update of step {header.step} came, in a way of"
+                " which PyTorch keeps no trace: through p.data, numpy or C++. Compression adds"
+                " differences to what is there: change it under torch.no_grad() with p.mul_(...)"
+                " and the like, or leave compression out"
+            )
+        return out
+
+    def _keep_image(self, header: Header, payload: memoryview) -> None:
+        """Values came as they are: differences will be to these."""
+        coded = self._slices.get(header.slice)
+        if coded is None or header.step == 0 or self._averaged.get(header.slice, False):
+            return
+        if len(payload) == coded.raw_bytes:
+            values = coded.tensor_of(payload)
+            if self._is_cast:  # then they are not to be had from the parameter's memory
+                self._images[header.slice] = values.clone()
+            else:
+                self._sums[header.slice] = word_sum(values)
+
+    def _span(
+        self,
+        trace: TraceRecorder,
+        stage: CodecStage,
+        about: SendFrame | Header,
+        started_ns: int,
+        size_bytes: int,
+    ) -> None:
+        name = self._engine.parameters[self._engine.slices[about.slice].parameter].name
+        place = {"step": about.step, "slice_": about.slice, "priority": about.priority}
+        trace.span(stage.value, name, started_ns, size_bytes=size_bytes, **place)

@@ -1,0 +1,325 @@
+"""Lossy codecs: all ranks and the servers have the same bits after every step, and lose nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop import PRESETS
+from foreprop.cluster.world import World
+from foreprop.compression import choosing
+from foreprop.core.codec import Place
+from foreprop.core.wire import Flag
+from foreprop.errors import ConfigError
+from foreprop.path.tensors import IMAGE, MASTER, decode_state
+from tests.cluster import run_cluster, worlds
+from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
+from tests.conformance.coarse_codecs import Coarse, Drawn, make_any
+from tests.conformance.parity import (
+    Batch,
+    Build,
+    batches_of,
+    build_seeded,
+    check_same_bits,
+    run_foreprop,
+    servers_only,
+    with_sgd,
+)
+from tests.conformance.scaler_runs import make_scaler
+
+pytestmark = servers_only
+
+LOSSY = ("coarse", "drawn")
+both = pytest.mark.parametrize("codec", LOSSY)
+
+
+@pytest.fixture(autouse=True)
+def coarse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """These codecs are there, in the processes of this test, which are threads."""
+    monkeypatch.setattr(choosing, "make", make_any)
+    return
+
+
+def train_by(session: Any, model: Any, optimizer: Any, batches: Sequence[Batch]) -> Values:
+    """And look at the servers' images after each step."""
+    values = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        values.append(values_of(model))
+        check_images(session, values[-1])
+    return values
+
+
+def check_images(session: Any, shown: dict[str, torch.Tensor]) -> None:
+    training = session._training
+    (backend,) = training.backends.all
+    engine, step = backend.engine, training.completed
+    numbers = [piece.number for piece in engine.slices]
+    answers = engine.requests.fetch_states(numbers, step, flags=Flag.MASTER)
+    images = 0
+    for piece in engine.slices:
+        state = decode_state(memoryview(answers[piece.number]), elems=piece.elems)
+        name = engine.parameters[piece.parameter].name
+        ours = shown[name].view(-1)[piece.start_elems : piece.stop_elems]
+        image = state.get(IMAGE, state[MASTER])
+        images += IMAGE in state
+        assert torch.equal(image.view(torch.int32), ours.view(torch.int32)), (name, step)
+    assert images
+
+
+def run(
+    build: Build, by_rank: Sequence[Sequence[Batch]], **settings: Any
+) -> list[tuple[Values, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]:
+    """By rank: values by step, totals, state, masters."""
+
+    def work(world: World) -> Any:
+        model, optimizer = build_seeded(build, seed=world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            values = train_by(session, model, optimizer, by_rank[world.rank])
+            return values, session.stats(), session.state_dict(), session.master_state_dict()
+
+    return run_cluster(len(by_rank), work)
+
+
+def check_alike(runs: Sequence[Any]) -> None:
+    for values, *_ in runs[1:]:
+        for ours, theirs in zip(values, runs[0][0], strict=True):
+            check_same_bits(ours, theirs)
+
+
+@both
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_images_are_the_same_bits_everywhere(model: str, ranks: int, codec: str) -> None:
+    build, by_rank = data_of(model, ranks)
+    check_alike(run(build, by_rank, compression=codec))
+
+
+@both
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"preset": preset} for preset in PRESETS),
+        {"slice_elems": 7, "servers_per_node": 3},
+        {"clip_grad_norm": 0.1},
+        {"ema": 0.9, "clip_grad_value": 0.01},
+    ],
+    ids=str,
+)
+def test_with_every_setting(settings: dict[str, Any], codec: str) -> None:
+    runs = run(with_sgd(), batches_of(2), compression=codec, **settings)
+    check_alike(runs)
+    for values, stats, _, masters in runs:
+        assert stats["pushed_bytes"] < stats["raw_pushed_bytes"]
+        assert any(not torch.equal(masters[name], values[-1][name]) for name in masters)
+
+
+def emulate(build: Build, by_rank: Sequence[Sequence[Batch]]) -> tuple[Values, Any, Any]:
+    """One process with the codec in its loop: values by step, masters, residuals by rank."""
+    codec, nowhere = Coarse(), Place(0, 0, 0)
+    master, optimizer = build_seeded(build)
+    shown = copy.deepcopy(master)
+    names = [name for name, _ in master.named_parameters()]
+    states = [
+        {name: codec.new_state(p.numel()) for name, p in master.named_parameters()} for _ in by_rank
+    ]
+    values: Values = []
+
+    def through(array: torch.Tensor, state: Any) -> torch.Tensor:
+        flat, out = array.reshape(-1), torch.empty(array.numel())
+        codec.decode(codec.encode(flat, state, nowhere), out, nowhere)
+        return out.view(array.shape)
+
+    for step, batches in enumerate(zip(*by_rank, strict=True)):
+        sums: list[torch.Tensor] = []
+        for rank, (x, y) in enumerate(batches):
+            shown.zero_grad()
+            F.cross_entropy(shown(x), y).backward()
+            grads = [p.grad for p in shown.parameters()]
+            own = [
+                through(grad, states[rank][name])  # type: ignore[arg-type]
+                for name, grad in zip(names, grads, strict=True)
+            ]
+            sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
+        for parameter, total in zip(master.parameters(), sums, strict=True):
+            parameter.grad = total / len(by_rank)
+        optimizer.step()
+        with torch.no_grad():
+            for image, full in zip(shown.parameters(), master.parameters(), strict=True):
+                fresh = codec.new_state(full.numel())
+                image.add_(through(full - image, fresh)) if step else image.copy_(full)
+        values.append(values_of(shown))
+    return values, values_of(master), states
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_step_has_the_bits_of_the_codec_in_the_loop(ranks: int) -> None:
+    build, by_rank = with_sgd(lambda: nn.Linear(5, 3)), batches_of(ranks, count=8)
+    wanted, masters, states = emulate(build, by_rank)
+    for rank, (values, _, state, master) in enumerate(run(build, by_rank, compression="coarse")):
+        for ours, theirs in zip(values, wanted, strict=True):
+            check_same_bits(ours, theirs)
+        check_same_bits(master, masters)
+        for name, arrays in states[rank].items():
+            assert torch.equal(state["residuals"][name]["residual"].view(-1), arrays["residual"])
+
+
+def test_what_a_pattern_leaves_out_has_the_bits_of_off() -> None:
+    """Of a model's last layer alone: what is before it does not differ in the first step."""
+    settings = {"compression": {"4.*": "coarse", "*": "lossless"}}
+    got = together(with_sgd(), batches_of(2), **settings)
+    wanted = together(with_sgd(), batches_of(2))
+    check_same_bits(
+        {name: value for name, value in got[0].items() if not name.startswith("4")},
+        {name: value for name, value in wanted[0].items() if not name.startswith("4")},
+    )
+    assert not torch.equal(got[0]["4.weight"], wanted[0]["4.weight"])
+
+
+# Values, scales, infinities.
+def test_a_change_by_hand_keeps_what_was_not_changed_in_full() -> None:
+    def work(world: World) -> dict[str, torch.Tensor]:
+        model, optimizer = build_seeded(with_sgd(lr=0.3), seed=world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, compression="coarse") as session:
+            values = train_by(session, model, optimizer, batches_of(2)[world.rank])
+            before = session.master_state_dict()
+            with torch.no_grad():
+                model[0].weight[0] = 0.5
+            after = session.master_state_dict()
+            assert torch.equal(after["0.weight"][0], torch.full((5,), 0.5))
+            assert torch.equal(after["0.weight"][1:], before["0.weight"][1:])
+            assert not torch.equal(before["0.weight"], values[-1]["0.weight"])
+            optimizer.param_groups[0]["lr"] = 0.0
+            shown = train_by(session, model, optimizer, batches_of(2)[world.rank][:1])[-1]
+            check_same_bits(session.master_state_dict(), after)
+            # in full, as nobody knew what workers had
+            assert torch.equal(shown["0.weight"], after["0.weight"])
+            return shown
+
+    first, second = run_cluster(2, work)
+    check_same_bits(first, second)
+
+
+def test_a_scale_that_changes_changes_no_bit() -> None:
+    """Powers of two: residuals are multiplied with them, exactly."""
+
+    def work(world: World, scaler: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+        settings: Any = {"compression": "coarse", "update": "servers"}
+        with foreprop.parallelize(
+            model, optimizer, world=world, scaler=scaler, **settings
+        ) as session:
+            for x, y in batches_of(2, count=9)[world.rank]:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                if scaler is None:
+                    loss.backward()
+                    optimizer.step()
+                    continue
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return values_of(model), session.state_dict()["residuals"]
+
+    scaled = run_cluster(2, lambda world: work(world, make_scaler(growth_interval=2)))
+    plain = run_cluster(2, lambda world: work(world, None))
+    for (ours, residuals), (theirs, others) in zip(scaled, plain, strict=True):
+        check_same_bits(ours, theirs)
+        for name, arrays in others.items():
+            assert torch.equal(residuals[name]["residual"], arrays["residual"]), name
+
+
+def test_an_infinity_reaches_everybody() -> None:
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) * (torch.inf if step == 2 else 1.0)).backward()
+            optimizer.step()
+
+    first, second = run_foreprop(with_sgd(), loop, batches_of(2), compression="coarse")
+    assert not first.model["0.weight"].isfinite().any()
+    assert list(first.model) == list(second.model)
+    for name, value in first.model.items():
+        assert torch.equal(value.view(torch.int32), second.model[name].view(torch.int32))
+
+
+# Checkpoints.
+def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks() -> None:
+    by_rank = batches_of(3)
+    saved = run(with_sgd(), by_rank, compression="coarse")
+    states = [state for _, _, state, _ in saved]
+
+    def work(world: World) -> Any:
+        model, optimizer = build_seeded(with_sgd())
+        with foreprop.parallelize(
+            model, optimizer, world=world, compression="coarse", slice_elems=10
+        ) as session:
+            session.load_state_dict(states)
+            found = session.state_dict()["residuals"]
+            train_by(session, model, optimizer, by_rank[world.rank])
+            return found
+
+    found = run_cluster(2, work)
+    for name, arrays in states[0]["residuals"].items():
+        parts = [state["residuals"][name]["residual"] * (2 / 3) for state in states]
+        assert torch.equal(found[0][name]["residual"], parts[0] + parts[2])
+        assert torch.equal(found[1][name]["residual"], parts[1])
+        assert arrays["residual"].any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, optimizer = build_seeded(with_sgd())
+    world = worlds(1)[0]
+    with foreprop.parallelize(model, optimizer, world=world, compression="coarse") as session:
+        with pytest.raises(ConfigError, match="as a list in their order"):
+            session.load_state_dict({"residuals": {}})  # type: ignore[arg-type]
+        wrong = {"residuals": {"0.weight": {"residual": torch.zeros(3)}}}
+        with pytest.raises(ConfigError, match=r"3 elements of 0.weight's residual, which has 35"):
+            session.load_state_dict([wrong])
+
+
+# Refused.
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"update": "workers"}, "compression is 'coarse', which is done where servers update"),
+        ({"wire_dtype": "bfloat16"}, "wire_dtype is 'bfloat16'; leave one of them out"),
+        ({"slice_elems": "auto"}, "slice_elems is 'auto', which changes slices"),
+    ],
+)
+def test_what_lossy_codecs_do_not_go_together_with(settings: Any, says: str) -> None:
+    model, optimizer = build_seeded(with_sgd())
+    with pytest.raises(ConfigError, match=says):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="coarse", **settings)
+
+
+def test_a_loop_that_needs_its_gradients_is_told_so() -> None:
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch]) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    with pytest.raises(foreprop.ForepropError, match="clip_grad_norm"):
+        run_foreprop(with_sgd(), loop, batches_of(2), compression="coarse")
+
+
+def test_half_precision_is_refused_by_name() -> None:
+    model = nn.Linear(5, 3).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    says = r"coarse is chosen for weight, which is bfloat16.*\{'weight': 'none', ...\}"
+    with pytest.raises(ConfigError, match=says):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="coarse")
+
+
+assert {Coarse.name, Drawn.name} == set(LOSSY)
