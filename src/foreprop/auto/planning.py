@@ -25,8 +25,8 @@ from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
 from foreprop.core.linkshares import ready_in, shares_of
-from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
-from foreprop.core.parallax import prefers_servers, traffic
+from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
+from foreprop.core.parallax import Topology, Traffic, prefers_servers, traffic
 from foreprop.link.stream import local_address
 from foreprop.model.deployment import Deployment
 from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deployment_for
@@ -157,9 +157,19 @@ class Planning:
         if not self._candidates:
             return now, ""
         measured = {name: share for name, share in shares.items() if name in self._candidates}
-        choices = choose_routes(self._infos, measured, self._world.size)
+        choices = choose_routes(self._infos, measured, self._topology, self._config.wire_dtype)
         wanted = now - self._candidates | {c.info.name for c in choices if c.row_wise}
-        return wanted, describe_routes(choices, self._world.size)
+        return wanted, describe_routes(choices, self._topology)
+
+    @property
+    def _topology(self) -> Topology:
+        config = self._config
+        return Topology(
+            self.nodes,
+            min(self._per_node, self._world.size),
+            config.dedicated_servers,
+            config.local_aggregation != "off",
+        )
 
     def _measure(self, board: Board, session_id: str) -> Links | None:
         """On one rank of each node; None on the others."""
@@ -184,6 +194,7 @@ class Planning:
             rate_bits_per_s=rate if paced is None else min(rate, paced),
             latency_s=links.latency_s,
             bytes_per_elem=4 if self._config.wire_dtype is None else 2,
+            local_aggregation=self._config.local_aggregation != "off",
         )
 
 
@@ -195,31 +206,43 @@ class RouteChoice:
     info: ParameterInfo
     alpha: float
     """The share of its rows that a worker touches in a step, on average."""
+    moved: Traffic
+    """Bytes that would pass the busiest link, each way."""
     row_wise: bool
 
 
 def choose_routes(
-    infos: Sequence[ParameterInfo], shares: Mapping[str, float], workers: int
+    infos: Sequence[ParameterInfo],
+    shares: Mapping[str, float],
+    topology: Topology,
+    wire_dtype: WireDtype | None = None,
 ) -> list[RouteChoice]:
     """For every parameter that has been measured."""
-    return [
-        RouteChoice(info, shares[info.name], prefers_servers(shares[info.name], workers))
-        for info in infos
-        if info.name in shares
-    ]
+    choices = []
+    for info in infos:
+        if info.name in shares:
+            alpha = shares[info.name]
+            size_bytes = info.elems * ITEMSIZE_BYTES[wire_dtype_of(info.dtype, wire_dtype)]
+            row_bytes = max(1.0, size_bytes / max(1, info.shape[0]))
+            moved = traffic(size_bytes, row_bytes, alpha, topology)
+            row_wise = prefers_servers(row_bytes, alpha, topology)
+            choices.append(RouteChoice(info, alpha, moved, row_wise))
+    return choices
 
 
-def describe_routes(choices: Sequence[RouteChoice], workers: int) -> str:
-    """A table: parameter, size, alpha, choice, predicted bytes per worker and step."""
+def describe_routes(choices: Sequence[RouteChoice], topology: Topology) -> str:
+    """A table: parameter, size, alpha, choice, predicted bytes of the busiest link and step."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for choice in choices:
         size_bytes = choice.info.elems * ITEMSIZE_BYTES[choice.info.dtype]
-        moved = traffic(size_bytes, choice.alpha, workers)
         way = "servers, by rows" if choice.row_wise else "all-reduce"
         cells = (choice.info.name, _readable(size_bytes), f"{choice.alpha:.4f}", way)
-        rows.append((*cells, *map(_readable, moved)))
+        rows.append((*cells, *map(_readable, choice.moved)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head = f"embeddings, with bytes per worker (of {workers}) and step:\n"
+    head = (
+        f"embeddings, with bytes per step over the busiest link, each way"
+        f" ({topology.workers} workers):\n"
+    )
     return head + "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from foreprop.config import PRESETS
-from foreprop.core.parallax import prefers_servers
+from foreprop.core.parallax import Topology, prefers_servers
 from foreprop.errors import ConfigError
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
 from foreprop.model.refined import Prediction, predict, step_s
@@ -53,6 +53,8 @@ class PlanSetting:
         "Each dedicated server's link, if it is another one.", None
     )
     bytes_per_elem: int = limit.BYTES_PER_ELEM
+    local_aggregation: bool = True
+    """A node's workers send one push."""
     dense_gradients: bool = option(
         "Embeddings have sparse=False: all of their rows are sent in every step.", False
     )
@@ -92,7 +94,12 @@ class PlanSetting:
         """Whether its gradient is to be sparse: as ``architecture="auto"`` decides it."""
         if self.dense_gradients or array.alpha is None:
             return False
-        return prefers_servers(array.alpha, self.workers)
+        row_bytes = array.row_elems * self.bytes_per_elem
+        # beside the workers: with dedicated ones, all else goes through them, too
+        topology = Topology(
+            self.nodes, self.workers_per_node, local_aggregation=self.local_aggregation
+        )
+        return prefers_servers(row_bytes, array.alpha, topology)
 
     @property
     def tables(self) -> list[Table]:
@@ -209,6 +216,7 @@ def deployment_for(setting: PlanSetting, candidate: Candidate) -> Deployment:
         preset=candidate.preset or P3,
         nodes=setting.nodes,
         workers_per_node=setting.workers_per_node,
+        local_aggregation=setting.local_aggregation,
         dedicated_servers=candidate.servers,
         rate_bits_per_s=setting.rate_bits_per_s,
         server_rate_bits_per_s=setting.server_rate_bits_per_s,
