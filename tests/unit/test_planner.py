@@ -14,6 +14,7 @@ from plan_example import GBIT, SMALL, setting, sparse_profile
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError
 from foreprop.model.planner import (
+    PLANNED,
     Candidate,
     candidate_step_s,
     choose,
@@ -33,8 +34,8 @@ def test_every_architecture_and_preset_the_fastest_first() -> None:
     assert sorted(c.servers for c in p3) == [1, 2, 4]
     best = choose({f.candidate: f.step_s for f in made if f.candidate in p3}).servers
     expected = {Candidate("ddp"), Candidate("ring")}
-    expected |= {Candidate("p2p", preset) for preset in PRESETS}
-    expected |= {Candidate("ps", preset, best) for preset in PRESETS} | set(p3)
+    expected |= {Candidate("p2p", preset) for preset in PLANNED}
+    expected |= {Candidate("ps", preset, best) for preset in PLANNED} | set(p3)
     assert {f.candidate for f in made} == expected
     assert len(made) == len(expected)
     assert [f.step_s for f in made] == sorted(f.step_s for f in made)
@@ -136,8 +137,8 @@ def test_tables_are_sent_by_rows_wherever_that_can_be() -> None:
     assert [len(layer.sizes_elems) for layer in asked.layers] == [0, *[1] * 12, 0]
     made = {f.candidate for f in forecasts(asked)}
     expected = {Candidate("ddp"), Candidate("ddp", dense=True), Candidate("ring")}
-    expected |= {Candidate("hybrid")} | {Candidate("p2p", preset) for preset in PRESETS}
-    expected |= {Candidate("ps", preset, 2) for preset in PRESETS}
+    expected |= {Candidate("hybrid")} | {Candidate("p2p", preset) for preset in PLANNED}
+    expected |= {Candidate("ps", preset, 2) for preset in PLANNED}
     assert made == expected
 
 

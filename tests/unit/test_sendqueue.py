@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.frames import Closing, Finish, FrameSent, GradientReady, SendFrame
-from foreprop.core.sendqueue import AT_LEAST, AT_ONCE, Order, SendLanes, SendQueue, Turns
+from foreprop.core.sendqueue import (
+    AT_LEAST,
+    AT_ONCE,
+    Order,
+    SendLanes,
+    SendQueue,
+    Turns,
+    peers_at_once,
+)
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
 from foreprop.core.worker_machine import WorkerMachine
@@ -126,6 +134,23 @@ def test_many_lanes_take_turns_the_most_urgent_first() -> None:
     assert lanes.sent(0) == [101]  # not its own, which is less urgent
     assert lanes.sent(AT_ONCE + 1) == [100]
     assert lanes.sent(1) == [AT_ONCE]
+
+
+def test_one_lane_is_p3s_consumer() -> None:
+    """It blocks until a slice is taken, whoever it is for; then the most urgent one is next."""
+    lanes: SendLanes[str] = SendLanes(turns=Turns.after(0, 3, peers_at_once("one")))
+    for peer, priority in ((1, 5), (2, 4), (0, 3), (1, 6)):
+        lanes.push(peer, 1, priority, f"{priority} to {peer}")
+    assert lanes.depart() == ["3 to 0"]
+    assert lanes.depart() == []
+    lanes.push(2, 1, 0, "0 to 2")
+    assert lanes.depart() == []  # blocked, although peer 2 is idle
+    assert lanes.sent(0) == ["0 to 2"]
+    assert lanes.sent(2) == ["4 to 2"]
+    assert lanes.sent(2) == ["5 to 1"]
+    assert lanes.sent(1) == ["6 to 1"]
+    assert lanes.sent(1) == []
+    assert lanes.idle
 
 
 def test_what_may_leave_is_asked_anew_when_too_few_are_under_way() -> None:

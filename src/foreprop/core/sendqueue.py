@@ -15,12 +15,21 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 Order = Literal["priority", "fifo"]
 Reply = Literal["broadcast", "notify", "pull"]
+LaneRule = Literal["peers", "one"]
 T = TypeVar("T")
 
 AT_ONCE = 12
 """Enough for a link to be busy although some peers are slow; with so few, nobody waits."""
 AT_LEAST = 8
 """So many of them keep a node's link busy."""
+
+
+def peers_at_once(lanes: LaneRule) -> int:
+    """To how many peers a process has frames under way; with one it is P3's consumer thread.
+
+    That takes the most urgent slice and blocks until the kernel has taken it (P3 section 4.2).
+    """
+    return AT_ONCE if lanes == "peers" else 1
 
 
 def takes_turns(order: Order, peers: int, at_once: int = AT_ONCE) -> bool:

@@ -151,10 +151,11 @@ class Deployment:
         """As a session with this preset would cut and place the arrays."""
         preset = PRESETS[self.preset]
         return Partition(
-            granularity=preset["granularity"],  # type: ignore[arg-type]
-            placement=preset["placement"],  # type: ignore[arg-type]
+            granularity=preset["granularity"],
+            placement=preset["placement"],
             servers=self.servers,
-            slice_elems=self.slice_elems or usual_slice_elems(self.servers),
+            slice_elems=self.slice_elems
+            or preset.get("slice_elems", usual_slice_elems(self.servers)),
             big_array_elems=self.big_array_elems,
         )
 

@@ -21,6 +21,8 @@ from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import option
 
 P3 = "p3"
+PLANNED = tuple(name for name in PRESETS if name != "p3-2019")
+"""That one is there to be compared with; the model has no single consumer."""
 
 MOST_NODES = 256
 """Their predictions take minutes."""
@@ -257,11 +259,11 @@ def forecasts(
 
     found = [made(c) for c in collective_candidates(setting, bool(setting.tables))]
     if 0 in setting.servers:
-        found += [made(Candidate("p2p", preset)) for preset in PRESETS]
+        found += [made(Candidate("p2p", preset)) for preset in PLANNED]
     served = [made(Candidate("ps", P3, count)) for count in setting.servers if count]
     if served:
         count = choose({f.candidate: f.step_s for f in served}).servers
-        others = [preset for preset in PRESETS if preset != P3]
+        others = [preset for preset in PLANNED if preset != P3]
         served += [made(Candidate("ps", preset, count)) for preset in others]
     return sorted(found + served, key=lambda f: f.step_s)
 

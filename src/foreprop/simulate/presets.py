@@ -14,7 +14,12 @@ from foreprop.config import Config
 from foreprop.core.frames import SERVER, workers_of_node
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.sendbound import least_bytes
-from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_share_bytes
+from foreprop.core.sendqueue import (
+    peers_at_once,
+    runs_ahead,
+    takes_turns,
+    window_share_bytes,
+)
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
@@ -73,6 +78,12 @@ def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Co
             f"servers_per_node is {config.servers_per_node}, which only `foreprop lab run` can do:"
             f" unset FOREPROP_SERVERS_PER_NODE to simulate {name} with 1"
         )
+    if config.lanes == "one" and not _is_each(setting):
+        raise ConfigError(
+            f"lanes is 'one' with {name}, but a node stands for several of {setting.nodes}: whom its"
+            " one consumer sends to next is another one on each; ask for symmetric=False"
+            " (--every-node)"
+        )
     return config
 
 
@@ -107,14 +118,20 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
-        at_once=_at_once(setting),
+        lanes=config.lanes,
+        at_once=_at_once(setting, config),
         needs_norm=config.aggregation.needs_norm,
     )
 
 
-def _at_once(setting: SimulatedSetting) -> int:
+def _at_once(setting: SimulatedSetting, config: Config) -> int:
     """All peers where one worker stands for many: these would all send to the same ones."""
-    return AT_ONCE if all(crowd.members == 1 for crowd in setting.crowds) else sys.maxsize
+    return peers_at_once(config.lanes) if _is_each(setting) else sys.maxsize
+
+
+def _is_each(setting: SimulatedSetting) -> bool:
+    """Whether no node stands for others."""
+    return all(crowd.members == 1 for crowd in setting.crowds)
 
 
 def _kernels(
@@ -122,19 +139,20 @@ def _kernels(
 ) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
-    most = _at_once(setting)
-    pushes_wait = takes_turns(config.order, setting.nodes, most)
-    replies_wait = takes_turns(config.order, pushers, most)
+    most, bounded = _at_once(setting, config), config.lanes == "peers"
+    pushes_wait = bounded and takes_turns(config.order, setting.nodes, most)
+    replies_wait = bounded and takes_turns(config.order, pushers, most)
+    unsent_bytes = config.most_unsent_bytes
 
     def at_once(wait: bool) -> int:
-        return min(others, most) if wait else others
+        return min(others, most) if wait or not bounded else others
 
     def kernel(buffer_bytes: int, settles: bool) -> Kernel:
         return cluster.hosts.kernel(
             cluster.link,
             # pushes to the others' servers, replies to their workers
             connections=at_once(pushes_wait) + at_once(replies_wait),
-            unsent_bytes=config.unsent_bytes,
+            unsent_bytes=sys.maxsize if unsent_bytes is None else unsent_bytes,
             buffer_bytes=buffer_bytes,
             settles=settles,
         )
@@ -143,6 +161,8 @@ def _kernels(
     if runs_ahead(config.order, setting.nodes):
         pushed_bytes = least_bytes(pushed_bytes)  # in the lab frames queue
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    if not bounded:
+        pushed_bytes = replied_bytes
     if replies_wait:
         replied_bytes = window_share_bytes(config.push_window_bytes, pushers, config.order)
     return kernel(pushed_bytes, pushes_wait), kernel(replied_bytes, replies_wait)

@@ -30,7 +30,7 @@ from foreprop.core.frames import (
 )
 from foreprop.core.norm import ZERO
 from foreprop.core.pushwindow import PushWindow, may_hold_back
-from foreprop.core.sendqueue import Order, Reply, Turns, runs_ahead
+from foreprop.core.sendqueue import LaneRule, Order, Reply, Turns, runs_ahead
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
@@ -61,6 +61,7 @@ class Agreement:
     """See `foreprop.Config`."""
     bytes_per_elem: int
     """On the wire."""
+    lanes: LaneRule
     at_once: int
     """To so many peers frames are under way (`core.sendqueue.Turns`)."""
     needs_norm: bool
@@ -78,7 +79,7 @@ class Agreement:
 
     def window(self) -> PushWindow | None:
         """A worker's, as `path.worker` makes it."""
-        if runs_ahead(self.order, self.servers):
+        if self.lanes == "one" or runs_ahead(self.order, self.servers):
             return None
         if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
