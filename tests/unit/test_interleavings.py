@@ -219,7 +219,7 @@ def test_the_simulator_notices_a_peer_that_holds_up_another(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_peer_of_a_machine_may_have_a_frame_under_way_at_once_unless_there_is_one_lane(
+def test_every_peer_may_have_a_frame_under_way_at_once_unless_there_is_one_lane(
     preset: str,
 ) -> None:
     clusters = [check(example(preset), seed) for seed in range(10)]

@@ -24,6 +24,7 @@ from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
+from foreprop.config.checks import UNEVEN_LEFT_OUT
 from foreprop.core.linkshares import ready_in, shares_of
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
 from foreprop.core.parallax import Topology, Traffic, prefers_servers, traffic
@@ -310,7 +311,7 @@ def plan_session(
 
 def _as_setting(node_rates: Sequence[float], config: Config) -> str | None:
     """Of the nodes whose links are slower; None if there are none, or a setting says it."""
-    if config.node_rates is not None or config.placement == "kvstore":
+    if config.node_rates is not None or config.placement in UNEVEN_LEFT_OUT:
         return None
     slower = [f"{node}:{rate:g}" for node, rate in enumerate(node_rates) if rate < 1]
     return ",".join(slower) or None

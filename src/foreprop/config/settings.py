@@ -227,15 +227,10 @@ class Config:
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
         chosen = (self.architecture, self.dedicated_servers, self.node_rates)
-        if any(chosen) or self.slice_elems == "auto":
+        if any(chosen) or self.slice_elems == "auto" or self.lanes == "one":
             from foreprop.config.checks import check_architecture
 
             check_architecture(self)
-        if self.lanes == "one" and self.order != "priority":
-            raise ConfigError(
-                f"lanes is 'one' and order is {self.order!r}; one lane goes by priority: set"
-                " order='priority', or leave lanes out"
-            )
         self._check_aggregation()
         if self.trace_steps is not None:
             from foreprop.config.checks import parse_windows

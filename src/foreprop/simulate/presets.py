@@ -80,8 +80,8 @@ def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Co
         )
     if config.lanes == "one" and not _is_each(setting):
         raise ConfigError(
-            f"lanes is 'one' with {name}, but a node stands for several of {setting.nodes}: whom its"
-            " one consumer sends to next is another one on each; ask for symmetric=False"
+            f"lanes is 'one' with {name}, but a node stands for several of {setting.nodes}: whom"
+            " its one consumer sends to next is another one on each; ask for symmetric=False"
             " (--every-node)"
         )
     return config
