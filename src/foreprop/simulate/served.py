@@ -33,6 +33,7 @@ from foreprop.core.pushwindow import PushWindow, may_hold_back
 from foreprop.core.sendqueue import LaneRule, Order, Reply, Turns, runs_ahead
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
+from foreprop.core.staleness import Staleness, StaleServer
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError
@@ -66,6 +67,8 @@ class Agreement:
     """To so many peers frames are under way (`core.sendqueue.Turns`)."""
     needs_norm: bool
     """Updates wait for the norm of all gradients (`core.barrier`)."""
+    staleness: Staleness = 0
+    """How many steps a worker may be ahead (`core.staleness`)."""
 
     @property
     def workers(self) -> int:
@@ -79,7 +82,7 @@ class Agreement:
 
     def window(self) -> PushWindow | None:
         """A worker's, as `path.worker` makes it."""
-        if self.lanes == "one" or runs_ahead(self.order, self.servers):
+        if self.lanes == "one" or self.staleness or runs_ahead(self.order, self.servers):
             return None
         if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
@@ -267,17 +270,7 @@ class Server:
         self._clock, self._hosts, self._agreement = site
         self._index = index
         self._workers = agreement.workers
-        owned = sum(piece.server == index for piece in agreement.slices)
-        self._machine = ServerMachine(
-            agreement.slices,
-            index=index,
-            workers=len(agreement.members),
-            order=agreement.order,
-            reply=agreement.reply,
-            names=[f"parameter {number}" for number in range(agreement.parameters)],
-            barrier=StepBarrier(owned) if agreement.needs_norm else None,
-            turns=Turns.after(index, len(agreement.members), agreement.at_once),
-        )
+        self._machine = _server_machine(agreement, index)
 
     # For the connections.
     def receive(self, message: Message) -> None:
@@ -297,7 +290,7 @@ class Server:
             if type(instruction) is SendFrame:
                 self.exchange.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
-                pushes = 0 if self._agreement.needs_norm else self._workers
+                pushes = self._pushes_in(instruction)
                 takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
                 self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
             elif type(instruction) is SumSlice:
@@ -310,5 +303,38 @@ class Server:
             else:
                 raise InternalError(f"a simulated server cannot do {instruction!r}")
 
+    def _pushes_in(self, update: UpdateSlice) -> int:
+        """That it has to sum: none, if that was done before."""
+        if self._agreement.staleness:
+            return len(update.ranks)
+        return 0 if self._agreement.needs_norm else self._workers
+
     def _elems(self, slice_: int) -> int:
         return self._agreement.slices[slice_].elems
+
+
+def _server_machine(agreement: Agreement, index: int) -> ServerMachine | StaleServer:
+    workers = len(agreement.members)
+    names = [f"parameter {number}" for number in range(agreement.parameters)]
+    turns = Turns.after(index, workers, agreement.at_once)
+    if agreement.staleness:
+        return StaleServer(
+            agreement.slices,
+            index=index,
+            workers=workers,
+            staleness=agreement.staleness,
+            order=agreement.order,
+            names=names,
+            turns=turns,
+        )
+    owned = sum(piece.server == index for piece in agreement.slices)
+    return ServerMachine(
+        agreement.slices,
+        index=index,
+        workers=workers,
+        order=agreement.order,
+        reply=agreement.reply,
+        names=names,
+        barrier=StepBarrier(owned) if agreement.needs_norm else None,
+        turns=turns,
+    )
