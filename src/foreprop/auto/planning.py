@@ -2,8 +2,8 @@
 
 The first step shows the order of first uses. The next ones are watched (`auto.stepprobe`), and
 every rank counts the rows that each embedding's gradient touches. Then the links are measured
-(`auto.linkprobe`). By rows go the embeddings for which Parallax's rule says so
-(`core.parallax`); among architectures the planner's prediction decides (`model.planner`), among
+(`auto.linkprobe`). By rows go the embeddings for which `core.parallax` says so
+(`auto.routes`); among architectures the planner's prediction decides (`model.planner`), among
 slice sizes the simulator's (`simulate.slicesize`). Rank 0 decides, so all ranks do alike.
 """
 
@@ -14,20 +14,21 @@ import json
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from foreprop.auto.linkprobe import Links, measure_links
+from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
 from foreprop.config.checks import UNEVEN_LEFT_OUT
 from foreprop.core.linkshares import ready_in, shares_of
-from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo, WireDtype, wire_dtype_of
-from foreprop.core.parallax import Topology, Traffic, prefers_servers, traffic
+from foreprop.core.manifest import ParameterInfo
+from foreprop.core.parallax import Topology
 from foreprop.link.stream import local_address
 from foreprop.model.deployment import Deployment
 from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deployment_for
@@ -44,7 +45,6 @@ MEASURED_STEPS = 4
 """The first of them, which shows the order of first uses, is not watched."""
 _PATIENCE_S = 60.0
 """Rank 0 may simulate for so long before anybody reports a stall."""
-_HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -197,64 +197,6 @@ class Planning:
             bytes_per_elem=4 if self._config.wire_dtype is None else 2,
             local_aggregation=self._config.local_aggregation != "off",
         )
-
-
-# Embeddings: by rows or not.
-@dataclass(frozen=True, slots=True)
-class RouteChoice:
-    """What was measured of one embedding, and what follows."""
-
-    info: ParameterInfo
-    alpha: float
-    """The share of its rows that a worker touches in a step, on average."""
-    moved: Traffic
-    """Bytes that would pass the busiest link, each way."""
-    row_wise: bool
-
-
-def choose_routes(
-    infos: Sequence[ParameterInfo],
-    shares: Mapping[str, float],
-    topology: Topology,
-    wire_dtype: WireDtype | None = None,
-) -> list[RouteChoice]:
-    """For every parameter that has been measured."""
-    choices = []
-    for info in infos:
-        if info.name in shares:
-            alpha = shares[info.name]
-            size_bytes = info.elems * ITEMSIZE_BYTES[wire_dtype_of(info.dtype, wire_dtype)]
-            row_bytes = max(1.0, size_bytes / max(1, info.shape[0]))
-            moved = traffic(size_bytes, row_bytes, alpha, topology)
-            row_wise = prefers_servers(row_bytes, alpha, topology)
-            choices.append(RouteChoice(info, alpha, moved, row_wise))
-    return choices
-
-
-def describe_routes(choices: Sequence[RouteChoice], topology: Topology) -> str:
-    """A table: parameter, size, alpha, choice, predicted bytes of the busiest link and step."""
-    rows: list[tuple[str, ...]] = [_HEADINGS]
-    for choice in choices:
-        size_bytes = choice.info.elems * ITEMSIZE_BYTES[choice.info.dtype]
-        way = "servers, by rows" if choice.row_wise else "all-reduce"
-        cells = (choice.info.name, _readable(size_bytes), f"{choice.alpha:.4f}", way)
-        rows.append((*cells, *map(_readable, choice.moved)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head = (
-        f"embeddings, with bytes per step over the busiest link, each way"
-        f" ({topology.workers} workers):\n"
-    )
-    return head + "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def _readable(size_bytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.3g} {unit}"
-    return f"{size_bytes:.3g} B"
 
 
 # Architectures and slices.

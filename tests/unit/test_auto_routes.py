@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foreprop.auto.planning import choose_routes, describe_routes
+from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.parallax import Topology
 
