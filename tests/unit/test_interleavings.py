@@ -17,7 +17,7 @@ from foreprop.core.collect import SendSquares
 from foreprop.core.frames import SendFrame
 from foreprop.core.norm import SquareSum
 from foreprop.core.pushwindow import PushWindow, may_hold_back
-from foreprop.core.sendqueue import AT_ONCE, SendLanes, Turns, peers_at_once
+from foreprop.core.sendqueue import AT_ONCE, ONE_LANE, USUAL_TURNS, SendLanes, Turns
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Partition
 from foreprop.core.wire import Flag
@@ -65,9 +65,11 @@ def setups(draw: st.DrawFn, preset: str | None = None) -> Setup:
         steps=steps,
         turns=Turns(
             draw(st.integers(0, 2)),
-            draw(st.sampled_from([1, 2, AT_ONCE])) if knobs.get("lanes") != "one" else 1,
+            draw(st.sampled_from([1, 2, AT_ONCE])),
             draw(st.integers(0, 2)),
-        ),
+        )
+        if knobs.get("lanes") != "one"
+        else ONE_LANE,
         forward_order=tuple(draw(st.permutations(range(len(sizes))))),
         unused=draw(st.frozensets(st.sampled_from(cells), max_size=6)),
         wait_at_end=needs_norm or draw(st.booleans()),  # rank 0 stays until the norm is told
@@ -154,7 +156,7 @@ def example(preset: str, **changes: Any) -> Setup:
         "partition": partition,
         "order": knobs["order"],
         "reply": knobs["reply"],
-        "turns": Turns(at_once=peers_at_once(knobs["lanes"])),
+        "turns": ONE_LANE if knobs["lanes"] == "one" else USUAL_TURNS,
         "workers": 3,
         "steps": 3,
         "forward_order": (2, 0, 4, 1, 3),

@@ -134,7 +134,7 @@ def test_the_choice_is_the_models_faster_step(
         assert prefers_servers(4.0 * row_elems, alpha, topology) == (rows_s < whole_s)
 
 
-def test_two_nodes_that_touch_six_tenths_are_half_as_fast_again_by_rows() -> None:
+def test_two_nodes_that_touch_six_tenths_are_faster_by_rows() -> None:
     """50 million elements at 1 Gbit/s, with hosts that cost what they do."""
     one = Layer(name="one", sizes_elems=(1,), forward_s=0, backward_s=0)
     rows = replace(
@@ -146,7 +146,7 @@ def test_two_nodes_that_touch_six_tenths_are_half_as_fast_again_by_rows() -> Non
         hosts=Hosts(),
     )
     assert prefers_servers(400, 0.6, Topology(2))
-    assert step_s(by_all_reduce(rows)) / step_s(rows) == pytest.approx(1.55, abs=0.02)
+    assert step_s(by_all_reduce(rows)) / step_s(rows) == pytest.approx(1.63, abs=0.02)
 
 
 # Beside the simulator, which has no rows: an array of as many elements stands for them.

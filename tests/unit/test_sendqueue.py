@@ -17,7 +17,7 @@ from foreprop.core.sendqueue import (
     SendLanes,
     SendQueue,
     Turns,
-    peers_at_once,
+    turns_of,
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
@@ -138,7 +138,7 @@ def test_many_lanes_take_turns_the_most_urgent_first() -> None:
 
 def test_one_lane_is_p3s_consumer() -> None:
     """It blocks until a slice is taken, whoever it is for; then the most urgent one is next."""
-    lanes: SendLanes[str] = SendLanes(turns=Turns.after(0, 3, peers_at_once("one")))
+    lanes: SendLanes[str] = SendLanes(turns=turns_of("one", 0, 3))
     for peer, priority in ((1, 5), (2, 4), (0, 3), (1, 6)):
         lanes.push(peer, 1, priority, f"{priority} to {peer}")
     assert lanes.depart() == ["3 to 0"]
@@ -151,6 +151,13 @@ def test_one_lane_is_p3s_consumer() -> None:
     assert lanes.sent(1) == ["6 to 1"]
     assert lanes.sent(1) == []
     assert lanes.idle
+    for peer in (2, 0, 1, 0):  # equally urgent slices go in the order in which they came
+        lanes.push(peer, 2, 1, f"to {peer}")
+    left = lanes.depart()
+    while more := lanes.sent(int(left[-1][-1])):
+        left += more
+    assert left == ["to 2", "to 0", "to 1", "to 0"]
+    assert turns_of("peers", 0, 3) == Turns.after(0, 3)
 
 
 def test_what_may_leave_is_asked_anew_when_too_few_are_under_way() -> None:
@@ -166,8 +173,8 @@ def test_what_may_leave_is_asked_anew_when_too_few_are_under_way() -> None:
 
 
 def test_only_where_peers_take_turns_some_are_always_under_way() -> None:
-    assert Turns.after(3, AT_ONCE) == (4, AT_ONCE, 0)
-    assert Turns.after(3, AT_ONCE + 1) == (4, AT_ONCE, AT_LEAST)
+    assert Turns.after(3, AT_ONCE) == Turns(4, AT_ONCE, 0)
+    assert Turns.after(3, AT_ONCE + 1) == Turns(4, AT_ONCE, AT_LEAST)
 
 
 def test_every_process_begins_with_another_peer() -> None:

@@ -84,11 +84,11 @@ def test_of_steps_that_differ_a_bound_hides_some_and_none_hides_all() -> None:
         (record,) = simulate_lab(asked)
         mean_s.append(record.typical_s)
     assert mean_s == sorted(mean_s, reverse=True)
-    assert mean_s[2] < 1.05 * mean_s[3] < 0.9 * mean_s[0]
+    assert mean_s[2] < 1.1 * mean_s[3] < 0.9 * mean_s[0]
 
 
 @pytest.mark.parametrize("system", STALE_SYSTEMS)
-def test_equal_workers_send_as_many_bytes_and_take_about_as_long(system: str) -> None:
+def test_equal_workers_send_as_many_bytes_and_take_no_longer(system: str) -> None:
     """On links that matter."""
     fields: dict[str, Any] = {"rate_bits_per_s": None, "balance": 0.8}
     together, apart = (
@@ -98,7 +98,7 @@ def test_equal_workers_send_as_many_bytes_and_take_about_as_long(system: str) ->
     for bytes_together, bytes_apart in zip(together.sent_bytes, apart.sent_bytes, strict=True):
         assert bytes_apart == pytest.approx(bytes_together, rel=0.2)  # who is done first goes on
     whole_s = statistics.fmean(together.step_s[0])
-    assert statistics.fmean(apart.step_s[0]) == pytest.approx(whole_s, rel=0.15)
+    assert statistics.fmean(apart.step_s[0]) < 1.1 * whole_s
 
 
 def test_it_is_deterministic() -> None:
@@ -142,7 +142,7 @@ def test_what_needs_all_gradients_of_a_step_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_command(tmp_path: Any) -> None:
-    options = "--systems p3 --nodes 3 --steps 2 --compute 0.2 --rate 1Gbit --model resnet50"
+    options = "--systems p3 --nodes 3 --steps 2 --compute 200ms --rate 1Gbit --model resnet50"
     out = ["--out", str(tmp_path)]
     shown = CliRunner().invoke(
         app, ["lab", "simulate", *options.split(), "--staleness", "async", *out]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest, slice_names
-from foreprop.core.sendqueue import Turns, peers_at_once
+from foreprop.core.sendqueue import turns_of
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure
@@ -117,7 +117,7 @@ class _Composition:
             names=parameters,
             barrier=self._barrier,
             peers=peers,
-            turns=Turns.after(host.index, peers.count, peers_at_once(manifest.knobs.lanes)),
+            turns=turns_of(manifest.knobs.lanes, host.index, peers.count),
         )
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)

@@ -14,12 +14,7 @@ from foreprop.config import Config
 from foreprop.core.frames import SERVER, workers_of_node
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.sendbound import least_bytes
-from foreprop.core.sendqueue import (
-    peers_at_once,
-    runs_ahead,
-    takes_turns,
-    window_share_bytes,
-)
+from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
@@ -137,15 +132,15 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
         lanes=config.lanes,
-        at_once=_at_once(setting, config),
+        at_once=_at_once(setting),
         needs_norm=config.aggregation.needs_norm,
         staleness=setting.staleness,
     )
 
 
-def _at_once(setting: SimulatedSetting, config: Config) -> int:
+def _at_once(setting: SimulatedSetting) -> int:
     """All peers where one worker stands for many: these would all send to the same ones."""
-    return peers_at_once(config.lanes) if _is_each(setting) else sys.maxsize
+    return AT_ONCE if _is_each(setting) else sys.maxsize
 
 
 def _is_each(setting: SimulatedSetting) -> bool:
@@ -158,13 +153,13 @@ def _kernels(
 ) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
-    most, bounded = _at_once(setting, config), config.lanes == "peers"
+    most, bounded = _at_once(setting), config.lanes == "peers"
     pushes_wait = bounded and takes_turns(config.order, setting.nodes, most)
     replies_wait = bounded and takes_turns(config.order, pushers, most)
     unsent_bytes = config.most_unsent_bytes
 
     def at_once(wait: bool) -> int:
-        return min(others, most) if wait or not bounded else others
+        return min(others, most) if wait else others
 
     def kernel(buffer_bytes: int, settles: bool) -> Kernel:
         return cluster.hosts.kernel(

@@ -30,7 +30,7 @@ from foreprop.core.frames import (
 )
 from foreprop.core.norm import ZERO
 from foreprop.core.pushwindow import PushWindow, may_hold_back
-from foreprop.core.sendqueue import LaneRule, Order, Reply, Turns, runs_ahead
+from foreprop.core.sendqueue import ONE_LANE, LaneRule, Order, Reply, Turns, runs_ahead
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.staleness import Staleness, StaleServer
@@ -79,6 +79,10 @@ class Agreement:
     def busy_servers(self) -> list[int]:
         """Those that have slices."""
         return sorted({piece.server for piece in self.slices})
+
+    def turns(self, own: int, peers: int) -> Turns:
+        """Of a process that is number ``own`` among its equals."""
+        return ONE_LANE if self.lanes == "one" else Turns.after(own, peers, self.at_once)
 
     def window(self) -> PushWindow | None:
         """A worker's, as `path.worker` makes it."""
@@ -202,7 +206,7 @@ class ServedWorker:
             order=agreement.order,
             reply=agreement.reply,
             window=agreement.window(),
-            turns=Turns.after(rank, agreement.servers, agreement.at_once),
+            turns=agreement.turns(rank, agreement.servers),
         )
         self._owners = {piece.server for piece in agreement.slices}
         self._norms = NormCombiner(self._owners)
@@ -316,7 +320,7 @@ class Server:
 def _server_machine(agreement: Agreement, index: int) -> ServerMachine | StaleServer:
     workers = len(agreement.members)
     names = [f"parameter {number}" for number in range(agreement.parameters)]
-    turns = Turns.after(index, workers, agreement.at_once)
+    turns = agreement.turns(index, workers)
     if agreement.staleness:
         return StaleServer(
             agreement.slices,
