@@ -102,11 +102,9 @@ def test_the_environment_may_name_the_preset(monkeypatch: pytest.MonkeyPatch) ->
         Config.resolve()
 
 
-def test_p3_as_published_cuts_alike_for_any_number_of_servers_and_bounds_nothing() -> None:
+def test_p3_as_published_cuts_alike_for_any_number_of_servers() -> None:
     published = Config.resolve("p3-2019")
     assert [published.cut_elems(servers) for servers in (1, 4, 16, 64)] == [50_000] * 4
-    assert published.most_unsent_bytes is None
-    assert Config.resolve("p3").most_unsent_bytes == 131_072
 
 
 def test_unknown_names_are_refused() -> None:

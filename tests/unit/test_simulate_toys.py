@@ -25,7 +25,7 @@ NODES = 4
 RATE = 10e6
 LAYER_ELEMS = int(2 * UNIT_S * RATE / 8 / 4 / limit.HEADER_FACTOR / (2 * (NODES - 1) / NODES))
 """So many need two units of a link, both ways together."""
-SCALE = 128
+SCALE = 512
 """Of the kernel's buffers, which would hold whole layers."""
 
 
@@ -66,10 +66,11 @@ def test_in_order_of_the_forward_pass_the_delay_is_halved(system: str) -> None:
     """Fig. 4(b), section 4: "the delay between the two iterations has been reduced by half".
 
     Servers do not know how urgent the pushes are that share the link with their answers about the
-    other layers: a sixth of the delay is theirs.
+    other layers: a seventh of the delay is theirs.
     """
-    assert 2.0 < delay_units(system) < 2.4
-    assert 0.5 < delay_units(system) / delay_units("slicing") < 0.6
+    most = 2.4 if system == "p3" else 2.6  # the kernel has taken more that cannot be overtaken
+    assert 2.0 < delay_units(system) < most
+    assert 0.5 < delay_units(system) / delay_units("slicing") < 0.63
 
 
 # Fig. 6: one worker, one server on another node, and links that are free both ways.

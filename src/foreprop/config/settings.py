@@ -21,13 +21,7 @@ from foreprop.config.environment import (
 )
 from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
 from foreprop.core.sendqueue import LaneRule, Order, Reply
-from foreprop.core.slicing import (
-    BIG_ARRAY_ELEMS,
-    SLICE_ELEMS,
-    Granularity,
-    Placement,
-    usual_slice_elems,
-)
+from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
 
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
@@ -52,7 +46,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "kvstore": _preset("array", "fifo", "notify", "kvstore"),
     "wfbp": _preset("array", "fifo", "broadcast", "balanced"),
     "tensorflow": _preset("array", "fifo", "pull", "balanced"),
-    "p3-2019": _preset(*_P3, "strict_round_robin", lanes="one", slice_elems=SLICE_ELEMS),
+    "p3-2019": _preset(*_P3, "strict_round_robin", lanes="one", slice_elems=50_000),
 }
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
@@ -311,11 +305,6 @@ class Config:
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
         )
-
-    @property
-    def most_unsent_bytes(self) -> int | None:
-        """``unsent_bytes``, where that is bounded."""
-        return None if self.lanes == "one" else self.unsent_bytes
 
     def servers_on(self, nodes: int) -> int:
         """Of a session on so many nodes."""

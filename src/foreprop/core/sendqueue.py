@@ -107,17 +107,8 @@ class SendLanes(Generic[T]):
     """
 
     __slots__ = (
-        "_at_least",
-        "_at_once",
-        "_busy",
-        "_first",
-        "_in_order",
-        "_may_leave",
-        "_order",
-        "_pushed",
-        "_queues",
-        "queued",
-    )
+        "_at_least _at_once _busy _first _in_order _may_leave _order _pushed _queues queued"
+    ).split()
 
     def __init__(
         self,

@@ -255,7 +255,7 @@ class Connections:
     def _tuned(self, sock: socket.socket) -> socket.socket:
         tune(
             sock,
-            unsent_bytes=self._config.most_unsent_bytes,
+            unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,
             timeout_s=self._config.step_timeout_s,
             window_bytes=self._window_bytes(sock),
             emulated=self.links is not None,

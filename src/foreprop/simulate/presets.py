@@ -156,7 +156,7 @@ def _kernels(
     most, bounded = _at_once(setting), config.lanes == "peers"
     pushes_wait = bounded and takes_turns(config.order, setting.nodes, most)
     replies_wait = bounded and takes_turns(config.order, pushers, most)
-    unsent_bytes = config.most_unsent_bytes
+    unsent_bytes = config.unsent_bytes if bounded else sys.maxsize
 
     def at_once(wait: bool) -> int:
         return min(others, most) if wait else others
@@ -166,7 +166,7 @@ def _kernels(
             cluster.link,
             # pushes to the others' servers, replies to their workers
             connections=at_once(pushes_wait) + at_once(replies_wait),
-            unsent_bytes=sys.maxsize if unsent_bytes is None else unsent_bytes,
+            unsent_bytes=unsent_bytes,
             buffer_bytes=buffer_bytes,
             settles=settles,
         )
