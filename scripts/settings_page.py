@@ -23,9 +23,10 @@ REPRODUCES = {
     "kvstore": "MXNet KVStore, P3's baseline",
     "wfbp": "Poseidon's wait-free backpropagation",
     "tensorflow": "TensorFlow's parameter server",
+    "p3-2019": "P3 as published, with slices of 50,000 elements whatever the number of servers",
 }
 
-KNOBS = ("granularity", "order", "reply", "placement")
+KNOBS = ("granularity", "order", "reply", "placement", "lanes")
 
 HEAD = """\
 # Settings
@@ -44,8 +45,9 @@ prints every value and where it came from.
 
 ## Presets
 
-A preset sets four settings at once. Each is named after the system whose protocol it reproduces.
-All presets give the same bits; they differ in what is sent when.
+A preset sets some settings at once. Each is named after the system whose protocol it reproduces.
+All presets give the same bits; they differ in what is sent when. [What `p3` adds to P3 as
+published](presets.md).
 """
 
 SETTINGS = """\

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from foreprop.cli import app as cli
 from foreprop.cli import main as script
 from foreprop.cli.plan import Plan
-from foreprop.config import PRESETS
+from foreprop.model.planner import PLANNED
 from foreprop.workload.profile import Profile
 from tests.tiers import long_cases
 
@@ -50,9 +50,9 @@ def test_the_table_has_every_system_and_fits_80_columns(plan: Any) -> None:
     assert table.startswith("small, 4 nodes, 1 Gbit/s, latency 50 us, compute 140 ms\n")
     rows = [line.strip(" *").split() for line in table.splitlines() if "%" in line]
     served = [" ".join(row[:3]) for row in rows if row[0] == "ps"]
-    twos = [f"ps {preset} 2" for preset in PRESETS]
+    twos = [f"ps {preset} 2" for preset in PLANNED]
     assert sorted(served) == sorted(["ps p3 1", *twos])
-    assert len(rows) == len(served) + 2 + len(PRESETS)
+    assert len(rows) == len(served) + 2 + len(PLANNED)
     assert "samples/s" in table
     assert max(map(len, table.splitlines())) <= 80
     what_if = rest.partition("small, 4 nodes, latency 50 us, compute 140 ms: samples/s of all")[2]
@@ -97,7 +97,7 @@ def test_a_model_with_tables_is_planned_with_hybrid_and_both_ways_of_ddp(
     assert max(map(len, output.partition("* Use ")[0].splitlines()[:-3])) <= 80
     table = output.partition("efficiency: ")[0]
     systems = re.findall(r"^[ *]+(\w+(?: [a-z]\w*)?) .*%", table, flags=re.MULTILINE)
-    expected = ["ddp", "ddp dense", "hybrid", "ring", *(f"p2p {preset}" for preset in PRESETS)]
+    expected = ["ddp", "ddp dense", "hybrid", "ring", *(f"p2p {preset}" for preset in PLANNED)]
     assert sorted(systems) == sorted(expected)
     rule = "By rows: words.weight, classes.weight. ddp gathers the rows; ring, ddp dense reduce"
     assert rule in output

@@ -32,16 +32,18 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_presets_are_the_published_table() -> None:
-    columns = ("granularity", "order", "reply", "placement")
+    columns = ("granularity", "order", "reply", "placement", "lanes")
     table = {name: tuple(row[column] for column in columns) for name, row in PRESETS.items()}
     assert table == {
-        "p3": ("slice", "priority", "broadcast", "round_robin"),
-        "slicing": ("slice", "fifo", "broadcast", "round_robin"),
-        "kvstore": ("array", "fifo", "notify", "kvstore"),
-        "wfbp": ("array", "fifo", "broadcast", "balanced"),
-        "tensorflow": ("array", "fifo", "pull", "balanced"),
+        "p3": ("slice", "priority", "broadcast", "round_robin", "peers"),
+        "slicing": ("slice", "fifo", "broadcast", "round_robin", "peers"),
+        "kvstore": ("array", "fifo", "notify", "kvstore", "peers"),
+        "wfbp": ("array", "fifo", "broadcast", "balanced", "peers"),
+        "tensorflow": ("array", "fifo", "pull", "balanced", "peers"),
+        "p3-2019": ("slice", "priority", "broadcast", "strict_round_robin", "one"),
     }
-    assert all(set(row) == set(columns) for row in PRESETS.values())
+    more = {name: set(row) - set(columns) for name, row in PRESETS.items()}
+    assert more == {name: set() for name in PRESETS} | {"p3-2019": {"slice_elems"}}
     default = Config()
     assert {column: getattr(default, column) for column in columns} == dict(PRESETS["p3"])
     assert (default.cut_elems(1), default.big_array_elems) == (50_000, 1_000_000)
@@ -84,6 +86,7 @@ def test_argument_beats_environment_beats_preset_beats_default(
             "granularity": "preset kvstore",
             "reply": "preset kvstore",
             "placement": "preset kvstore",
+            "lanes": "preset kvstore",
         }.get(spec.name, "default")
         for spec in fields(Config)
     }
@@ -99,6 +102,11 @@ def test_the_environment_may_name_the_preset(monkeypatch: pytest.MonkeyPatch) ->
         Config.resolve()
 
 
+def test_p3_as_published_cuts_alike_for_any_number_of_servers() -> None:
+    published = Config.resolve("p3-2019")
+    assert [published.cut_elems(servers) for servers in (1, 4, 16, 64)] == [50_000] * 4
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no setting is called 'slice_elem'.*'slice_elems'"):
         Config.resolve(slice_elem=3)
@@ -111,6 +119,11 @@ def test_unknown_names_are_refused() -> None:
     [
         ({"order": "lifo"}, "order is 'lifo'; it must be one of ['priority', 'fifo']"),
         ({"granularity": "bit"}, "granularity is 'bit'; it must be one of ['slice', 'array']"),
+        ({"lanes": "two"}, "lanes is 'two'; it must be one of ['peers', 'one']"),
+        (
+            {"lanes": "one", "order": "fifo"},
+            "lanes is 'one' and order is 'fifo'; one lane goes by priority: set order='priority'",
+        ),
         ({"placement": None}, "placement is None; it must be one of ['round_robin', 'kvstore'"),
         ({"reply": ["pull"]}, "reply is ['pull']; it must be one of ['broadcast', 'notify'"),
         ({"slice_elems": 0}, "slice_elems is 0; it must be at least 1"),

@@ -49,6 +49,11 @@ def test_the_push_window_is_divided_by_the_servers(
     )
 
 
+def test_with_one_lane_the_kernel_chooses_as_for_p3_as_published() -> None:
+    connections: Any = SimpleNamespace(_config=Config(lanes="one"), servers=4)
+    assert launch.Connections._window_bytes(connections, ConnectedSocket("10.0.0.2")) is None
+
+
 def test_within_a_machine_the_kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window below one of loopback's segments would wait for delayed acknowledgements."""
     buffers: SendBuffers = []

@@ -14,6 +14,7 @@ from plan_example import GBIT, SMALL, setting, sparse_profile
 from foreprop.config import PRESETS, Config
 from foreprop.errors import ConfigError
 from foreprop.model.planner import (
+    PLANNED,
     Candidate,
     candidate_step_s,
     choose,
@@ -33,8 +34,8 @@ def test_every_architecture_and_preset_the_fastest_first() -> None:
     assert sorted(c.servers for c in p3) == [1, 2, 4]
     best = choose({f.candidate: f.step_s for f in made if f.candidate in p3}).servers
     expected = {Candidate("ddp"), Candidate("ring")}
-    expected |= {Candidate("p2p", preset) for preset in PRESETS}
-    expected |= {Candidate("ps", preset, best) for preset in PRESETS} | set(p3)
+    expected |= {Candidate("p2p", preset) for preset in PLANNED}
+    expected |= {Candidate("ps", preset, best) for preset in PLANNED} | set(p3)
     assert {f.candidate for f in made} == expected
     assert len(made) == len(expected)
     assert [f.step_s for f in made] == sorted(f.step_s for f in made)
@@ -136,8 +137,8 @@ def test_tables_are_sent_by_rows_wherever_that_can_be() -> None:
     assert [len(layer.sizes_elems) for layer in asked.layers] == [0, *[1] * 12, 0]
     made = {f.candidate for f in forecasts(asked)}
     expected = {Candidate("ddp"), Candidate("ddp", dense=True), Candidate("ring")}
-    expected |= {Candidate("hybrid")} | {Candidate("p2p", preset) for preset in PRESETS}
-    expected |= {Candidate("ps", preset, 2) for preset in PRESETS}
+    expected |= {Candidate("hybrid")} | {Candidate("p2p", preset) for preset in PLANNED}
+    expected |= {Candidate("ps", preset, 2) for preset in PLANNED}
     assert made == expected
 
 
@@ -158,12 +159,15 @@ def test_a_forecast_of_tables_is_the_refined_models(candidate: Candidate) -> Non
 
 
 def test_an_array_of_which_a_step_touches_nearly_all_rows_is_no_table() -> None:
-    """Parallax's rule: servers move 2 alpha W, all-reduce 2 (N-1)/N W."""
-    half = sparse_profile(alpha=0.6)
-    assert setting(profile=half, nodes=2).tables == []
-    assert setting(profile=half, nodes=2).layers == half.layers(scale=1, compute_s=0.14)
-    assert len(setting(profile=half, nodes=2, workers_per_node=2).tables) == 2
-    assert len(setting(profile=half, nodes=4).tables) == 2
+    """Rows of 400 bytes have 8 more for their numbers."""
+    most, all_ = sparse_profile(alpha=0.97), sparse_profile(alpha=0.99)
+    for nodes in (2, 8):
+        assert len(setting(profile=most, nodes=nodes).tables) == 2
+        assert setting(profile=all_, nodes=nodes).tables == []
+    assert setting(profile=all_).layers == all_.layers(scale=1, compute_s=0.14)
+    assert len(setting(profile=all_, nodes=2, workers_per_node=2).tables) == 2
+    apart = setting(profile=most, nodes=2, workers_per_node=2, local_aggregation=False)
+    assert apart.tables == []  # each worker's rows cross the node's link
     assert setting(profile=SMALL).tables == []  # nobody has counted
 
 
@@ -226,12 +230,17 @@ def test_nothing_without_dedicated_servers_beats_the_limit(
         assert made.step_s >= asked.limit_s * (1 - 1e-6), made.candidate.name
 
 
-def test_curves_have_the_same_systems_where_a_table_is_one_on_many_nodes_only() -> None:
-    curves = what_if(setting(profile=sparse_profile(alpha=0.6)), "nodes", [2, 4])
+def test_curves_have_the_same_systems_where_a_table_is_one_on_few_nodes_only() -> None:
+    asked = setting(profile=sparse_profile(alpha=0.99, dense=2), workers_per_node=2)
+    curves = what_if(asked, "nodes", [2, 32])
     assert curves.candidates == ["ddp", "ddp dense", "ring", "hybrid", "p2p p3"]
-    on_two = dict(zip(curves.candidates, curves.points[0].steps_s, strict=True))
-    assert on_two["ddp"] == on_two["ddp dense"]
-    assert on_two["ring"] == on_two["hybrid"]
+    on_two, on_many = (
+        dict(zip(curves.candidates, point.steps_s, strict=True)) for point in curves.points
+    )
+    assert on_two["ddp"] > on_two["ddp dense"]
+    assert on_two["ring"] > on_two["hybrid"]
+    assert on_many["ddp"] == on_many["ddp dense"]
+    assert on_many["ring"] == on_many["hybrid"]
 
 
 # What if.

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.frames import Closing, Finish, FrameSent, GradientReady, SendFrame
-from foreprop.core.sendqueue import AT_LEAST, AT_ONCE, Order, SendLanes, SendQueue, Turns
+from foreprop.core.sendqueue import (
+    AT_LEAST,
+    AT_ONCE,
+    Order,
+    SendLanes,
+    SendQueue,
+    Turns,
+    turns_of,
+)
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Kind
 from foreprop.core.worker_machine import WorkerMachine
@@ -128,6 +136,30 @@ def test_many_lanes_take_turns_the_most_urgent_first() -> None:
     assert lanes.sent(1) == [AT_ONCE]
 
 
+def test_one_lane_is_p3s_consumer() -> None:
+    """It blocks until a slice is taken, whoever it is for; then the most urgent one is next."""
+    lanes: SendLanes[str] = SendLanes(turns=turns_of("one", 0, 3))
+    for peer, priority in ((1, 5), (2, 4), (0, 3), (1, 6)):
+        lanes.push(peer, 1, priority, f"{priority} to {peer}")
+    assert lanes.depart() == ["3 to 0"]
+    assert lanes.depart() == []
+    lanes.push(2, 1, 0, "0 to 2")
+    assert lanes.depart() == []  # blocked, although peer 2 is idle
+    assert lanes.sent(0) == ["0 to 2"]
+    assert lanes.sent(2) == ["4 to 2"]
+    assert lanes.sent(2) == ["5 to 1"]
+    assert lanes.sent(1) == ["6 to 1"]
+    assert lanes.sent(1) == []
+    assert lanes.idle
+    for peer in (2, 0, 1, 0):  # equally urgent slices go in the order in which they came
+        lanes.push(peer, 2, 1, f"to {peer}")
+    left = lanes.depart()
+    while more := lanes.sent(int(left[-1][-1])):
+        left += more
+    assert left == ["to 2", "to 0", "to 1", "to 0"]
+    assert turns_of("peers", 0, 3) == Turns.after(0, 3)
+
+
 def test_what_may_leave_is_asked_anew_when_too_few_are_under_way() -> None:
     def may_leave(item: str, is_short: bool) -> bool:
         return item.isupper() or (is_short and item != "e")
@@ -141,8 +173,8 @@ def test_what_may_leave_is_asked_anew_when_too_few_are_under_way() -> None:
 
 
 def test_only_where_peers_take_turns_some_are_always_under_way() -> None:
-    assert Turns.after(3, AT_ONCE) == (4, AT_ONCE, 0)
-    assert Turns.after(3, AT_ONCE + 1) == (4, AT_ONCE, AT_LEAST)
+    assert Turns.after(3, AT_ONCE) == Turns(4, AT_ONCE, 0)
+    assert Turns.after(3, AT_ONCE + 1) == Turns(4, AT_ONCE, AT_LEAST)
 
 
 def test_every_process_begins_with_another_peer() -> None:

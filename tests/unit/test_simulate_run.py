@@ -385,3 +385,28 @@ def test_suited_shares_are_faster_on_links_that_differ(monkeypatch: pytest.Monke
     even = simulate_lab(setting)[0].typical_s
     monkeypatch.setenv("FOREPROP_NODE_RATES", "2:0.5")
     assert simulate_lab(setting)[0].typical_s < 0.85 * even
+
+
+# P3 as published.
+def test_no_window_of_ours_changes_p3_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = setting("p3", "p3-2019", balance=1.0, nodes=6)
+    usual = {record.system: record.iteration_s for record in simulate_lab(asked)}
+    monkeypatch.setenv("FOREPROP_PUSH_WINDOW_BYTES", "20000")
+    monkeypatch.setenv("FOREPROP_UNSENT_BYTES", "10000")
+    bounded = {record.system: record.iteration_s for record in simulate_lab(asked)}
+    assert bounded["p3-2019"] == usual["p3-2019"]
+    assert bounded["p3"] != usual["p3"]
+
+
+def test_p3_as_published_is_simulated_node_by_node() -> None:
+    asked = setting("p3-2019", balance=1.0, nodes=8, symmetric=True)
+    with pytest.raises(ConfigError) as raised:
+        simulate_lab(asked)
+    assert "lanes is 'one' with p3-2019, but a node stands for several of 8" in str(raised.value)
+
+
+def test_slices_of_p3_as_published_are_50_000_on_any_number_of_nodes() -> None:
+    asked = setting("p3", "p3-2019", balance=1.0, nodes=16, slice_elems=None)
+    assert asked.slice_elems_of("p3-2019") == 50_000
+    assert asked.slice_elems_of("p3-2019@7000") == 7_000
+    assert asked.slice_elems_of("p3") < 26_000

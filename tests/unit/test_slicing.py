@@ -18,7 +18,7 @@ SIZES = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), max_size=12)
 PARTITIONS = st.builds(
     Partition,
     granularity=st.sampled_from(["slice", "array"]),
-    placement=st.sampled_from(["round_robin", "kvstore", "balanced"]),
+    placement=st.sampled_from(["round_robin", "kvstore", "balanced", "strict_round_robin"]),
     servers=st.integers(1, 7),
     slice_elems=st.one_of(st.integers(1, 60), st.just(10_000)),
     big_array_elems=st.one_of(st.integers(1, 100), st.just(10_000)),
@@ -140,6 +140,23 @@ def test_balanced_loads_differ_by_at_most_the_largest_piece(
         load_bytes[piece.server] += piece.elems * itemsizes[piece.parameter]
     largest_bytes = max((p.elems * itemsizes[p.parameter] for p in slices), default=0)
     assert max(load_bytes) - min(load_bytes) <= largest_bytes
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 9), st.integers(1, 100))
+def test_strict_round_robin_counts_slices_and_not_bytes(
+    sizes: list[int], servers: int, slice_elems: int
+) -> None:
+    partition = Partition(placement="strict_round_robin", servers=servers, slice_elems=slice_elems)
+    slices = plan_slices(sizes, [4] * len(sizes), partition)
+    assert [piece.server for piece in slices] == [n % servers for n in range(len(slices))]
+
+
+def test_strict_round_robin_leaves_servers_with_unequal_bytes() -> None:
+    """What p3 does not: a server of four has two of the five slices, one of them next to empty."""
+    sizes, one = [120_000, 30, 49_000], Partition(placement="strict_round_robin", servers=4)
+    by_bytes = Partition(placement="round_robin", servers=4)
+    assert [s.server for s in plan_slices(sizes, [4] * 3, one)] == [0, 1, 2, 3, 0]
+    assert [s.server for s in plan_slices(sizes, [4] * 3, by_bytes)] == [0, 1, 2, 3, 3]
 
 
 def test_a_large_model_is_cut_as_the_paper_says() -> None:

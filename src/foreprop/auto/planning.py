@@ -2,8 +2,8 @@
 
 The first step shows the order of first uses. The next ones are watched (`auto.stepprobe`), and
 every rank counts the rows that each embedding's gradient touches. Then the links are measured
-(`auto.linkprobe`). By rows go the embeddings for which Parallax's rule says so
-(`core.parallax`); among architectures the planner's prediction decides (`model.planner`), among
+(`auto.linkprobe`). By rows go the embeddings for which `core.parallax` says so
+(`auto.routes`); among architectures the planner's prediction decides (`model.planner`), among
 slice sizes the simulator's (`simulate.slicesize`). Rank 0 decides, so all ranks do alike.
 """
 
@@ -14,19 +14,21 @@ import json
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from foreprop.auto.linkprobe import Links, measure_links
+from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
+from foreprop.config.checks import UNEVEN_LEFT_OUT
 from foreprop.core.linkshares import ready_in, shares_of
-from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
-from foreprop.core.parallax import prefers_servers, traffic
+from foreprop.core.manifest import ParameterInfo
+from foreprop.core.parallax import Topology
 from foreprop.link.stream import local_address
 from foreprop.model.deployment import Deployment
 from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deployment_for
@@ -43,7 +45,6 @@ MEASURED_STEPS = 4
 """The first of them, which shows the order of first uses, is not watched."""
 _PATIENCE_S = 60.0
 """Rank 0 may simulate for so long before anybody reports a stall."""
-_HEADINGS = ("parameter", "size", "alpha", "choice", "servers", "all-gather", "all-reduce")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -157,9 +158,19 @@ class Planning:
         if not self._candidates:
             return now, ""
         measured = {name: share for name, share in shares.items() if name in self._candidates}
-        choices = choose_routes(self._infos, measured, self._world.size)
+        choices = choose_routes(self._infos, measured, self._topology, self._config.wire_dtype)
         wanted = now - self._candidates | {c.info.name for c in choices if c.row_wise}
-        return wanted, describe_routes(choices, self._world.size)
+        return wanted, describe_routes(choices, self._topology)
+
+    @property
+    def _topology(self) -> Topology:
+        config = self._config
+        return Topology(
+            self.nodes,
+            min(self._per_node, self._world.size),
+            config.dedicated_servers,
+            config.local_aggregation != "off",
+        )
 
     def _measure(self, board: Board, session_id: str) -> Links | None:
         """On one rank of each node; None on the others."""
@@ -184,53 +195,8 @@ class Planning:
             rate_bits_per_s=rate if paced is None else min(rate, paced),
             latency_s=links.latency_s,
             bytes_per_elem=4 if self._config.wire_dtype is None else 2,
+            local_aggregation=self._config.local_aggregation != "off",
         )
-
-
-# Embeddings: by rows or not.
-@dataclass(frozen=True, slots=True)
-class RouteChoice:
-    """What was measured of one embedding, and what follows."""
-
-    info: ParameterInfo
-    alpha: float
-    """The share of its rows that a worker touches in a step, on average."""
-    row_wise: bool
-
-
-def choose_routes(
-    infos: Sequence[ParameterInfo], shares: Mapping[str, float], workers: int
-) -> list[RouteChoice]:
-    """For every parameter that has been measured."""
-    return [
-        RouteChoice(info, shares[info.name], prefers_servers(shares[info.name], workers))
-        for info in infos
-        if info.name in shares
-    ]
-
-
-def describe_routes(choices: Sequence[RouteChoice], workers: int) -> str:
-    """A table: parameter, size, alpha, choice, predicted bytes per worker and step."""
-    rows: list[tuple[str, ...]] = [_HEADINGS]
-    for choice in choices:
-        size_bytes = choice.info.elems * ITEMSIZE_BYTES[choice.info.dtype]
-        moved = traffic(size_bytes, choice.alpha, workers)
-        way = "servers, by rows" if choice.row_wise else "all-reduce"
-        cells = (choice.info.name, _readable(size_bytes), f"{choice.alpha:.4f}", way)
-        rows.append((*cells, *map(_readable, moved)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head = f"embeddings, with bytes per worker (of {workers}) and step:\n"
-    return head + "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def _readable(size_bytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.3g} {unit}"
-    return f"{size_bytes:.3g} B"
 
 
 # Architectures and slices.
@@ -287,7 +253,7 @@ def plan_session(
 
 def _as_setting(node_rates: Sequence[float], config: Config) -> str | None:
     """Of the nodes whose links are slower; None if there are none, or a setting says it."""
-    if config.node_rates is not None or config.placement == "kvstore":
+    if config.node_rates is not None or config.placement in UNEVEN_LEFT_OUT:
         return None
     slower = [f"{node}:{rate:g}" for node, rate in enumerate(node_rates) if rate < 1]
     return ",".join(slower) or None

@@ -20,7 +20,8 @@ def config(
         typer.Argument(metavar="[NAME=VALUE]...", help="Settings, as parallelize() takes them."),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="p3 (default), slicing, kvstore, wfbp or tensorflow.")
+        str | None,
+        typer.Option(help="p3 (default), slicing, kvstore, wfbp, tensorflow or p3-2019."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:

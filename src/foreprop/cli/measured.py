@@ -105,6 +105,7 @@ def table(setting: LabSetting, records: list[Record]) -> Table:
         title=f"{kind}{first.model} / {first.scale}, {nodes_text(setting)},"
         f" {first.rate_bits_per_s / 1e6:.0f} Mbit/s (balance {first.balance:.2f}),"
         f" compute {first.compute_s:.{places - 1}f} s, limit {first.limit_s:.{places}f} s"
+        + (f", staleness {first.staleness}" if first.staleness else "")
     )
     for heading in ("system", "s/step", "p10-p90", "efficiency", "waiting s", "CPU s/GB", "CPUs"):
         shown.add_column(heading, justify="left" if heading == "system" else "right")

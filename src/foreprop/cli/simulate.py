@@ -22,6 +22,7 @@ from foreprop.cli.measured import (
 )
 from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
 from foreprop.cli.output import console, print_json, print_table
+from foreprop.core.staleness import parse_staleness
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
@@ -39,6 +40,7 @@ from foreprop.workload.records import write_records
     **UNEVEN_OPTIONS,
     latency_s=Shown(name="latency", kind=str, default="100us", read=partial(parse_time, "latency")),
     symmetric=Shown(declared=("--symmetric/--every-node",)),
+    staleness=Shown(kind=str, default="0", read=partial(parse_staleness, "staleness")),
 )
 def simulate(
     model: Model = None,
@@ -60,6 +62,7 @@ def simulate(
       foreprop lab simulate --model resnet50 --nodes 16 --rate 10Gbit --compute 180ms --scale 1
       foreprop lab simulate --model vgg19 --nodes 256 --balance 1.0 --latency 50us
       foreprop lab simulate --profile mine.json --rate 25Gbps --scale 1 --json
+      foreprop lab simulate --systems p3 --slow-nodes 1 --slowdown 1.0 --staleness async
     """
     setting = SimulatedSetting(**completed(model, profile, given))
     results = writable(out) / "results.json"

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _WINDOW = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 
+UNEVEN_LEFT_OUT = ("kvstore", "strict_round_robin")
+"""Placements that have their own rule, whatever links differ."""
+
+
 def parse_windows(text: str) -> tuple[range, ...]:
     """``trace_steps``: of ``10-19,1000`` the steps 10 to 19 and 1000; raises `ConfigError`."""
     windows = []
@@ -100,7 +104,12 @@ def _choices_text(choices: Mapping[Any, Any]) -> str:
 
 
 def _check_architecture(config: Config) -> None:
-    """Raises `ConfigError` for what does not go together with the architecture."""
+    """Raises `ConfigError` for what does not go together with the architecture, or the lanes."""
+    if config.lanes == "one" and config.order != "priority":
+        raise ConfigError(
+            f"lanes is 'one' and order is {config.order!r}; one lane goes by priority: set"
+            " order='priority', or leave lanes out"
+        )
     if config.slice_elems == "auto":
         _check_automatic_slices(config)
     if config.architecture == "ps" and not config.dedicated_servers:
@@ -129,7 +138,7 @@ def _check_node_rates(config: Config) -> None:
     from foreprop.core.linkshares import parse_node_rates
 
     parse_node_rates(config.node_rates or "")
-    if config.dedicated_servers or config.placement == "kvstore":
+    if config.dedicated_servers or config.placement in UNEVEN_LEFT_OUT:
         raise ConfigError(
             f"node_rates is {config.node_rates!r}, which is for servers beside the workers that"
             f" own what suits their links; dedicated_servers is {config.dedicated_servers},"

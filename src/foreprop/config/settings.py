@@ -20,7 +20,7 @@ from foreprop.config.environment import (
     settings_from_environment,
 )
 from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
-from foreprop.core.sendqueue import Order, Reply
+from foreprop.core.sendqueue import LaneRule, Order, Reply
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
 from foreprop.errors import ConfigError
 
@@ -31,39 +31,22 @@ Collectives = Literal["auto", "gloo", "nccl"]
 LocalAggregation = Literal["auto", "on", "off"]
 Wait = Literal["use", "modules"]
 UpdateBy = Literal["auto", "servers", "workers"]
-Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
+Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow", "p3-2019"]
 
-PRESETS: Mapping[str, Mapping[str, str]] = {
-    "p3": {
-        "granularity": "slice",
-        "order": "priority",
-        "reply": "broadcast",
-        "placement": "round_robin",
-    },
-    "slicing": {
-        "granularity": "slice",
-        "order": "fifo",
-        "reply": "broadcast",
-        "placement": "round_robin",
-    },
-    "kvstore": {
-        "granularity": "array",
-        "order": "fifo",
-        "reply": "notify",
-        "placement": "kvstore",
-    },
-    "wfbp": {
-        "granularity": "array",
-        "order": "fifo",
-        "reply": "broadcast",
-        "placement": "balanced",
-    },
-    "tensorflow": {
-        "granularity": "array",
-        "order": "fifo",
-        "reply": "pull",
-        "placement": "balanced",
-    },
+
+def _preset(*knobs: str, lanes: str = "peers", **more: int) -> Mapping[str, Any]:
+    names = ("granularity", "order", "reply", "placement")
+    return {**dict(zip(names, knobs, strict=True)), "lanes": lanes, **more}
+
+
+_P3 = ("slice", "priority", "broadcast")
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "p3": _preset(*_P3, "round_robin"),
+    "slicing": _preset("slice", "fifo", "broadcast", "round_robin"),
+    "kvstore": _preset("array", "fifo", "notify", "kvstore"),
+    "wfbp": _preset("array", "fifo", "broadcast", "balanced"),
+    "tensorflow": _preset("array", "fifo", "pull", "balanced"),
+    "p3-2019": _preset(*_P3, "strict_round_robin", lanes="one", slice_elems=50_000),
 }
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
@@ -104,7 +87,14 @@ class Config:
         "broadcast",
         "broadcast: as soon as updated; notify: announce, then be pulled; pull: at the next step",
     )
-    placement: Placement = _setting("round_robin", "which server gets which piece")
+    placement: Placement = _setting(
+        "round_robin", "which server gets which piece; round_robin and balanced: by bytes"
+    )
+    lanes: LaneRule = _setting(
+        "peers",
+        "peers: each has a queue, and the kernel holds little; one: P3's consumer (section 4.2), a"
+        " frame at a time to whichever peer, without unsent_bytes and push_window_bytes",
+    )
     slice_elems: SliceElems = _setting(
         None,
         "elements per slice; by default 50000 (P3 section 5.7), with more than 8 servers 400000 /"
@@ -244,7 +234,7 @@ class Config:
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
         few = any(getattr(self, name) is not None for name in _FEW)
-        if few or self.dedicated_servers or self.slice_elems == "auto":
+        if few or self.dedicated_servers or self.slice_elems == "auto" or self.lanes == "one":
             from foreprop.config.checks import check_settings
 
             check_settings(self)
@@ -297,6 +287,7 @@ class Config:
             placement=self.placement,
             order=self.order,
             reply=self.reply,
+            lanes=self.lanes,
             servers=servers,
             slice_elems=self.cut_elems(servers),
             big_array_elems=self.big_array_elems,

@@ -15,7 +15,7 @@ from foreprop.config.settings import (
     WholeTables,
 )
 from foreprop.core.manifest import Reduction, WireDtype
-from foreprop.core.sendqueue import Order, Reply
+from foreprop.core.sendqueue import LaneRule, Order, Reply
 from foreprop.core.slicing import Granularity, Placement
 
 
@@ -28,6 +28,7 @@ class Settings(TypedDict, total=False):
     order: Order
     reply: Reply
     placement: Placement
+    lanes: LaneRule
     slice_elems: SliceElems
     big_array_elems: int
     placement_seed: int

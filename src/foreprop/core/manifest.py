@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from foreprop.core.frames import Peers, each_worker, nodes
-from foreprop.core.sendqueue import Order, Reply
+from foreprop.core.sendqueue import LaneRule, Order, Reply
 from foreprop.core.slicing import (
     Granularity,
     Partition,
@@ -103,6 +103,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     placement: Placement
     order: Order
     reply: Reply
+    lanes: LaneRule = "peers"
     servers: int
     slice_elems: int
     big_array_elems: int

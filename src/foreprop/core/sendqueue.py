@@ -15,6 +15,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 Order = Literal["priority", "fifo"]
 Reply = Literal["broadcast", "notify", "pull"]
+LaneRule = Literal["peers", "one"]
 T = TypeVar("T")
 
 AT_ONCE = 12
@@ -40,19 +41,20 @@ def runs_ahead(order: Order, servers: int) -> bool:
 class SendQueue(Generic[T]):
     """A stable priority queue; with ``order="fifo"`` step and priority are ignored."""
 
-    __slots__ = ("_fifo", "_sequence", "heap")
+    __slots__ = ("_fifo", "heap", "sequence")
 
     def __init__(self, order: Order = "priority") -> None:
         self.heap: list[tuple[int, int, int, T]] = []
         """What is queued, by (step, priority, sequence); the first one is the head."""
         self._fifo = order == "fifo"
-        self._sequence = 0
+        self.sequence = 0
+        """Of the next item, among those that are equally urgent."""
 
     def push(self, step: int, priority: int, item: T) -> None:
         if self._fifo:
             step = priority = 0
-        heapq.heappush(self.heap, (step, priority, self._sequence, item))
-        self._sequence += 1
+        heapq.heappush(self.heap, (step, priority, self.sequence, item))
+        self.sequence += 1
 
     def pop(self) -> T:
         return heapq.heappop(self.heap)[3]
@@ -75,6 +77,8 @@ class Turns(NamedTuple):
     """To so many peers items are under way."""
     at_least: int = 0
     """With fewer under way, ``may_leave`` is told that the link might be idle."""
+    in_order: bool = False
+    """Of equally urgent items the first one goes first, whoever it is for."""
 
     @classmethod
     def after(cls, own: int, peers: int, at_once: int = AT_ONCE) -> Turns:
@@ -84,6 +88,13 @@ class Turns(NamedTuple):
 
 
 USUAL_TURNS = Turns()
+ONE_LANE = Turns(at_once=1, in_order=True)
+"""P3's consumer: it takes the most urgent slice and blocks until that has left (section 4.2)."""
+
+
+def turns_of(lanes: LaneRule, own: int, peers: int) -> Turns:
+    """Of a process that is number ``own`` among its equals."""
+    return ONE_LANE if lanes == "one" else Turns.after(own, peers)
 
 
 class SendLanes(Generic[T]):
@@ -96,15 +107,8 @@ class SendLanes(Generic[T]):
     """
 
     __slots__ = (
-        "_at_least",
-        "_at_once",
-        "_busy",
-        "_first",
-        "_may_leave",
-        "_order",
-        "_queues",
-        "queued",
-    )
+        "_at_least _at_once _busy _first _in_order _may_leave _order _pushed _queues queued"
+    ).split()
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class SendLanes(Generic[T]):
         self._first = turns.first
         self._at_once = turns.at_once if order == "priority" else math.inf
         self._at_least = turns.at_least if may_leave is not None else 0
+        self._in_order, self._pushed = turns.in_order, 0
         self._queues: dict[int, SendQueue[T]] = {}
         self._busy: set[int] = set()
 
@@ -126,6 +131,8 @@ class SendLanes(Generic[T]):
         queue = self._queues.get(peer)
         if queue is None:
             queue = self._queues[peer] = SendQueue(self._order)
+        if self._in_order:
+            self._pushed = queue.sequence = self._pushed + 1
         queue.push(step, priority, item)
         self.queued += 1
 
@@ -144,8 +151,11 @@ class SendLanes(Generic[T]):
             departing += self.depart_to(peer)
         return departing
 
-    def _turn(self, peer: int) -> tuple[tuple[int, int], bool, int]:
-        return self._queues[peer].heap[0][:2], peer < self._first, peer
+    def _turn(self, peer: int) -> tuple[tuple[int, int], int, int]:
+        step, priority, sequence, _ = self._queues[peer].heap[0]
+        if self._in_order:
+            return (step, priority), sequence, peer
+        return (step, priority), peer < self._first, peer
 
     def depart_to(self, peer: int) -> list[T]:
         """The head for this peer, if there is one and it may leave now."""

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from foreprop.errors import ConfigError
 
 Granularity = Literal["slice", "array"]
-Placement = Literal["round_robin", "kvstore", "balanced"]
+Placement = Literal["round_robin", "kvstore", "balanced", "strict_round_robin"]
 
 
 class Slice(NamedTuple):
@@ -95,6 +95,8 @@ def plan_slices(
         from foreprop.core.kvplacement import place_kvstore
 
         placed = list(place_kvstore(pieces, partition))
+    elif partition.placement == "strict_round_robin":  # P3 section 4.2, to the letter
+        placed = [(piece, number % partition.servers) for number, piece in enumerate(pieces)]
     elif partition.placement == "balanced":
         placed = list(zip(pieces, _balanced_servers(pieces, partition.servers), strict=True))
     else:

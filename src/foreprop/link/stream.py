@@ -114,12 +114,12 @@ def connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
 def tune(
     sock: socket.socket,
     *,
-    unsent_bytes: int,
+    unsent_bytes: int | None,
     timeout_s: float,
     window_bytes: int | None = None,
     emulated: bool = False,
 ) -> None:
-    """Bound the bytes that the kernel holds unsent, so that priority is decided late.
+    """Bound the bytes that the kernel holds unsent, if so, so that priority is decided late.
 
     ``window_bytes``: see `bound_send_buffer`; by default the kernel chooses.
     A peer that acknowledges nothing for ``timeout_s`` breaks the connection, also one that nothing
@@ -135,7 +135,8 @@ def tune(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _EMULATED_BUFFER_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _EMULATED_BUFFER_BYTES)
     with contextlib.suppress(OSError):  # not every system has these
-        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, min(unsent_bytes, _INT_LIMIT))
+        unsent_bytes = _INT_LIMIT if unsent_bytes is None else min(unsent_bytes, _INT_LIMIT)
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, unsent_bytes)
         milliseconds = int(min(max(1000.0, timeout_s * 1000), _INT_LIMIT))
         sock.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, milliseconds)
         keep_alive(sock, timeout_s)

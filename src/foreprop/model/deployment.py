@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from foreprop.config import PRESETS, Config
+from foreprop.core.parallax import Topology
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Partition, usual_slice_elems
 from foreprop.errors import ConfigError
 from foreprop.workload import limit
@@ -119,16 +120,17 @@ class Deployment:
     @property
     def pushes_per_node(self) -> int:
         """Of each slice, in a step."""
-        return 1 if self.local_aggregation else self.workers_per_node
+        return self.topology.pushes_per_node
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(
+            self.nodes, self.workers_per_node, self.dedicated_servers, self.local_aggregation
+        )
 
     def pushed_share(self, table: Table) -> float:
-        """Of its rows, how many each push to the servers has.
-
-        Local aggregation pushes a row once that several of a node's workers touch: of rows drawn
-        at random, with equal chances, 1 - (1 - alpha)^L. Frequent words are shared more often.
-        """
-        workers = self.workers_per_node if self.local_aggregation else 1
-        return 1 - (1 - table.alpha) ** workers
+        """Of its rows, how many each push to the servers has."""
+        return self.topology.pushed_share(table.alpha)
 
     @property
     def message_s(self) -> float:
@@ -149,10 +151,11 @@ class Deployment:
         """As a session with this preset would cut and place the arrays."""
         preset = PRESETS[self.preset]
         return Partition(
-            granularity=preset["granularity"],  # type: ignore[arg-type]
-            placement=preset["placement"],  # type: ignore[arg-type]
+            granularity=preset["granularity"],
+            placement=preset["placement"],
             servers=self.servers,
-            slice_elems=self.slice_elems or usual_slice_elems(self.servers),
+            slice_elems=self.slice_elems
+            or preset.get("slice_elems", usual_slice_elems(self.servers)),
             big_array_elems=self.big_array_elems,
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from foreprop.config import PRESETS
-from foreprop.core.parallax import prefers_servers
+from foreprop.core.parallax import Topology, prefers_servers
 from foreprop.errors import ConfigError
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
 from foreprop.model.refined import Prediction, predict, step_s
@@ -21,6 +21,8 @@ from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import option
 
 P3 = "p3"
+PLANNED = tuple(name for name in PRESETS if name != "p3-2019")
+"""That one is there to be compared with; the model has no single consumer."""
 
 MOST_NODES = 256
 """Their predictions take minutes."""
@@ -53,6 +55,8 @@ class PlanSetting:
         "Each dedicated server's link, if it is another one.", None
     )
     bytes_per_elem: int = limit.BYTES_PER_ELEM
+    local_aggregation: bool = True
+    """A node's workers send one push."""
     dense_gradients: bool = option(
         "Embeddings have sparse=False: all of their rows are sent in every step.", False
     )
@@ -92,7 +96,12 @@ class PlanSetting:
         """Whether its gradient is to be sparse: as ``architecture="auto"`` decides it."""
         if self.dense_gradients or array.alpha is None:
             return False
-        return prefers_servers(array.alpha, self.workers)
+        row_bytes = array.row_elems * self.bytes_per_elem
+        # beside the workers: with dedicated ones, all else goes through them, too
+        topology = Topology(
+            self.nodes, self.workers_per_node, local_aggregation=self.local_aggregation
+        )
+        return prefers_servers(row_bytes, array.alpha, topology)
 
     @property
     def tables(self) -> list[Table]:
@@ -209,6 +218,7 @@ def deployment_for(setting: PlanSetting, candidate: Candidate) -> Deployment:
         preset=candidate.preset or P3,
         nodes=setting.nodes,
         workers_per_node=setting.workers_per_node,
+        local_aggregation=setting.local_aggregation,
         dedicated_servers=candidate.servers,
         rate_bits_per_s=setting.rate_bits_per_s,
         server_rate_bits_per_s=setting.server_rate_bits_per_s,
@@ -249,11 +259,11 @@ def forecasts(
 
     found = [made(c) for c in collective_candidates(setting, bool(setting.tables))]
     if 0 in setting.servers:
-        found += [made(Candidate("p2p", preset)) for preset in PRESETS]
+        found += [made(Candidate("p2p", preset)) for preset in PLANNED]
     served = [made(Candidate("ps", P3, count)) for count in setting.servers if count]
     if served:
         count = choose({f.candidate: f.step_s for f in served}).servers
-        others = [preset for preset in PRESETS if preset != P3]
+        others = [preset for preset in PLANNED if preset != P3]
         served += [made(Candidate("ps", preset, count)) for preset in others]
     return sorted(found + served, key=lambda f: f.step_s)
 

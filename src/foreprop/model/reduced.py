@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from foreprop.core.order import Chunk, Observation, cut_chunks, plan_order
+from foreprop.core.parallax import ROW_NUMBER_BYTES
 from foreprop.model.deployment import Deployment, Table
-from foreprop.model.served import ROW_NUMBER_BYTES, arrays_of, priorities, row_updates_s, rows_of
+from foreprop.model.served import arrays_of, priorities, row_updates_s, rows_of
 from foreprop.workload.setting import fill_buckets
 
 # Collectives that share the links of a ring.
@@ -106,8 +107,8 @@ def all_gather_s(deployment: Deployment, table: Table) -> tuple[float, float]:
     """Of a sparse gradient, as DDP has gloo do it: how long it keeps every link busy, and takes.
 
     Each of R ranks hands what it has been given on to the next one, R - 1 times, so that all rows
-    of all others pass every link: (R - 1) alpha W each way (Parallax, Table 3, has both ways). Then
-    all rows are added up.
+    of all others pass every link: (R - 1) alpha W each way (`core.parallax`). Then all rows are
+    added up.
     """
     others, hosts = deployment.workers - 1, deployment.hosts
     rows = table.alpha * table.elems / table.row_elems

@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreprop.config import PRESETS
+from foreprop.core.parallax import ROW_NUMBER_BYTES
 from foreprop.core.slicing import plan_slices
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.model.deployment import Deployment
 from foreprop.model.lanes import Lanes
-
-ROW_NUMBER_BYTES = 8
-"""With each row that is pushed, pulled or gathered."""
 
 
 class Piece(NamedTuple):

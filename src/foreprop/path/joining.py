@@ -238,7 +238,7 @@ class Joining:
 
     def _begin(self, manifest: Manifest, peers: int) -> Work:
         order = manifest.knobs.order
-        if takes_turns(order, peers):
+        if manifest.knobs.lanes == "peers" and takes_turns(order, peers):
             window_bytes = window_share_bytes(self._config.push_window_bytes, peers, order)
             for peer in self._connections.values():
                 peer.stream.bound(window_bytes)

@@ -142,7 +142,7 @@ class Server:
             sock.settimeout(None)
             tune(
                 sock,
-                unsent_bytes=self._config.unsent_bytes,
+                unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,
                 timeout_s=self._config.step_timeout_s,
                 emulated=self._is_emulated,
             )

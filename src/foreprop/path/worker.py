@@ -30,7 +30,7 @@ from foreprop.core.frames import (
     ValuesOffered,
 )
 from foreprop.core.manifest import Manifest
-from foreprop.core.sendqueue import Turns
+from foreprop.core.sendqueue import turns_of
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import Failure, InternalError, RemoteProtocolError
@@ -101,7 +101,7 @@ class WorkerEngine:
             order=manifest.knobs.order,
             reply=manifest.knobs.reply,
             window=push_window(manifest, self.slices, config, servers=len(streams)),
-            turns=Turns.after(rank, manifest.knobs.servers),
+            turns=turns_of(manifest.knobs.lanes, rank, manifest.knobs.servers),
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
         self._welcomes = self._steps = 0

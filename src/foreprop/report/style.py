@@ -93,6 +93,7 @@ VARIANTS: Mapping[str, Style] = {
     "ring-tuned": _variant("ring", "*", "--"),
     "p3-fine": _variant("p3", "d", "--"),
     "p3-workers": _variant("p3", "d", "-."),
+    "p3-2019": _variant("p3", "H", ":"),
     "p2p": STYLES["p3"],
     "ps": _variant("p3", "8", "--"),
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest, slice_names
-from foreprop.core.sendqueue import Turns
+from foreprop.core.sendqueue import turns_of
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
@@ -124,7 +124,7 @@ class _Composition:
             names=parameters,
             barrier=self._barrier,
             peers=peers,
-            turns=Turns.after(host.index, peers.count),
+            turns=turns_of(manifest.knobs.lanes, host.index, peers.count),
         )
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)

@@ -256,7 +256,7 @@ class Connections:
     def _tuned(self, sock: socket.socket) -> socket.socket:
         tune(
             sock,
-            unsent_bytes=self._config.unsent_bytes,
+            unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,
             timeout_s=self._config.step_timeout_s,
             window_bytes=self._window_bytes(sock),
             emulated=self.links is not None,
@@ -269,7 +269,7 @@ class Connections:
         Within a machine there is no link to keep free, and less than one of loopback's segments
         of 64 KiB would be acknowledged only after the kernel's delay of 40 ms.
         """
-        if stays_on_this_machine(sock):
+        if self._config.lanes == "one" or stays_on_this_machine(sock):
             return None
         return window_share_bytes(self._config.push_window_bytes, self.servers, self._config.order)
 

@@ -191,7 +191,7 @@ def parallelize(
             sparse gradients may be on the meta device: their rows are on the servers only.
         optimizer: any; over (some of) its parameters. Without one gradients are averaged when
             they are read.
-        preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp`` or ``tensorflow``.
+        preset: ``p3`` (default), ``slicing``, ``kvstore``, ``wfbp``, ``tensorflow``, ``p3-2019``.
         config: all settings at once, instead of ``preset`` and ``settings``.
         world: who takes part, connected as with several, though it be one process; by default
             found from the environment.

@@ -109,8 +109,8 @@ class Cluster:
             device.start()
         self.clock.run(lambda: not training)
         return SimulatedSteps(
-            step_s=[device.step_s for device in devices],
-            waited_s=[device.waited_s for device in devices],
+            step_s=[device.step_s[:steps] for device in devices],
+            waited_s=[device.waited_s[:steps] for device in devices],
             sent_bytes=self.sent_bytes,
         )
 
@@ -137,6 +137,7 @@ class Cluster:
             finished=finished,
             draw=setting.draw(range(first, first + (crowd.members if drawn else 1))),
             first_step=self._first_step,
+            goes_on=bool(setting.staleness),  # who is done first must not leave the others alone
         )
 
 

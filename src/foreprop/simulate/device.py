@@ -60,7 +60,7 @@ class Device:
     """Steps run from the end of a forward pass to the end of the next one, as in the lab.
 
     ``finished`` is called when ``steps`` of them are done, the first of which has the number
-    ``first_step`` of those that are drawn.
+    ``first_step`` of those that are drawn. With ``goes_on`` there are more, for others' sake.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Device:
         finished: Callable[[], None],
         draw: Draw,
         first_step: int = 1,
+        goes_on: bool = False,
     ) -> None:
         self.step_s: list[float] = []
         self.waited_s: list[float] = []
@@ -85,6 +86,7 @@ class Device:
         self._finished = finished
         self._draw = draw
         self._first_step = first_step
+        self._goes_on = goes_on
         self._times = draw(first_step - 1)
         self._step = 0  # whose gradients the pass that follows uses
         self._layer = 0
@@ -144,7 +146,8 @@ class Device:
         self._note_step()
         if len(self.step_s) == self._steps:
             self._finished()
-            return
+            if not self._goes_on:
+                return
         self._step += 1
         self._times = self._draw(self._first_step + self._step - 1)
         self._backward()

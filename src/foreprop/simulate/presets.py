@@ -34,6 +34,7 @@ def simulate_preset(
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
     config = simulated_config(name, setting, **changes)
+    _check_staleness(name, config, setting)
     agreement = agree(config, setting)
     site, hosts = Site(cluster.clock, cluster.hosts, agreement), cluster.hosts
     workers = [
@@ -73,7 +74,30 @@ def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Co
             f"servers_per_node is {config.servers_per_node}, which only `foreprop lab run` can do:"
             f" unset FOREPROP_SERVERS_PER_NODE to simulate {name} with 1"
         )
+    if config.lanes == "one" and not _is_each(setting):
+        raise ConfigError(
+            f"lanes is 'one' with {name}, but a node stands for several of {setting.nodes}: whom"
+            " its one consumer sends to next is another one on each; ask for symmetric=False"
+            " (--every-node)"
+        )
     return config
+
+
+def _check_staleness(name: str, config: Config, setting: SimulatedSetting) -> None:
+    """Raises `ConfigError` for what needs all workers' gradients of a step together."""
+    if not setting.staleness:
+        return
+    if _is_relayed(config, setting):
+        raise ConfigError(
+            f"staleness is {setting.staleness!r}, but the {setting.workers_per_node} workers of a"
+            f" node push as one with {name}: ask for workers_per_node=1, or set"
+            " FOREPROP_LOCAL_AGGREGATION=off"
+        )
+    if config.aggregation.needs_norm:
+        raise ConfigError(
+            f"staleness is {setting.staleness!r}, but clip_grad_norm with {name} needs all workers'"
+            " gradients of a step: leave one of them out"
+        )
 
 
 def bytes_per_elem(config: Config) -> int:
@@ -107,14 +131,21 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         servers=setting.nodes,
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
+        lanes=config.lanes,
         at_once=_at_once(setting),
         needs_norm=config.aggregation.needs_norm,
+        staleness=setting.staleness,
     )
 
 
 def _at_once(setting: SimulatedSetting) -> int:
     """All peers where one worker stands for many: these would all send to the same ones."""
-    return AT_ONCE if all(crowd.members == 1 for crowd in setting.crowds) else sys.maxsize
+    return AT_ONCE if _is_each(setting) else sys.maxsize
+
+
+def _is_each(setting: SimulatedSetting) -> bool:
+    """Whether no node stands for others."""
+    return all(crowd.members == 1 for crowd in setting.crowds)
 
 
 def _kernels(
@@ -122,9 +153,10 @@ def _kernels(
 ) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
-    most = _at_once(setting)
-    pushes_wait = takes_turns(config.order, setting.nodes, most)
-    replies_wait = takes_turns(config.order, pushers, most)
+    most, bounded = _at_once(setting), config.lanes == "peers"
+    pushes_wait = bounded and takes_turns(config.order, setting.nodes, most)
+    replies_wait = bounded and takes_turns(config.order, pushers, most)
+    unsent_bytes = config.unsent_bytes if bounded else sys.maxsize
 
     def at_once(wait: bool) -> int:
         return min(others, most) if wait else others
@@ -134,7 +166,7 @@ def _kernels(
             cluster.link,
             # pushes to the others' servers, replies to their workers
             connections=at_once(pushes_wait) + at_once(replies_wait),
-            unsent_bytes=config.unsent_bytes,
+            unsent_bytes=unsent_bytes,
             buffer_bytes=buffer_bytes,
             settles=settles,
         )
@@ -143,6 +175,8 @@ def _kernels(
     if runs_ahead(config.order, setting.nodes):
         pushed_bytes = least_bytes(pushed_bytes)  # in the lab frames queue
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
+    if not bounded:
+        pushed_bytes = replied_bytes
     if replies_wait:
         replied_bytes = window_share_bytes(config.push_window_bytes, pushers, config.order)
     return kernel(pushed_bytes, pushes_wait), kernel(replied_bytes, replies_wait)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import UNSET
+
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link, own_links
 from foreprop.simulate.collective import simulate_ddp
 from foreprop.simulate.presets import simulate_preset
@@ -122,20 +124,23 @@ def _record(
 ) -> Record:
     crowds = setting.crowds
     members = [crowd.members for crowd in crowds for _ in range(setting.workers_per_node)]
-    step_s, waited_s = (
-        [statistics.fmean(each, weights=members) for each in zip(*lists, strict=True)][uncounted:]
-        for lists in (simulated.step_s, simulated.waited_s)
-    )
+    # of workers apart, what a step of all takes at the rate of all together
+    mean = statistics.harmonic_mean if setting.staleness else statistics.fmean
+    step_s = [mean(each, weights=members) for each in zip(*simulated.step_s, strict=True)]
+    waited_s = [
+        statistics.fmean(each, weights=members) for each in zip(*simulated.waited_s, strict=True)
+    ]
     return record_of(
         name,
         setting,
-        step_s,
-        waited_s,
+        step_s[uncounted:],
+        waited_s[uncounted:],
         cpu_s_per_gb=0.0,
         cpu_share=0.0,
         cpu_bound=False,
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
+        staleness=setting.staleness or UNSET,
         representatives=len(crowds) if len(crowds) < setting.nodes else None,
         versions={"foreprop": __version__, "python": platform.python_version()},
     )

@@ -30,9 +30,10 @@ from foreprop.core.frames import (
 )
 from foreprop.core.norm import ZERO
 from foreprop.core.pushwindow import PushWindow, may_hold_back
-from foreprop.core.sendqueue import Order, Reply, Turns, runs_ahead
+from foreprop.core.sendqueue import ONE_LANE, LaneRule, Order, Reply, Turns, runs_ahead
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
+from foreprop.core.staleness import Staleness, StaleServer
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.errors import InternalError
@@ -61,10 +62,13 @@ class Agreement:
     """See `foreprop.Config`."""
     bytes_per_elem: int
     """On the wire."""
+    lanes: LaneRule
     at_once: int
     """To so many peers frames are under way (`core.sendqueue.Turns`)."""
     needs_norm: bool
     """Updates wait for the norm of all gradients (`core.barrier`)."""
+    staleness: Staleness = 0
+    """How many steps a worker may be ahead (`core.staleness`)."""
 
     @property
     def workers(self) -> int:
@@ -76,9 +80,13 @@ class Agreement:
         """Those that have slices."""
         return sorted({piece.server for piece in self.slices})
 
+    def turns(self, own: int, peers: int) -> Turns:
+        """Of a process that is number ``own`` among its equals."""
+        return ONE_LANE if self.lanes == "one" else Turns.after(own, peers, self.at_once)
+
     def window(self) -> PushWindow | None:
         """A worker's, as `path.worker` makes it."""
-        if runs_ahead(self.order, self.servers):
+        if self.lanes == "one" or self.staleness or runs_ahead(self.order, self.servers):
             return None
         if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
@@ -198,7 +206,7 @@ class ServedWorker:
             order=agreement.order,
             reply=agreement.reply,
             window=agreement.window(),
-            turns=Turns.after(rank, agreement.servers, agreement.at_once),
+            turns=agreement.turns(rank, agreement.servers),
         )
         self._owners = {piece.server for piece in agreement.slices}
         self._norms = NormCombiner(self._owners)
@@ -266,17 +274,7 @@ class Server:
         self._clock, self._hosts, self._agreement = site
         self._index = index
         self._workers = agreement.workers
-        owned = sum(piece.server == index for piece in agreement.slices)
-        self._machine = ServerMachine(
-            agreement.slices,
-            index=index,
-            workers=len(agreement.members),
-            order=agreement.order,
-            reply=agreement.reply,
-            names=[f"parameter {number}" for number in range(agreement.parameters)],
-            barrier=StepBarrier(owned) if agreement.needs_norm else None,
-            turns=Turns.after(index, len(agreement.members), agreement.at_once),
-        )
+        self._machine = _server_machine(agreement, index)
 
     # For the connections.
     def receive(self, message: Message) -> None:
@@ -296,7 +294,7 @@ class Server:
             if type(instruction) is SendFrame:
                 self.exchange.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
-                pushes = 0 if self._agreement.needs_norm else self._workers
+                pushes = self._pushes_in(instruction)
                 takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
                 self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
             elif type(instruction) is SumSlice:
@@ -309,5 +307,38 @@ class Server:
             else:
                 raise InternalError(f"a simulated server cannot do {instruction!r}")
 
+    def _pushes_in(self, update: UpdateSlice) -> int:
+        """That it has to sum: none, if that was done before."""
+        if self._agreement.staleness:
+            return len(update.ranks)
+        return 0 if self._agreement.needs_norm else self._workers
+
     def _elems(self, slice_: int) -> int:
         return self._agreement.slices[slice_].elems
+
+
+def _server_machine(agreement: Agreement, index: int) -> ServerMachine | StaleServer:
+    workers = len(agreement.members)
+    names = [f"parameter {number}" for number in range(agreement.parameters)]
+    turns = agreement.turns(index, workers)
+    if agreement.staleness:
+        return StaleServer(
+            agreement.slices,
+            index=index,
+            workers=workers,
+            staleness=agreement.staleness,
+            order=agreement.order,
+            names=names,
+            turns=turns,
+        )
+    owned = sum(piece.server == index for piece in agreement.slices)
+    return ServerMachine(
+        agreement.slices,
+        index=index,
+        workers=workers,
+        order=agreement.order,
+        reply=agreement.reply,
+        names=names,
+        barrier=StepBarrier(owned) if agreement.needs_norm else None,
+        turns=turns,
+    )

@@ -75,6 +75,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     representatives: int | None = None
     """How many workers were simulated and stood for all nodes; None: each for itself."""
     versions: dict[str, str]
+    staleness: int | str | UnsetType = UNSET
+    """How many steps a worker may be ahead of the slowest, or ``async``; left out if none. Steps
+    are then harmonic means over the workers, and `limit_s` is of steps that are made together."""
     uneven: dict[str, Any] | UnsetType = UNSET
     """Of `LabSetting`, what makes nodes, links or steps differ; left out if nothing does."""
     mean_s: float | UnsetType = UNSET

@@ -201,8 +201,10 @@ class LabSetting:
         Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
         so that the last one, hardly used, would cost a share that it does not cost unscaled.
         """
-        _, mark, size = system.partition(SIZE_MARK)
-        elems = self.scaled(int(size) if mark else self.unscaled_slice_elems)
+        name, mark, size = system.partition(SIZE_MARK)
+        published = PRESETS.get(name, {}).get("slice_elems")
+        usual = self._asked_slice_elems or published or self.unscaled_slice_elems
+        elems = self.scaled(int(size) if mark else usual)
         return elems if mark or self._asked_slice_elems else _filling_packets(elems)
 
     @property
