@@ -11,6 +11,7 @@ from the end of a forward pass to the end of the next.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import statistics
@@ -28,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import foreprop
-from foreprop.lab.layers import LayersSetting, real_profile
+from foreprop.lab.layers import WAITS, LayersSetting, real_profile
 from foreprop.lab.reallayers import DEVICE, MODELS
 from foreprop.lab.run import run_lab
 from foreprop.lab.systems import Steps, System
@@ -148,6 +149,12 @@ def train_with_lightning(name: str, task: Task, turns: Turns, settings: dict[str
             super().__init__()
             self.task = task
 
+        def on_train_batch_start(self, batch: Any, number: int) -> int | None:
+            if turns.goes_on():
+                return None
+            self.trainer.should_stop = True
+            return -1  # ends the epoch
+
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             loss: torch.Tensor = self.task(**batch)["loss"]
             return loss
@@ -155,20 +162,12 @@ def train_with_lightning(name: str, task: Task, turns: Turns, settings: dict[str
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return task.sgd()
 
-    class InTurn(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> int | None:
-            if turns.goes_on():
-                return None
-            trainer.should_stop = True
-            return -1  # ends the epoch
-
     trainer = pl.Trainer(
         strategy=ForepropStrategy(**settings) if name == LIGHTNING else "ddp",
         accelerator="cpu",
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,
-        callbacks=[InTurn()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -242,6 +241,7 @@ class LoopSystem:
         settings: dict[str, Any] = {"slice_elems": setting.slice_elems_of("p3")}
         if paced:
             settings["link_rate_bits_per_s"] = setting.network.rate_of(rank)
+        self._release = WAITS.hold()
         self._turns = Turns()
         task = Task(setting, self._turns)
         loop = lambda: _TRAIN[name](name, task, self._turns, settings)  # noqa: E731
@@ -254,13 +254,14 @@ class LoopSystem:
     def steps(self, count: int, first: int = 1) -> Steps:
         idle_before = DEVICE.idle_s
         marks = self._turns.ask(count)
-        step_s = [after - before for before, after in zip(marks, marks[1:], strict=False)]
+        step_s = [after - before for before, after in itertools.pairwise(marks)]
         idle_s = (DEVICE.idle_s - idle_before) / count
         return Steps(step_s=step_s, waited_s=[idle_s] * count)
 
     def close(self) -> None:
         self._turns.ask(0)
         self._thread.join()
+        self._release()
 
 
 def build_system(

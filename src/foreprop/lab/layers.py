@@ -57,7 +57,7 @@ def _idling(wait: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_WAITS = Interception(WorkerEngine, "wait", _idling)
+WAITS = Interception(WorkerEngine, "wait", _idling)
 """Whatever code waits for a parameter, the device is idle until it is there."""
 
 
@@ -78,7 +78,7 @@ class LayersSystem:
             own["link_rate_bits_per_s"] = setting.network.rate_of(rank)
         config = foreprop_config("p3", setting, **own)
         self._session = connect(self._model, self._optimizer, config)
-        self._release = _WAITS.hold()
+        self._release = WAITS.hold()
 
     def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()
