@@ -1,4 +1,4 @@
-"""Inductor's kernels for CPUs, which are to run without the interpreter lock.
+"""How inductor is to compile our graphs: kernels without the interpreter lock, in their order.
 
 torch's own operators run without it. Inductor's C++ kernels, fused from several of them, are called
 from Python by bindings that keep it (`torch._inductor.codecache`). Meanwhile no other thread can
@@ -53,3 +53,17 @@ def unlocked_kernels() -> Iterator[None]:
         yield
     finally:
         release()
+
+
+def in_given_order() -> contextlib.AbstractContextManager[Any]:
+    """What inductor compiles meanwhile runs in its graph's order, where fusion allows it.
+
+    Its last pass would have what takes memory for long, as gradients do, computed as late as
+    possible. The kernels are made before that pass, and are the same.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if not hasattr(config, "reorder_for_peak_memory"):
+        return contextlib.nullcontext()
+    patched: Any = config
+    kept: contextlib.AbstractContextManager[Any] = patched.patch(reorder_for_peak_memory=False)
+    return kept
