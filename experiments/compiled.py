@@ -4,13 +4,16 @@
 
 The first argument is the rate of each node's link in bits per second, by which foreprop paces its
 own sockets; every process is a node. The loops' blocks of steps take turns in the same processes.
-"at the edges" is compiled whole, but waits at the region's entry, and its gradients leave when the
-backward graph has ended: what a compiled region did before `foreprop.compiled`. Rank 0 prints, and
-writes a compiled step's waits and gradients to the file.
+"with the lock" is compiled whole as by inductor alone: kernels for CPUs keep the interpreter lock,
+and the backward graph runs in the order that needs the least memory. "at the edges" is compiled
+whole, but waits at the region's entry, and its gradients leave when the backward graph has ended:
+what a compiled region did before `foreprop.compiled`. Rank 0 prints, and writes a compiled step's
+waits and gradients to the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -20,14 +23,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.codecache import PyCodeCache
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.compiled import regions
+from foreprop.compiled import regions, tracing
 
 WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
 BLOCK_STEPS, ROUNDS = 4, 6
-LOOPS = ("eager", "compiled", "per block", "at the edges")
+LOOPS = ("eager", "compiled", "per block", "with the lock", "at the edges")
+WHOLE = ("compiled", "with the lock", "at the edges")
 
 
 class Block(nn.Module):
@@ -67,8 +72,10 @@ class Loop:
         self.model = Transformer()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.call: Any = self.model
-        if name in ("compiled", "at the edges"):
-            self.call = torch.compile(self.model)
+        if name in WHOLE:
+            # other options, although of no effect: so it does not share what is compiled
+            options = {"verbose_progress": False} if name == "with the lock" else None
+            self.call = torch.compile(self.model, options=options)
         for block in self.model.blocks if name == "per block" else ():
             block.compile()
         self.session: Any = None
@@ -92,11 +99,16 @@ class Loop:
         run, targets = region.run, backward._targets
         if self.name == "at the edges":
             region.run, backward._targets = _run_at_edges, lambda _: {}
+        compiling: Any = tracing
+        before = compiling.unlocked_kernels, compiling.in_given_order
+        if self.name == "with the lock":
+            compiling.unlocked_kernels = compiling.in_given_order = contextlib.nullcontext
         for _ in range(steps):
             self.step()
         if self.session is not None:
             self.session.flush()
         region.run, backward._targets = run, targets
+        compiling.unlocked_kernels, compiling.in_given_order = before
 
 
 _run = regions.Region.run
@@ -148,6 +160,7 @@ def main(rate: float, path: Path) -> None:
     alone = Loop("eager", None)
     loops = [Loop(name, rate) for name in LOOPS]
     for loop in (alone, *loops):
+        PyCodeCache.cache_clear()  # or equal graphs of two loops would have the same kernels
         loop.block(5)
         loop.step_s.clear()
     for _ in range(ROUNDS):
@@ -168,7 +181,7 @@ def main(rate: float, path: Path) -> None:
         for loop in loops:
             step_s = statistics.median(loop.step_s)
             efficiency = limit_s / step_s
-            print(f"{loop.name:12} {step_s * 1e3:8.1f} ms/step  efficiency {efficiency:.3f}")
+            print(f"{loop.name:13} {step_s * 1e3:8.1f} ms/step  efficiency {efficiency:.3f}")
         path.write_text("\n".join(lines) + "\n")
 
 
