@@ -14,7 +14,7 @@ from foreprop.lab.layers import LAYERS_SYSTEMS, LayersSetting, build_system, rea
 from foreprop.lab.run import run_lab
 from foreprop.workload.setting import UNEVEN
 
-_NOT_HERE = ("workers_per_node", "mxnet_python", "seed", "trace", *UNEVEN)
+_NOT_HERE = ("workers_per_node", "mxnet_python", "seed", *UNEVEN)
 
 
 @filling(

@@ -72,6 +72,8 @@ class LayersSystem:
         self._call = _compiled(self._model, name)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         own: dict[str, Any] = {}
+        if setting.trace is not None:
+            own["trace"] = str(setting.trace / name)
         if paced:
             own["link_rate_bits_per_s"] = setting.network.rate_of(rank)
         config = foreprop_config("p3", setting, **own)
