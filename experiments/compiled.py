@@ -32,7 +32,9 @@ from foreprop.compiled import regions, tracing
 WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
 BLOCK_STEPS, ROUNDS = 4, 6
 LOOPS = ("eager", "compiled", "per block", "with the lock", "at the edges")
-WHOLE = ("compiled", "with the lock", "at the edges")
+WHOLE = ("compiled", "with the lock", "at the edges", "alone")
+OPTIONS = {"with the lock": {"verbose_progress": False}, "alone": {"trace.enabled": False}}
+"""Inductor's, as they are by default: so these loops share nothing with what others compile."""
 
 
 class Block(nn.Module):
@@ -73,9 +75,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.call: Any = self.model
         if name in WHOLE:
-            # other options, although of no effect: so it does not share what is compiled
-            options = {"verbose_progress": False} if name == "with the lock" else None
-            self.call = torch.compile(self.model, options=options)
+            self.call = torch.compile(self.model, options=OPTIONS.get(name))
         for block in self.model.blocks if name == "per block" else ():
             block.compile()
         self.session: Any = None
@@ -157,14 +157,14 @@ def trace(loop: Loop) -> list[str]:
 def main(rate: float, path: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each process is a node
-    alone = Loop("eager", None)
+    alone = [Loop("eager", None), Loop("alone", None)]
     loops = [Loop(name, rate) for name in LOOPS]
-    for loop in (alone, *loops):
+    for loop in (*alone, *loops):
         PyCodeCache.cache_clear()  # or equal graphs of two loops would have the same kernels
         loop.block(5)
         loop.step_s.clear()
     for _ in range(ROUNDS):
-        for loop in (alone, *loops):
+        for loop in (*alone, *loops):
             loop.block()
             del loop.step_s[-BLOCK_STEPS]  # after the flush there is nothing to wait for
     rank = loops[0].session.rank
@@ -172,11 +172,14 @@ def main(rate: float, path: Path) -> None:
     for loop in loops:
         loop.session.close()
     if rank == 0:
-        numel = sum(p.numel() for p in alone.model.parameters())
+        numel = sum(p.numel() for p in alone[0].model.parameters())
         ranks = loops[0].session.world_size
         wire_s = numel * 32 * (ranks - 1) / ranks * 2 / rate  # a server on each node
-        compute_s = statistics.median(alone.step_s)
-        print(f"compute {compute_s * 1e3:.1f} ms, wire {wire_s * 1e3:.1f} ms each way")
+        compute_s, compiled_s = (statistics.median(loop.step_s) for loop in alone)
+        print(
+            f"compute {compute_s * 1e3:.1f} ms, compiled {compiled_s * 1e3:.1f} ms,"
+            f" wire {wire_s * 1e3:.1f} ms each way"
+        )
         limit_s = max(wire_s, compute_s)
         for loop in loops:
             step_s = statistics.median(loop.step_s)
