@@ -33,7 +33,10 @@ WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
 BLOCK_STEPS, ROUNDS = 4, 6
 LOOPS = ("eager", "compiled", "per block", "with the lock", "at the edges")
 WHOLE = ("compiled", "with the lock", "at the edges", "alone")
-OPTIONS = {"with the lock": {"verbose_progress": False}, "alone": {"trace.enabled": False}}
+OPTIONS: dict[str, Any] = {
+    "with the lock": {"verbose_progress": False},
+    "alone": {"trace.enabled": False},
+}
 """Inductor's, as they are by default: so these loops share nothing with what others compile."""
 
 

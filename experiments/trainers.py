@@ -144,7 +144,7 @@ def train_with_lightning(name: str, task: Task, turns: Turns, settings: dict[str
 
     from foreprop.integrations.lightning import ForepropStrategy
 
-    class Module(pl.LightningModule):  # type: ignore[misc]  # no types of Lightning's here
+    class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.task = task
@@ -214,7 +214,7 @@ def train_with_trainer(name: str, task: Task, turns: Turns, settings: dict[str, 
     try:
         trainer.train()
     except _Ended:
-        if name == TRAINER:
+        if isinstance(trainer, ForepropTrainer) and trainer.session is not None:
             trainer.session.close()
 
 
