@@ -4,13 +4,16 @@
 
 The first argument is the rate of each node's link in bits per second, by which foreprop paces its
 own sockets; every process is a node. The loops' blocks of steps take turns in the same processes.
-"at the edges" is compiled whole, but waits at the region's entry, and its gradients leave when the
-backward graph has ended: what a compiled region did before `foreprop.compiled`. Rank 0 prints, and
-writes a compiled step's waits and gradients to the file.
+"with the lock" is compiled whole as by inductor alone: kernels for CPUs keep the interpreter lock,
+and the backward graph runs in the order that needs the least memory. "at the edges" is compiled
+whole, but waits at the region's entry, and its gradients leave when the backward graph has ended:
+what a compiled region did before `foreprop.compiled`. Rank 0 prints, and writes a compiled step's
+waits and gradients to the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
@@ -20,14 +23,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.codecache import PyCodeCache
 from torch.nn import functional as F
 
 import foreprop
-from foreprop.compiled import regions
+from foreprop.compiled import regions, tracing
 
 WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
 BLOCK_STEPS, ROUNDS = 4, 6
-LOOPS = ("eager", "compiled", "per block", "at the edges")
+LOOPS = ("eager", "compiled", "per block", "with the lock", "at the edges")
+WHOLE = ("compiled", "with the lock", "at the edges", "alone")
+OPTIONS: dict[str, Any] = {
+    "with the lock": {"verbose_progress": False},
+    "alone": {"trace.enabled": False},
+}
+"""Inductor's, as they are by default: so these loops share nothing with what others compile."""
 
 
 class Block(nn.Module):
@@ -67,8 +77,8 @@ class Loop:
         self.model = Transformer()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.call: Any = self.model
-        if name in ("compiled", "at the edges"):
-            self.call = torch.compile(self.model)
+        if name in WHOLE:
+            self.call = torch.compile(self.model, options=OPTIONS.get(name))
         for block in self.model.blocks if name == "per block" else ():
             block.compile()
         self.session: Any = None
@@ -92,11 +102,16 @@ class Loop:
         run, targets = region.run, backward._targets
         if self.name == "at the edges":
             region.run, backward._targets = _run_at_edges, lambda _: {}
+        compiling: Any = tracing
+        before = compiling.unlocked_kernels, compiling.in_given_order
+        if self.name == "with the lock":
+            compiling.unlocked_kernels = compiling.in_given_order = contextlib.nullcontext
         for _ in range(steps):
             self.step()
         if self.session is not None:
             self.session.flush()
         region.run, backward._targets = run, targets
+        compiling.unlocked_kernels, compiling.in_given_order = before
 
 
 _run = regions.Region.run
@@ -145,13 +160,14 @@ def trace(loop: Loop) -> list[str]:
 def main(rate: float, path: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each process is a node
-    alone = Loop("eager", None)
+    alone = [Loop("eager", None), Loop("alone", None)]
     loops = [Loop(name, rate) for name in LOOPS]
-    for loop in (alone, *loops):
+    for loop in (*alone, *loops):
+        PyCodeCache.cache_clear()  # or equal graphs of two loops would have the same kernels
         loop.block(5)
         loop.step_s.clear()
     for _ in range(ROUNDS):
-        for loop in (alone, *loops):
+        for loop in (*alone, *loops):
             loop.block()
             del loop.step_s[-BLOCK_STEPS]  # after the flush there is nothing to wait for
     rank = loops[0].session.rank
@@ -159,16 +175,19 @@ def main(rate: float, path: Path) -> None:
     for loop in loops:
         loop.session.close()
     if rank == 0:
-        numel = sum(p.numel() for p in alone.model.parameters())
+        numel = sum(p.numel() for p in alone[0].model.parameters())
         ranks = loops[0].session.world_size
         wire_s = numel * 32 * (ranks - 1) / ranks * 2 / rate  # a server on each node
-        compute_s = statistics.median(alone.step_s)
-        print(f"compute {compute_s * 1e3:.1f} ms, wire {wire_s * 1e3:.1f} ms each way")
+        compute_s, compiled_s = (statistics.median(loop.step_s) for loop in alone)
+        print(
+            f"compute {compute_s * 1e3:.1f} ms, compiled {compiled_s * 1e3:.1f} ms,"
+            f" wire {wire_s * 1e3:.1f} ms each way"
+        )
         limit_s = max(wire_s, compute_s)
         for loop in loops:
             step_s = statistics.median(loop.step_s)
             efficiency = limit_s / step_s
-            print(f"{loop.name:12} {step_s * 1e3:8.1f} ms/step  efficiency {efficiency:.3f}")
+            print(f"{loop.name:13} {step_s * 1e3:8.1f} ms/step  efficiency {efficiency:.3f}")
         path.write_text("\n".join(lines) + "\n")
 
 

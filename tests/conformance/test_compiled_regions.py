@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,6 +401,18 @@ def test_cuda_graphs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, backen
         pytest.raises(ConfigError, match="mode='max-autotune-no-cudagraphs'"),
     ):
         call(x)
+
+
+def test_a_trace_breaks_no_graph(tmp_path: Path) -> None:
+    """Hooks that record a forward pass by layer are not there for the compiler."""
+    model, optimizer = _seeded()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0], trace=str(tmp_path)):
+        _train(call, optimizer, make_batches(3))
+    (path,) = tmp_path.glob("worker-0.*.trace.json")
+    text = path.read_text()
+    assert '"backward"' in text
+    assert '"forward"' not in text
 
 
 def test_what_is_replaced_is_given_back() -> None:

@@ -112,6 +112,11 @@ COMMANDS = (
         "Predict what `run` would measure, without a cluster; write results.json.",
     ),
     Entry(
+        "lab layers",
+        "foreprop.cli.layers:layers",
+        "Measure real layers, eager and compiled, in one cluster; write results.json.",
+    ),
+    Entry(
         "lab mlp",
         "experiments.mlp.command:mlp",
         "Train a perceptron on Fashion-MNIST, 1 to 7 workers; write results.json and figures.",

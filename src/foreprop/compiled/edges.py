@@ -15,10 +15,14 @@ from foreprop.hooks.interception import Interception
 _lock = threading.Lock()
 
 
-class _BackwardPass:
+class BackwardPass:
+    """One run of autograd's."""
+
     def __init__(self, roots: Sequence[torch.Tensor]) -> None:
         self._roots = [root.grad_fn for root in roots]
         self._uses: Counter[int] | None = None
+        self.at_end: list[Callable[[], None]] = []
+        """Called when it has ended, or failed."""
 
     def uses(self) -> Counter[int]:
         """By the parameter's `id`: the edges that lead to where autograd accumulates it."""
@@ -42,28 +46,30 @@ def _count(roots: Sequence[Any]) -> Counter[int]:
     return uses
 
 
-_under_way: dict[int, list[_BackwardPass]] = {}
+_under_way: dict[int, list[BackwardPass]] = {}
 """By thread: the innermost is the last."""
 
 
-def uses_of_this_pass() -> Counter[int]:
-    """Empty if it is not known which pass this is."""
+def maybe_this_pass() -> BackwardPass | None:
+    """None if it is not known which pass this is."""
     with _lock:
         own = _under_way.get(threading.get_ident())
         passes = own[-1:] if own else [one for each in _under_way.values() for one in each]
-    return passes[0].uses() if len(passes) == 1 else Counter()
+    return passes[0] if len(passes) == 1 else None
 
 
 def _running(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         own = [output for output in outputs if isinstance(output, torch.Tensor)]
-        thread = threading.get_ident()
+        thread, this = threading.get_ident(), BackwardPass(own)
         with _lock:
-            _under_way.setdefault(thread, []).append(_BackwardPass(own))
+            _under_way.setdefault(thread, []).append(this)
         try:
             return run(outputs, *args, **kwargs)
         finally:
+            for call in this.at_end:
+                call()
             with _lock:
                 _under_way[thread].pop()
                 if not _under_way[thread]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from foreprop.compiled.edges import uses_of_this_pass
+from foreprop.compiled.edges import BackwardPass, maybe_this_pass
 from foreprop.compiled.operators import running
 from foreprop.errors import InternalError
 from foreprop.path.waiting import Pending, waits_for
@@ -164,8 +164,11 @@ class BackwardGraph:
         """The gradients that may be accumulated within the graph, by output."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return {}  # a second pass may come, or its gradients' gradients be asked for
+        this = maybe_this_pass()
+        if this is None:
+            return {}
         edges = torch._C._current_autograd_node().next_functions
-        uses = uses_of_this_pass()
+        uses = this.uses()
         found = {}
         for output, edge in self._outputs.items():
             if edge < len(edges):
@@ -174,7 +177,7 @@ class BackwardGraph:
                 if variable is None or uses[id(variable)] != 1 or _is_hooked(variable):
                     continue
                 if _accumulates(node):
-                    found[output] = _Target(node, variable)
+                    found[output] = _Target(node, variable, this)
         return found
 
 
@@ -185,12 +188,18 @@ def _memory(tensor: torch.Tensor) -> int:
 class _Target:
     """Where autograd accumulates a gradient."""
 
-    def __init__(self, node: Any, variable: torch.Tensor) -> None:
+    def __init__(self, node: Any, variable: torch.Tensor, of: BackwardPass) -> None:
         self._node = node
         self._variable = variable
+        self._pass = of
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """As autograd does. A first gradient is kept as it is, if it is laid out as it would be."""
+        self._accumulate(gradient)
+        hooks = _after_hooks(self._variable) or {}
+        self._pass.at_end += [SpentHook(hooks, key).give_back for key in list(hooks)]
+
+    def _accumulate(self, gradient: torch.Tensor) -> None:
         variable = self._variable
         if variable.grad is None and _is_alike(gradient, variable):
             variable.grad = gradient
@@ -198,6 +207,26 @@ class _Target:
                 hook(variable)
         else:
             self._node(gradient)
+
+
+class SpentHook:
+    """Stands for a hook that has run: autograd runs it again, when it gets None for the gradient.
+
+    That once it does nothing. Whoever removes the hook meanwhile removes this.
+    """
+
+    def __init__(self, hooks: dict[int, Callable[..., Any]], key: int) -> None:
+        self._hooks = hooks
+        self._key = key
+        self._hook = hooks[key]
+        hooks[key] = self
+
+    def __call__(self, variable: torch.Tensor) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        if self._hooks.get(self._key) is self:
+            self._hooks[self._key] = self._hook
 
 
 class _Backward:

@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from foreprop.compiled import graphs
 from foreprop.compiled.edges import BACKWARD
+from foreprop.compiled.kernels import in_given_order, unlocked_kernels
 from foreprop.compiled.regions import BackwardGraph, Region, hide
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
@@ -293,7 +294,8 @@ def _with_waits(region: Region, compiler: Callable[..., Any]) -> Callable[..., A
         region.is_tensor = graphs.tensor_inputs(gm)
         region.awaited = graphs.insert_waits(gm, nodes)
         region.at_entry = len(nodes) < len(region.parameters)
-        return compiler(gm, inputs)
+        with unlocked_kernels():
+            return compiler(gm, inputs)
 
     return compile_forward
 
@@ -310,7 +312,8 @@ def _leaving(region: Region, compiler: Callable[..., Any]) -> Callable[..., Any]
             for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
             if region.saved.get(node.name) in of_parameter
         }
-        compiled = compiler(gm, inputs)
+        with unlocked_kernels(), in_given_order():
+            compiled = compiler(gm, inputs)
         return BackwardGraph(_boxed(compiled), edges, saved) if edges else compiled
 
     return compile_backward

@@ -15,7 +15,8 @@ class ComputeTrace:
     """Spans "forward" and "backward" by layer, for every module that owns parameters.
 
     A layer's backward span ends when its gradient is there and begins where the one before it
-    ended. The hooks cost a little, so they are there only while a trace is recorded.
+    ended. The hooks cost a little, so they are there only while a trace is recorded. Compiled code
+    has no layers: of its forward pass there are no spans.
     """
 
     def __init__(
@@ -34,9 +35,13 @@ class ComputeTrace:
 
         def before(*_: Any) -> None:
             nonlocal started_ns
+            if torch.compiler.is_compiling():
+                return
             started_ns = self._trace.now_ns()
 
         def after(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             self._mark_ns = self._trace.now_ns()
             if torch.is_grad_enabled():
                 self._trace.span(

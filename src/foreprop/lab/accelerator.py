@@ -27,9 +27,13 @@ class DeviceClock:
         self.idle_s = 0.0
         self.backward_ended_at = self.free_at
         """When the host was done with the latest layer of a backward pass."""
+        self.waits_for_host = False
+        """Whether what delays the host delays the device, too: it has no work ahead."""
 
     def occupy(self, seconds: float) -> None:
         """Give the device work, and return when that is done."""
+        if self.waits_for_host:
+            self.restart()
         self.free_at += seconds
         remaining = self.free_at - time.monotonic()
         if remaining > 0:

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
@@ -111,7 +110,8 @@ def sampled_steps(setting: LabSetting) -> int:
 
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
-    ours = tuple(n for n in setting.systems if n.partition(SIZE_MARK)[0] in PRESETS)
+    paced = setting.paced_systems
+    ours = tuple(n for n in setting.systems if n.partition(SIZE_MARK)[0] in paced)
     others = [name for name in setting.systems if name not in ours]
     if not ours:
         raise ConfigError(f"{notices[0]}, which {', '.join(others)} cannot")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from foreprop.lab.accelerator import EmulatedModel
+from foreprop.lab.accelerator import DeviceClock, EmulatedModel
 from foreprop.session.session import connect
 from foreprop.workload.setting import (
     CLIP_NORM,
@@ -45,8 +45,18 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
-def _train(
-    model: EmulatedModel,
+class OnDevice(Protocol):
+    """A model whose layers occupy the device."""
+
+    @property
+    def clock(self) -> DeviceClock: ...
+    def begin_step(self, number: int) -> None: ...
+    def end_backward(self) -> None: ...
+    def parameters(self) -> Iterable[torch.Tensor]: ...
+
+
+def train(
+    model: OnDevice,
     forward: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
     numbers: range,
@@ -120,7 +130,7 @@ class ForepropSystem:
 
     def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()
-        return _train(
+        return train(
             self._model,
             self._model,
             self._optimizer,
@@ -143,7 +153,7 @@ class DdpSystem:
 
     def steps(self, count: int, first: int = 1) -> Steps:
         numbers = range(first, first + count)
-        return _train(self._model, self._wrapped, self._optimizer, numbers)
+        return train(self._model, self._wrapped, self._optimizer, numbers)
 
     def close(self) -> None:
         """Nothing runs between its steps."""

@@ -145,6 +145,8 @@ class LabSetting:
     """Read node 0's interface counters every 10 ms during measured steps."""
 
     known_systems: ClassVar[tuple[str, ...]] = SYSTEMS
+    paced_systems: ClassVar[tuple[str, ...]] = tuple(PRESETS)
+    """Those that can pace their own sockets, where there are no links made by the kernel."""
     most_nodes: ClassVar[int] = 64
 
     def __post_init__(self) -> None:

@@ -1,0 +1,55 @@
+"""``foreprop lab layers``: real layers in a cluster in a box, eager and compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foreprop.cli.measured import EGRESS_ONLY, Out, keep, say_environment, say_notices, table
+from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
+from foreprop.cli.output import console, print_table
+from foreprop.lab.layers import LAYERS_SYSTEMS, LayersSetting, build_system, real_profile
+from foreprop.lab.run import run_lab
+from foreprop.workload.setting import UNEVEN
+
+_NOT_HERE = ("workers_per_node", "mxnet_python", "seed", *UNEVEN)
+
+
+@filling(
+    LayersSetting,
+    _NOT_HERE,
+    rate_bits_per_s=rate(),
+    compute_s=compute("2s", help="What the device computes per step, as 250ms."),
+    iterations=STEPS,
+    scale=Shown(help="Divides slices, windows and buffers; the model stays."),
+    systems=systems(LAYERS_SYSTEMS, default=",".join(LAYERS_SYSTEMS)),
+    shape_ingress=EGRESS_ONLY,
+)
+def layers(
+    model: Annotated[str, typer.Option(help="transformer or resnet.")] = "transformer",
+    *,
+    out: Out = Path("runs/layers"),
+    **given: Any,
+) -> None:
+    """Measure real layers, eager and compiled, in one cluster; write results.json.
+
+    A small transformer or ResNet of torch's layers is trained with p3: as it is, with each block
+    compiled, and compiled whole, their steps interleaved. What the layers compute is real, the
+    time for it is an emulated device's. efficiency is the limit, which no schedule can beat, over
+    the median step.
+
+    Examples:
+      foreprop lab layers --model transformer --nodes 4 --balance 1.0
+      foreprop lab layers --model resnet --systems eager,whole --compute 3s --out runs/resnet
+    """
+    setting = LayersSetting(profile=real_profile(model), **given)
+    results = writable(out) / "results.json"
+    shown = console()
+    with shown.status("") as status:
+        result = run_lab(setting, build=build_system, progress=status.update)
+    say_notices(shown, result)
+    print_table(shown, table(setting, result.records))
+    say_environment(shown, setting)
+    keep(shown, results, result.records)

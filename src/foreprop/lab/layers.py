@@ -1,0 +1,116 @@
+"""What ``lab layers`` compares: real layers in one cluster, eager and compiled."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from foreprop.errors import ConfigError
+from foreprop.hooks.interception import Interception
+from foreprop.lab.reallayers import DEVICE, MODELS, RealModel, profile_of
+from foreprop.lab.systems import Steps, System, train
+from foreprop.path.worker import WorkerEngine
+from foreprop.session.session import connect
+from foreprop.workload.profile import Layer, Profile
+from foreprop.workload.setting import LabSetting
+from foreprop.workload.systemconfig import foreprop_config
+
+EAGER, BLOCKS, WHOLE = "eager", "blocks", "whole"
+LAYERS_SYSTEMS = (EAGER, BLOCKS, WHOLE)
+"""The same loop with the preset p3: as it is, each block compiled, the whole model compiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersSetting(LabSetting):
+    """``scale``: the model stays; slices, windows and buffers are divided, as if it were larger."""
+
+    known_systems: ClassVar[tuple[str, ...]] = LAYERS_SYSTEMS
+    paced_systems: ClassVar[tuple[str, ...]] = LAYERS_SYSTEMS
+
+    @property
+    def layers(self) -> list[Layer]:
+        return self.profile.layers(scale=1, compute_s=self.compute_s)
+
+
+def real_profile(model: str) -> Profile:
+    """Of a model of real layers; `ConfigError` names those that there are."""
+    if model not in MODELS:
+        raise ConfigError(f"model is {model!r}; there are {', '.join(MODELS)}")
+    return profile_of(model)
+
+
+def _idling(wait: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wait)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        asked_at = time.monotonic()
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            DEVICE.waited(asked_at)
+
+    return wrapper
+
+
+WAITS = Interception(WorkerEngine, "wait", _idling)
+"""Whatever code waits for a parameter, the device is idle until it is there."""
+
+
+class LayersSystem:
+    """foreprop with the preset p3 and a model of real layers."""
+
+    def __init__(self, name: str, setting: LabSetting, rank: int, *, paced: bool) -> None:
+        torch.manual_seed(0)
+        self._model = MODELS[setting.profile.name]()
+        self._model.take_times(setting.layers)
+        self._batch = self._model.batch(torch.Generator().manual_seed(rank))
+        self._call = _compiled(self._model, name)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
+        own: dict[str, Any] = {}
+        if setting.trace is not None:
+            own["trace"] = str(setting.trace / name)
+        if paced:
+            own["link_rate_bits_per_s"] = setting.network.rate_of(rank)
+        config = foreprop_config("p3", setting, **own)
+        self._session = connect(self._model, self._optimizer, config)
+        self._release = WAITS.hold()
+
+    def steps(self, count: int, first: int = 1) -> Steps:
+        self._session.flush()
+        numbers = range(first, first + count)
+        return train(self._model, self._loss, self._optimizer, numbers)
+
+    def _loss(self, _: torch.Tensor) -> torch.Tensor:
+        inputs, classes = self._batch
+        return F.cross_entropy(self._call(inputs).flatten(0, -2), classes.flatten())
+
+    def close(self) -> None:
+        self._release()
+        self._session.close()
+
+
+def _compiled(model: RealModel, name: str) -> Callable[..., torch.Tensor]:
+    """By inductor, in this process and not in others of its own."""
+    if name == EAGER:
+        return model
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1
+    if name == WHOLE:
+        whole: Callable[..., torch.Tensor] = torch.compile(model, fullgraph=True)
+        return whole
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    return model
+
+
+def build_system(
+    name: str, rank: int, setting: LabSetting, *, paced: bool, bucket_bytes: int | None
+) -> System:
+    """For `foreprop.lab.run.run_lab`; there are no buckets."""
+    return LayersSystem(name, setting, rank, paced=paced)

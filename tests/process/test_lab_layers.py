@@ -1,0 +1,45 @@
+"""Real layers in the lab, tiny: eager, compiled by blocks and whole, in real namespaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments import trainers
+from foreprop.cli.app import app
+from foreprop.lab.layers import LAYERS_SYSTEMS
+from foreprop.workload.records import read_records
+
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.mark.lab]
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("model", ["transformer", "resnet"])
+def test_measures_eager_and_compiled_steps(model: str, tmp_path: Path) -> None:
+    asked = "--nodes 2 --compute 300ms --steps 2 --balance 0.5 --scale 1"
+    arguments = ["lab", "layers", "--model", model, *asked.split(), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    records = read_records(tmp_path / "results.json")
+    assert tuple(record.system for record in records) == LAYERS_SYSTEMS
+    for record in records:
+        assert (record.model, record.nodes, record.iterations) == (model, 2, 2)
+        assert record.compute_s == pytest.approx(0.3)
+        assert record.balance == pytest.approx(0.5)
+        assert 0.2 < record.efficiency <= 1.05
+        assert record.slice_elems == 50_000
+
+
+@pytest.mark.timeout(500)
+def test_trainers_are_measured_beside_plain_loops(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("transformers")
+    records = trainers.main(2, 2, 0.3)
+    names = [record.system for record in records]
+    assert set(names) in ({*trainers.LOOPS}, {*trainers.TrainersSetting.paced_systems})
+    shown = capsys.readouterr().out
+    for record in records:
+        assert record.iteration_s.median > 0.3
+        assert f"\n{record.system} " in shown
