@@ -189,7 +189,7 @@ class _Planner:
         profile = load_profile("vgg19")
         setting = LabSetting(
             profile=profile,
-            systems=("kvstore", "p3"),
+            systems=("kvstore", DDP, "p3"),
             scale=SCALE,
             compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
             balance=1.0,

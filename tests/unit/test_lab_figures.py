@@ -242,7 +242,7 @@ def test_timelines_have_the_profiles_names(tmp_path: Path) -> None:
         timelines_from(setting)
     ExampleLab()(setting, progress=lambda _: None)
     found = timelines_from(setting)
-    assert list(found) == ["kvstore", "p3"]
+    assert list(found) == ["kvstore", "ddp", "p3"]
     names = {event.layer for event in found["p3"] if event.lane == "compute"}
     assert names == {layer.name for layer in setting.layers}
     pushed = {event.layer.rpartition(".")[0] for event in found["p3"] if event.lane == "push"}
