@@ -251,7 +251,7 @@ def test_steps_and_their_waiting_are_written(timelines: list[Timeline]) -> None:
 
 def test_a_panel_has_the_lanes_of_its_system() -> None:
     def lanes(*used: Lane) -> list[str]:
-        events = [event(lane, "a", 0, 0.0, 1.0) for lane in used]
+        events = [event(lane, "a", 0.0, 1.0) for lane in used]
         (panel,) = plan_panels([Timeline(preset="any", events=events)])
         places = [panel.top(lane) for lane in panel.lanes]
         assert places == sorted(set(places))

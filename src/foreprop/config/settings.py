@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import textwrap
 import typing
 from collections.abc import Callable, Mapping
@@ -385,7 +386,7 @@ def _described(cls: type[Config]) -> str:
         )
         for spec in fields(cls)
     )
-    return f"{cls.__doc__}\n    Settings:\n" + textwrap.indent("\n".join(meanings), "    ") + "\n"
+    return f"{inspect.cleandoc(cls.__doc__ or '')}\n\nSettings:\n" + "\n".join(meanings) + "\n"
 
 
 Config.__init__ = _with_advice(Config.__init__)  # type: ignore[method-assign]
