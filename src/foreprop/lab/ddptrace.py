@@ -54,7 +54,8 @@ class DdpTrace:
             parameter.register_post_accumulate_grad_hook(self._on_gradient(name))
             for name, parameter in model.named_parameters()
         ]
-        wrapped.register_comm_hook(None, self._reduce)
+        # torch would compare the method's annotations, which are strings here
+        wrapped.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def _on_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
         def ready(_: torch.Tensor) -> None:
@@ -63,7 +64,7 @@ class DdpTrace:
 
         return ready
 
-    def _reduce(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         largest = max(bucket.parameters(), key=torch.Tensor.numel)
         values = bucket.buffer()
         handed = _Bucket(
