@@ -6,6 +6,7 @@
 #   PYTHON        interpreter that makes the environment (default: python3)
 #   PYTEST_ARGS   what pytest runs and how, e.g. PYTEST_ARGS="tests/unit -x"
 #   PROGRAMS_DIR  where clones of other people's programs are, for test-programs
+#   VERSIONS      which ones, for versions, e.g. VERSIONS="--python 3.13 --torch 2.14.1"
 #   PROGRAMS      parts of their names, and options, e.g. PROGRAMS="nanoGPT --worlds 2"
 #
 # pip's own settings (PIP_FIND_LINKS, PIP_INDEX_URL, pip.conf) apply as usual.
@@ -15,6 +16,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 PROGRAMS_DIR ?= runs/programs/sources
 PROGRAMS    ?=
+VERSIONS    ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -25,7 +27,7 @@ PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all test-programs demo docs pages check clean
+.PHONY: help setup test test-all test-programs versions demo docs pages check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -51,6 +53,9 @@ test-programs: $(STAMP) ## run other people's training programs beside DDP (docs
 	@[ -d $(PROGRAMS_DIR)/site ] || $(PIP) install -q --no-deps --target $(PROGRAMS_DIR)/site \
 	    -r tests/programs/requirements.txt
 	PROGRAMS_DIR=$(PROGRAMS_DIR) $(BIN)/python -m tests.programs $(PROGRAMS)
+
+versions: $(STAMP) ## run the tests with other Pythons and torches (docs/versions.md)
+	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python scripts/versions.py $(VERSIONS)
 
 demo: $(STAMP) ## train on an emulated cluster on this machine and show what happened
 	$(BIN)/foreprop demo

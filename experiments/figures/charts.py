@@ -234,7 +234,13 @@ def _mean(shares: Sequence[float], seconds: Sequence[float]) -> float:
     return weighted / sum(spans) if spans else 0.0
 
 
-_LANES: Mapping[Lane, float] = {"compute": 1.0, "push": 1.3, "reply": 1.3, "wait": 0.6}
+_LANES: Mapping[Lane, float] = {
+    "compute": 1.0,
+    "push": 1.3,
+    "reply": 1.3,
+    "reduce": 1.3,
+    "wait": 0.6,
+}
 _LANE_GAP = 0.25
 _TIMELINE_COLOURS = (
     "a colour is a layer, from dark, the first, to bright, the last; "
@@ -258,10 +264,11 @@ def timeline_chart(timelines: Sequence[Timeline]) -> Chart:
 def _draw_timeline(ax: Axes, panel: Panel) -> None:
     ax.set_title(f"{panel.timeline.preset}: {panel.summary}")
     ax.grid(visible=False)
-    tops = _lane_tops()
-    ax.set_yticks([tops[lane] + height / 2 for lane, height in _LANES.items()], list(_LANES))
+    tops = _lane_tops(panel)
+    middles = [top + _LANES[lane] / 2 for lane, top in tops.items()]
+    ax.set_yticks(middles, [name for name, _ in panel.lanes.values()])
     ax.tick_params(left=False)
-    ax.set_ylim(max(tops.values()) + _LANES["wait"] + 0.1, -0.1)
+    ax.set_ylim(tops["wait"] + _LANES["wait"] + 0.1, -0.1)
     ax.set_xlim(0, panel.scale.longest_s)
     for colour, shapes in _by_colour(panel).items():
         boxes = [_box(panel, shape, tops) for shape in shapes]
@@ -271,11 +278,11 @@ def _draw_timeline(ax: Axes, panel: Panel) -> None:
         ax.axvline(span.start_s, color=INK, linewidth=0.8)
 
 
-def _lane_tops() -> dict[Lane, float]:
+def _lane_tops(panel: Panel) -> dict[Lane, float]:
     tops, top = dict[Lane, float](), 0.0
-    for lane, height in _LANES.items():
+    for lane in panel.lanes:
         tops[lane] = top
-        top += height + _LANE_GAP
+        top += _LANES[lane] + _LANE_GAP
     return tops
 
 

@@ -247,3 +247,8 @@ def _apart(samples: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, 
 def unscaled_gbit_per_s(rate_bits_per_s: float) -> float:
     """The rate at which the whole model would have the same wire time."""
     return rate_bits_per_s * SCALE / 1e9
+
+
+def unscaled_rate(rate_bits_per_s: float) -> str:
+    """The same in words: 1.23 Gbit/s."""
+    return f"{unscaled_gbit_per_s(rate_bits_per_s):.3g} Gbit/s"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from experiments.figures import sweeps
 from experiments.figures.comparison import SUBJECT, Point, model_name, points_of
-from experiments.figures.curves import Measured, unscaled_gbit_per_s
+from experiments.figures.curves import Measured, unscaled_rate
 from experiments.figures.keptruns import KeptRun
 from experiments.figures.pagetables import (
     CPU_BOUND,
@@ -250,13 +250,20 @@ def _setting_in_words(story: Story, number: int) -> str:
     first = settings[0]
     listed = ", ".join(f"{name} {seconds}" for name, seconds in compute.items())
     words = (
-        f"Compute per step: {listed}. All arrays, slices and buckets are divided by {first.scale}: "
-        f"a link of {_plain_rate(first.rate)} here stands for "
-        f"{unscaled_gbit_per_s(first.rate):.2g} Gbit/s with the whole model and the same compute."
+        f"Compute per step: {listed}. All arrays, slices and buckets are divided by {first.scale}"
+        f"{scaled_words(_plain_rate(first.rate), unscaled_rate(first.rate))}."
     )
     if number in (sweeps.UTILISATION, sweeps.TIMELINE):
         words = f"{model_name(first.profile.name)}, wire time = compute. {words}"
     return words
+
+
+def scaled_words(emulated: str, undivided: str) -> str:
+    """What rates on the page mean; they would else look like those of slow links."""
+    return (
+        f", and so are the links: one of {undivided} with the whole model and the same compute has "
+        f"{emulated} here. Rates are those with the whole model"
+    )
 
 
 def _plain_rate(bits_per_s: float) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from experiments.figures.comparison import PAPER, SUBJECT, Point, in_order, maybe_best, model_name
-from experiments.figures.curves import Measured
-from foreprop.report.document import ABSENT, TIMES, milliseconds, percent, rate
+from experiments.figures.curves import Measured, unscaled_rate
+from foreprop.report.document import ABSENT, TIMES, milliseconds, percent
 from foreprop.workload.records import Record
 
 CPU_BOUND = "CPU-bound"
@@ -91,7 +91,7 @@ def points_table(points: Sequence[Point], place: str, title: str) -> Table:
     rows, model = [], ""
     for point in points:
         cells = [Cell(f"{point.balance:.3g}" if place == "balance" else str(point.nodes))]
-        cells += [Cell(rate(point.rate_bits_per_s)), Cell(milliseconds(point.limit_s))]
+        cells += [Cell(unscaled_rate(point.rate_bits_per_s)), Cell(milliseconds(point.limit_s))]
         cells += _step_cells(point.by_system.get(SUBJECT))
         cells += [_efficiency_cell(point.by_system.get(name)) for name in systems]
         cells += [_speed_up_cell(point, other) for other in others]

@@ -1,5 +1,7 @@
 """The charts of docs/results anew, from the data that lie beside them: nothing is measured.
 
+So are those within index.html, and the rates in its words.
+
 python -m experiments.figures.redraw docs/results
 """
 
@@ -7,34 +9,49 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
+from markupsafe import Markup
 
 from benchmarks import convergence, scale, simulated_steps
-from experiments.chart import write_chart
+from experiments.chart import Chart, write_chart
 from experiments.figures.charts import throughput_chart, utilisation_chart
-from experiments.figures.curves import RATE_LABEL, Axis, ThroughputPanel, UtilisationPanel
-from experiments.figures.pictures import systems_css
+from experiments.figures.curves import (
+    RATE_LABEL,
+    Axis,
+    ThroughputPanel,
+    UtilisationPanel,
+    unscaled_rate,
+)
+from experiments.figures.page import scaled_words
+from experiments.figures.pictures import Part, inline_parts, systems_css
 from experiments.figures.sweeps import SCALE
 from experiments.mlp import charts as mlp
 from experiments.mlp.run import MlpRecord
+from foreprop.quantities import rate_text
 from foreprop.report.style import save
+from foreprop.workload.records import Record
 
 _EMULATED = "emulated link rate, Mbit/s"
 """What older files have on their axis: the divided model's rate."""
 _TITLE_RATE = re.compile(r", (\d+) Mbit/s$")
 _GBIT_PER_MBIT = SCALE / 1e3
+_CHARTS = re.compile(r'(?<=<div class="charts">).*?(?=</div>\s*<p class="caption">)', re.DOTALL)
+"""In index.html, one for each figure but the timeline."""
+_STANDS_FOR = re.compile(r": a link of ([\d.]+ Mbit/s) here stands for ([\d.]+ Gbit/s) with [^.<]*")
 THROUGHPUT = ("figure-1-bandwidth", "figure-3-nodes", "figure-4-slice-size")
 
 
 def main(folder: str) -> None:
     results = Path(folder)
-    for name in THROUGHPUT:
-        _redraw_throughput(results, name)
+    charts = {name: _redraw_throughput(results, name) for name in THROUGHPUT}
     data = (results / "figure-2-utilisation.json").read_bytes()
     panels = msgspec.json.decode(data, type=list[UtilisationPanel])
-    write_chart(results, "figure-2-utilisation", utilisation_chart(panels), data)
+    charts["figure-2-utilisation"] = utilisation_chart(panels)
+    write_chart(results, "figure-2-utilisation", charts["figure-2-utilisation"], data)
     _redraw_mlp(results)
     for name in ("simulated-steps", "predicted-steps"):
         points = msgspec.json.decode((results / f"{name}.json").read_bytes())
@@ -42,14 +59,47 @@ def main(folder: str) -> None:
     curves = msgspec.json.decode((results / "convergence.json").read_bytes())
     convergence.write(curves, str(results / "convergence"))
     scale.draw(msgspec.json.decode((results / "scale.json").read_bytes()), str(results / "scale"))
-    _recolour(results / "index.html")
+    page, records = results / "index.html", (results / "results.json").read_bytes()
+    parts = [inline_parts(name, charts[name]) for name in sorted(charts)]
+    text = with_charts(page.read_text(), parts)
+    page.write_text(with_undivided_rates(text, msgspec.json.decode(records, type=list[Record])))
+    _recolour(page)
 
 
-def _redraw_throughput(results: Path, name: str) -> None:
+def with_charts(page: str, figures: Sequence[Sequence[Part]]) -> str:
+    """The page with other charts, those of one figure after the other's."""
+    numbers = count()
+
+    def drawn_anew(_: re.Match[str]) -> str:
+        return "".join(
+            Markup(
+                '<div class="chart"><svg viewBox="{}" role="img" aria-label="{}">{}</svg></div>'
+            ).format(part.box, part.label, part.inside)
+            for part in figures[next(numbers)]
+        )
+
+    return _CHARTS.sub(drawn_anew, page)
+
+
+def with_undivided_rates(page: str, records: Sequence[Record]) -> str:
+    """The page's words with the rates of the undivided model, if they had the emulated ones."""
+    for record in records:
+        bits_per_s = record.rate_bits_per_s
+        undivided = unscaled_rate(bits_per_s)
+        where = f"{record.model}, {record.nodes} nodes, "
+        page = page.replace(f"{where}{bits_per_s / 1e6:.0f} Mbit/s", where + undivided)
+        cell = rate_text(bits_per_s).replace(" ", "\N{NO-BREAK SPACE}")
+        page = page.replace(f"<td>{cell}</td>", f"<td>{undivided}</td>")
+    return _STANDS_FOR.sub(lambda found: scaled_words(found[1], found[2]), page)
+
+
+def _redraw_throughput(results: Path, name: str) -> Chart:
     path = results / f"{name}.json"
     panels = msgspec.json.decode(path.read_bytes(), type=list[ThroughputPanel])
     undivided = [in_gbit(panel) for panel in panels]
-    write_chart(results, name, throughput_chart(undivided), msgspec.json.encode(undivided))
+    chart = throughput_chart(undivided)
+    write_chart(results, name, chart, msgspec.json.encode(undivided))
+    return chart
 
 
 def in_gbit(panel: ThroughputPanel) -> ThroughputPanel:

@@ -110,7 +110,8 @@ class Measurement:
     @property
     def title(self) -> str:
         setting = self.setting
-        words = [setting.profile.name, f"{setting.nodes} nodes", f"{setting.rate / 1e6:.0f} Mbit/s"]
+        undivided = f"{setting.rate * setting.scale / 1e9:.3g} Gbit/s"
+        words = [setting.profile.name, f"{setting.nodes} nodes", undivided]
         if setting.slice_elems not in (None, SLICE_ELEMS):
             words.append(f"slices of {setting.slice_elems:,}")
         return ", ".join(words)
@@ -188,7 +189,7 @@ class _Planner:
         profile = load_profile("vgg19")
         setting = LabSetting(
             profile=profile,
-            systems=("kvstore", "p3"),
+            systems=("kvstore", DDP, "p3"),
             scale=SCALE,
             compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
             balance=1.0,

@@ -11,12 +11,14 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from foreprop.errors import PeerLost
 from foreprop.lab.run import run_lab
+from foreprop.report.timeline import timeline_from_trace
 from foreprop.simulate.slicesize import CANDIDATES
 from foreprop.workload import limit
 from foreprop.workload.records import read_records, write_records
@@ -75,6 +77,41 @@ def test_measures_all_systems_in_one_cluster(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_records(path, records)
     assert read_records(path) == records
+
+
+def test_ddp_is_traced_as_the_presets_are(tmp_path: Path) -> None:
+    """Every step computes each layer both ways, sends the model once, and then waits."""
+    setting = replace(SETTING, systems=("p3", "ddp", "ddp-tuned"), trace=tmp_path, iterations=4)
+    result = run_lab(replace(setting, sample_network=False))
+    if result.notices:
+        pytest.skip(result.notices[0])
+    assert not (tmp_path / "ddp-tuned").exists()
+    steps, layers = setting.iterations + setting.warm_up, len(setting.layers)
+    for system, sent in (("p3", "push_sent"), ("ddp", "bucket_reduced")):
+        paths = sorted((tmp_path / system).glob("worker-*.trace.json"))
+        assert [path.name.partition(".")[0] for path in paths] == ["worker-0", "worker-1"]
+        events = json.loads(paths[0].read_text())["traceEvents"]
+        for step in range(2, steps):
+            of_step = [e for e in events if e.get("args", {}).get("step") == step]
+            names = {
+                kind: {e["name"].partition(".")[0] for e in of_step if e["cat"] == kind}
+                for kind in ("forward", "backward")
+            }
+            assert len(names["forward"]) == len(names["backward"]) == layers, (system, step)
+            size = sum(e["args"]["bytes"] for e in of_step if e["cat"] == sent)
+            assert size == pytest.approx(MODEL_BYTES, rel=0.01)
+            waits = [e for e in of_step if e["cat"] == "wait"]
+            assert system == "p3" or len(waits) == 1
+    timelines = {
+        name: timeline_from_trace(trace_of(tmp_path / name), first_step=2) for name in ("p3", "ddp")
+    }
+    assert {event.lane for event in timelines["p3"]} >= {"compute", "push", "reply"}
+    assert {event.lane for event in timelines["ddp"]} >= {"compute", "reduce"}
+
+
+def trace_of(folder: Path) -> Any:
+    (path,) = folder.glob("worker-0.*.trace.json")
+    return json.loads(path.read_text())
 
 
 def test_slices_by_name_and_found_automatically(capfd: pytest.CaptureFixture[str]) -> None:

@@ -253,6 +253,16 @@ def test_the_docstring_tells_what_each_setting_means() -> None:
         assert f" {spec.name}: {spec.metadata['help']}" in told
 
 
+def test_the_docstring_is_indented_alike_by_every_python() -> None:
+    """From 3.13 on a docstring comes without its source's indentation, before it with it."""
+    lines = (Config.__doc__ or "").splitlines()
+    assert lines == inspect.getdoc(Config).splitlines()  # type: ignore[union-attr]
+    (place,) = [number for number, line in enumerate(lines) if line == "Settings:"]
+    assert not lines[place - 1]
+    first, *_ = fields(Config)
+    assert lines[place + 1].startswith(f"    {first.name}: ")
+
+
 def test_the_settings_for_editors_are_the_fields() -> None:
     typed, own = get_type_hints(Settings), get_type_hints(Config)
     assert list(typed) == [spec.name for spec in fields(Config)]
@@ -269,7 +279,7 @@ def test_parallelize_takes_the_typed_settings() -> None:
 @pytest.mark.parametrize("misspelt", ["slice_elem", "slice_elms", "sliceelems"])
 def test_a_misspelt_setting_is_told_which_is_meant(misspelt: str) -> None:
     advice = "; did you mean 'slice_elems'\\?$"
-    with pytest.raises(ConfigError, match=f"no setting is called '{misspelt}'; .*{advice}"):
+    with pytest.raises(ConfigError, match=f"no setting is called '{misspelt}'{advice}"):
         Config.resolve(**{misspelt: 3})
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{misspelt}'{advice}"):
         Config(**{misspelt: 3})

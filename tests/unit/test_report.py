@@ -15,7 +15,7 @@ from foreprop.errors import ConfigError
 from foreprop.report import document
 from foreprop.report.document import milliseconds, percent, rate, size
 from foreprop.report.report import RunSummary, headline, render_report, same_weights, write_report
-from foreprop.report.timeline import Shape, Timeline, plan_shapes
+from foreprop.report.timeline import Lane, Shape, Timeline, plan_shapes
 from foreprop.report.timeline_svg import PLOT_PX, plan_panels, tick_s
 from tests.unit.report_example import event, example_context, example_run, example_timeline
 
@@ -247,6 +247,20 @@ def test_steps_and_their_waiting_are_written(timelines: list[Timeline]) -> None:
             assert f"waits {milliseconds(span.wait_s)}" in words
     kvstore, p3 = plan_panels(timelines)
     assert min(s.wait_s for s in kvstore.spans) > 5 * max(s.wait_s for s in p3.spans)
+
+
+def test_a_panel_has_the_lanes_of_its_system() -> None:
+    def lanes(*used: Lane) -> list[str]:
+        events = [event(lane, "a", 0.0, 1.0) for lane in used]
+        (panel,) = plan_panels([Timeline(preset="any", events=events)])
+        places = [panel.top(lane) for lane in panel.lanes]
+        assert places == sorted(set(places))
+        assert panel.floor == places[-1] + panel.lane_px["wait"]
+        return list(panel.lanes)
+
+    assert lanes("compute") == lanes("push", "wait") == ["compute", "push", "reply", "wait"]
+    assert lanes("compute", "reduce") == ["compute", "reduce", "wait"]
+    assert lanes("reduce", "push") == ["compute", "push", "reduce", "wait"]
 
 
 def test_overlapping_events_lie_in_rows_of_their_own() -> None:

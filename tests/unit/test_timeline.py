@@ -70,6 +70,14 @@ def test_a_window_of_one_step_has_exactly_what_overlaps_it() -> None:
     assert {e.bytes for e in events if e.lane == "push"} == {700}
 
 
+def test_what_ddp_all_reduces_is_in_a_lane_of_its_own() -> None:
+    step = [span("forward", "a", 0, 4, 1), span("bucket_reduced", "a.weight", 2, 9, 1, size=700)]
+    events = timeline_from_trace(
+        trace([*step, span("backward", "a", 4, 8, 1)]), first_step=1, steps=1
+    )
+    assert [(e.lane, e.start_s, e.bytes) for e in events if e.bytes] == [("reduce", 0.002, 700)]
+
+
 def test_waiting_that_leads_to_the_first_forward_belongs_to_the_window() -> None:
     recorded = trace(one_step(0, 0), one_step(1, 30), one_step(2, 60))
     recorded["traceEvents"].append(span("wait", "a.weight", 22, 30, 1))

@@ -18,6 +18,7 @@ from foreprop.cluster.world import solitary_world
 from foreprop.errors import ConfigError, TrainingLoopError
 from foreprop.hooks import wrappers
 from foreprop.hooks.interception import bare_model, bare_optimizer, watch_wrappers
+from tests.cluster import worlds
 
 pytestmark = pytest.mark.leaks_ok(
     reason="gloo keeps descriptors until the last DDP that uses it is collected"
@@ -29,7 +30,8 @@ def group() -> Iterator[None]:
     """torch.distributed with this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -38,6 +40,40 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer) -> foreprop.Session:
     return foreprop.parallelize(model, optimizer, world=solitary_world())
+
+
+# SyncBatchNorm: torch takes a rank's own statistics, silently, where it cannot synchronise them.
+def synchronised(device: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4, device=device), nn.BatchNorm1d(4, device=device))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_sync_batch_norm_on_a_cpu_is_refused(affine: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4, affine=affine))
+    with pytest.raises(ConfigError, match=r"^model\.1 is a torch\.nn\.SyncBatchNorm on a CPU.*GPU"):
+        foreprop.parallelize(model, sgd(model), world=worlds(2)[0])
+
+
+def test_sync_batch_norm_without_a_process_group_is_refused() -> None:
+    dist.destroy_process_group()
+    model = synchronised("meta")
+    with pytest.raises(ConfigError, match=r"^model\.1 is a .*SyncBatchNorm.*init_process_group"):
+        foreprop.parallelize(model, sgd(model), world=worlds(2)[0])
+
+
+def test_sync_batch_norm_with_a_process_group_is_left_as_it_is() -> None:
+    model = synchronised("meta")
+    assert bare_model(model, alone=False) is model
+
+
+def test_sync_batch_norm_of_one_process_is_left_as_it_is() -> None:
+    dist.destroy_process_group()
+    model, plain = synchronised("cpu"), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(5, 3)
+    with foreprop.parallelize(model, sgd(model)):
+        assert torch.equal(model(x), plain(x))
 
 
 # DistributedDataParallel

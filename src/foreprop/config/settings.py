@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import textwrap
 import typing
 from collections.abc import Callable, Mapping
@@ -252,10 +253,8 @@ class Config:
         names = {spec.name for spec in fields(cls)}
         for name in explicit:
             if name not in names:
-                raise ConfigError(
-                    f"no setting is called {name!r}; there are {sorted(names)}"
-                    + did_you_mean(name, names)
-                )
+                advice = did_you_mean(name, names) or f"; there are {sorted(names)}"
+                raise ConfigError(f"no setting is called {name!r}{advice}")
         environment = settings_from_environment(typing.get_type_hints(cls))
         name_of_preset = preset or preset_from_environment() or "p3"
         if name_of_preset not in PRESETS:
@@ -377,7 +376,7 @@ def _described(cls: type[Config]) -> str:
         )
         for spec in fields(cls)
     )
-    return f"{cls.__doc__}\n    Settings:\n" + textwrap.indent("\n".join(meanings), "    ") + "\n"
+    return f"{inspect.cleandoc(cls.__doc__ or '')}\n\nSettings:\n" + "\n".join(meanings) + "\n"
 
 
 Config.__init__ = _with_advice(Config.__init__)  # type: ignore[method-assign]

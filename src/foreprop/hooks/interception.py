@@ -250,18 +250,19 @@ SHOWING = ("accelerate.optimizer", "lightning.", "lightning_fabric.", "pytorch_l
 _WRAPPING = ("torch.nn.parallel", "torch.distributed", *EXCHANGING)
 
 
-def bare_model(model: torch.nn.Module) -> torch.nn.Module:
-    """What is to be trained in ``model``; `ConfigError` for a wrapper that cannot be taken off."""
+def bare_model(model: torch.nn.Module, *, alone: bool = True) -> torch.nn.Module:
+    """What is to be trained in ``model``; `ConfigError` for what cannot be, by so many ranks."""
     if not any(_may_wrap(module) for module in model.modules()):
         return model
     from foreprop.hooks.wrappers import unwrap_model
 
-    return unwrap_model(model)
+    return unwrap_model(model, alone=alone)
 
 
 def _may_wrap(module: torch.nn.Module) -> bool:
     kinds = [*type(module).__mro__, *(type(p.data) for p in module.parameters(recurse=False))]
-    return any(kind.__module__.startswith(_WRAPPING) for kind in kinds)
+    wraps = any(kind.__module__.startswith(_WRAPPING) for kind in kinds)
+    return wraps or isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def bare_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -1,5 +1,7 @@
 """Other libraries' wrappers around the model or the optimizer: taken off where that is exact.
 
+And SyncBatchNorm, which is refused where it would not do what it is for.
+
 A model in DistributedDataParallel would be averaged twice. While a session is open, the forward
 pass of such a wrapper goes straight to the module in it, so that its reducer never begins. The
 class does that (`hooks.interception`), so nothing of it is in a wrapper that is saved or copied.
@@ -8,6 +10,7 @@ class does that (`hooks.interception`), so nothing of it is in a wrapper that is
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +26,7 @@ from foreprop.hooks.interception import EXCHANGING, SHOWING, is_managed
 
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed._composable")
+_OWN_STATISTICS = "Or leave it a torch.nn.BatchNorm, if a rank's own statistics are good enough"
 _HALF = "; wire_dtype='bfloat16' of parallelize() halves the bytes"
 _OPTIONS = (
     ("_comm_hooks", "a communication hook (register_comm_hook)", _HALF),
@@ -34,10 +38,16 @@ _OPTIONS = (
 """What changes DDP's results: (attribute, what the user did, more advice)."""
 
 
-def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The module in a DistributedDataParallel; `ConfigError` for any other wrapper."""
+def unwrap_model(model: torch.nn.Module, *, alone: bool = True) -> torch.nn.Module:
+    """The module in a DistributedDataParallel; `ConfigError` for any other wrapper.
+
+    And for a SyncBatchNorm that would not synchronise, unless this process trains ``alone``.
+    """
     for name, module in model.named_modules():
-        _check_module(module, f"model.{name}" if name else "model")
+        said = f"model.{name}" if name else "model"
+        _check_module(module, said)
+        if isinstance(module, torch.nn.SyncBatchNorm) and not alone:
+            _check_synchronises(module, said)
     while isinstance(model, DistributedDataParallel):
         model = model.module
     return model
@@ -96,6 +106,23 @@ def _check_module(module: torch.nn.Module, name: str) -> None:
                 f"parameter {own} of {name} is a DTensor (tensor parallelism, fully_shard):"
                 " foreprop needs a plain tensor, the whole of it on every rank"
             )
+
+
+def _check_synchronises(module: torch.nn.SyncBatchNorm, name: str) -> None:
+    """torch takes the rank's own statistics, silently, where there is no process group."""
+    tensors = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    if any(tensor.device.type == "cpu" for tensor in tensors):
+        raise ConfigError(
+            f"{name} is a torch.nn.SyncBatchNorm on a CPU, where torch does not compute it, with"
+            f" foreprop or without. {_OWN_STATISTICS}; or move the model to a GPU first"
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"{name} is a torch.nn.SyncBatchNorm, but there is no process group for its statistics,"
+            " so each rank would silently normalise by its own. Call"
+            " torch.distributed.init_process_group('nccl') before parallelize(), and keep it while"
+            f" you train. {_OWN_STATISTICS}"
+        )
 
 
 def _check_kinds(kinds: Sequence[type], name: str) -> None:

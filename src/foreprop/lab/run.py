@@ -282,7 +282,9 @@ def build_system(
 ) -> System:
     """foreprop or DDP; the peers on MXNet are built by `experiments.mxnet`."""
     if bucket_bytes is not None:
-        return DdpSystem(setting, rank, bucket_bytes=bucket_bytes)
+        # ddp-tuned is built for every size that it tries
+        trace = setting.trace / name if setting.trace is not None and name == DDP else None
+        return DdpSystem(setting, rank, bucket_bytes=bucket_bytes, trace=trace)
     return ForepropSystem(name, setting, rank, paced=paced)
 
 

@@ -6,7 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from foreprop.workload.setting import (
     LabSetting,
 )
 from foreprop.workload.systemconfig import foreprop_config
+
+if TYPE_CHECKING:
+    from foreprop.lab.ddptrace import DdpTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,7 @@ def train(
     *,
     waits_in_step: Callable[[], bool] = lambda: False,
     clip: bool = False,
+    trace: DdpTrace | None = None,
 ) -> Steps:
     """Steps from the end of a forward pass to the end of the next one.
 
@@ -82,6 +87,8 @@ def train(
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         model.end_backward()
+        if trace is not None:
+            trace.end_backward()
         if clip:
             clipped_at = time.monotonic()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
@@ -146,17 +153,30 @@ class ForepropSystem:
 class DdpSystem:
     """torch's DistributedDataParallel on gloo."""
 
-    def __init__(self, setting: LabSetting, rank: int, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, setting: LabSetting, rank: int, *, bucket_bytes: int, trace: Path | None = None
+    ) -> None:
         self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._wrapped = DistributedDataParallel(self._model, bucket_cap_mb=bucket_bytes / 2**20)
+        self._trace: DdpTrace | None = None
+        if trace is not None:
+            from foreprop.lab.ddptrace import DdpTrace
+
+            self._trace = DdpTrace(self._wrapped, trace, rank)
 
     def steps(self, count: int, first: int = 1) -> Steps:
         numbers = range(first, first + count)
+<<<<<<< HEAD
         return train(self._model, self._wrapped, self._optimizer, numbers)
+=======
+        return _train(self._model, self._wrapped, self._optimizer, numbers, trace=self._trace)
+>>>>>>> w-versions
 
     def close(self) -> None:
-        """Nothing runs between its steps."""
+        """Nothing runs between its steps, but what writes its trace."""
+        if self._trace is not None:
+            self._trace.close()
 
 
 def join_process_group() -> None:

@@ -43,6 +43,8 @@ class RingStage(Enum):
     CHUNK_REDUCED = "chunk_reduced"
 
 
+BUCKET_REDUCED = "bucket_reduced"
+"""What DDP does, where the lab traces it."""
 Clock = Callable[[], int]
 
 ENDING = ".trace.json"

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from foreprop.errors import ConfigError
+from foreprop.observe.trace import BUCKET_REDUCED
 
-Lane = Literal["compute", "push", "reply", "wait"]
+Lane = Literal["compute", "push", "reply", "reduce", "wait"]
 
 SAME_TIME_S = 2e-6
 """Recorded times are good to about a microsecond: a smaller overlap is none."""
@@ -23,6 +24,7 @@ _LANES: Mapping[str, Lane] = {
     "backward": "compute",
     "push_sent": "push",
     "reply_received": "reply",
+    BUCKET_REDUCED: "reduce",
     "wait": "wait",
 }
 

@@ -39,9 +39,10 @@ _LANES: Mapping[Lane, tuple[str, str]] = {
     "compute": ("compute", "on this worker"),
     "push": ("push", "worker → servers"),
     "reply": ("reply", "servers → worker"),
+    "reduce": ("all-reduce", "all workers"),
     "wait": ("wait", "for a parameter"),
 }
-_ROOMY_PX: Mapping[Lane, int] = {"compute": 36, "push": 36, "reply": 36, "wait": 24}
+_ROOMY_PX: Mapping[Lane, int] = {"compute": 36, "push": 36, "reply": 36, "reduce": 36, "wait": 24}
 _ROW_PX, _ROW_LEAST_PX, _CROWDED_PX = 9, 2, 120
 
 
@@ -69,10 +70,12 @@ class Panel:
     lane_px: Mapping[Lane, int]
     scale: Scale
     layers: Mapping[int, str]
+    lanes: Mapping[Lane, tuple[str, str]]
+    """Name and meaning of those that are drawn."""
 
     def top(self, lane: Lane) -> int:
         """Upper edge of the lane in pixels."""
-        before = list(_LANES)[: list(_LANES).index(lane)]
+        before = list(self.lanes)[: list(self.lanes).index(lane)]
         return _HEAD_PX + sum(self.lane_px[name] + _LANE_GAP_PX for name in before)
 
     @property
@@ -81,7 +84,6 @@ class Panel:
         return self.top("wait") + self.lane_px["wait"]
 
     # For the template (`panel` of parts.html).
-    lanes: ClassVar = _LANES
     width_px: ClassVar = PLOT_PX + 2 * _MARGIN_PX
 
     @property
@@ -126,9 +128,17 @@ def plan_panels(timelines: Sequence[Timeline]) -> list[Panel]:
             lane_px={lane: _lane_px(lane, panel_rows[lane]) for lane in _LANES},
             scale=scale,
             layers=layers,
+            lanes=_lanes_of(panel_shapes),
         )
         for timeline, panel_shapes, panel_rows in zip(timelines, shapes, rows, strict=True)
     ]
+
+
+def _lanes_of(shapes: Iterable[Shape]) -> dict[Lane, tuple[str, str]]:
+    """DDP has all-reduces, foreprop's presets have pushes and replies."""
+    used = {shape.lane for shape in shapes}
+    absent = {"reduce"} if "reduce" not in used else {"push", "reply"} - used
+    return {lane: words for lane, words in _LANES.items() if lane not in absent}
 
 
 def _lane_px(lane: Lane, rows: int) -> int:
@@ -187,7 +197,7 @@ def draw_timelines(timelines: Sequence[Timeline]) -> DrawnTimelines:
 def _bands(panel: Panel) -> Iterator[Mark]:
     """A pale track per lane, and a pale red band through all of them where the worker waits."""
     end = panel.scale.x(panel.timeline.stop_s)
-    for lane in _LANES:
+    for lane in panel.lanes:
         yield _rect(_MARGIN_PX, panel.top(lane), end - _MARGIN_PX, panel.lane_px[lane], "track")
     waits = union((s.start_s, s.stop_s) for s in panel.shapes if s.lane == "wait")
     height = panel.floor - _HEAD_PX + 4

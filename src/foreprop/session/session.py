@@ -214,9 +214,10 @@ def parallelize(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
     config = config or Config.resolve(preset, **settings)
-    model = bare_model(model)
+    alone = is_alone() if world is None else world.size == 1
+    model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)
-    if world is None and is_alone() and not needs_servers(model, optimizer, config):
+    if world is None and alone and not needs_servers(model, optimizer, config):
         from foreprop.session.alone import LoneSession
 
         return LoneSession(model, optimizer, config, scaler)

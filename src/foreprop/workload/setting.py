@@ -139,7 +139,9 @@ class LabSetting:
     mxnet_python: Path | None = option(
         "Python of an environment with mxnet==1.9.1 and numpy<1.24.", None
     )
-    trace: Path | None = option("Folder for traces of the presets, for `foreprop trace`.", None)
+    trace: Path | None = option(
+        "Folder for traces of the presets and of ddp, for `foreprop trace`.", None
+    )
     """One sub-folder per system."""
     sample_network: bool = False
     """Read node 0's interface counters every 10 ms during measured steps."""
