@@ -1,4 +1,4 @@
-"""What few sessions set, checked: architectures, and the steps that are traced."""
+"""What few sessions set, checked: architectures, ports, and the steps that are traced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from foreprop.errors import ConfigError
 if TYPE_CHECKING:
     from foreprop.config.settings import Config
 
+_HIGHEST_PORT = 65_535
+_RANGE = re.compile(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", re.ASCII)
 _WINDOW = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 
@@ -28,8 +30,22 @@ def parse_windows(text: str) -> tuple[range, ...]:
     return tuple(windows)
 
 
+def parse_port_range(text: str) -> range:
+    """``port_range``: of ``29600-29699`` the ports 29600 to 29699; raises `ConfigError`."""
+    found = _RANGE.fullmatch(text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last <= _HIGHEST_PORT:
+        raise ConfigError(
+            f"port_range is {text!r}; it must be FIRST-LAST, ports from 1 to {_HIGHEST_PORT}, as"
+            " 29600-29699"
+        )
+    return range(first, last + 1)
+
+
 def check_architecture(config: Config) -> None:
-    """Raises `ConfigError` for what does not go together with the architecture."""
+    """Raises `ConfigError` for what does not go together with the architecture, and bad ports."""
+    if config.port_range is not None:
+        parse_port_range(config.port_range)
     if config.slice_elems == "auto":
         _check_automatic_slices(config)
     if config.architecture == "ps" and not config.dedicated_servers:

@@ -126,6 +126,12 @@ class Config:
     interface: str | None = _setting(
         None, "network interface or address; by default the route to the rendezvous host"
     )
+    port_range: str | None = _setting(
+        None, "ports that servers and relays listen on, as 29600-29699; by default any free one"
+    )
+    secret_file: str | None = _setting(
+        None, "file of mode 600 with the job's secret, the same on every machine"
+    )
     link_rate_bits_per_s: float | None = _setting(
         None, "pace each node's link to this rate, both directions (for trying things out)", 1000
     )
@@ -230,7 +236,7 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        chosen = (self.architecture, self.dedicated_servers, self.node_rates)
+        chosen = (self.architecture, self.dedicated_servers, self.node_rates, self.port_range)
         if any(chosen) or self.slice_elems == "auto":
             from foreprop.config.checks import check_architecture
 
