@@ -16,16 +16,21 @@ from foreprop.core.authentication import NONCE_BYTES, ConnectingSide, Subject, k
 from foreprop.errors import ConfigError, TransportError
 from foreprop.link.stream import connect
 
-_MOST_BYTES = 65_536
+_MOST_BYTES = 4096
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _LOOK_S = 1.0
 _AGAIN_S = 0.1
 
 
 def load_key(path: str) -> bytes:
-    """The key made of a secret's file; raises `ConfigError` that says what to do.
+    """The key made of a secret's file; raises `ConfigError` that says what to do."""
+    return key_of(read_secret(path))
 
-    The file must be for its owner alone, as ssh demands of its keys, and hold 16 bytes or more.
+
+def read_secret(path: str) -> bytes:
+    """What the file holds: 16 bytes or more, and 4,096 at most; raises `ConfigError`.
+
+    It must be for its owner alone, as ssh demands of its keys.
     """
     try:
         with open(path, "rb") as file:
@@ -42,11 +47,12 @@ def load_key(path: str) -> bytes:
             f" (umask 077 && openssl rand -hex 32 > {path})"
         ) from error
     if len(secret) > _MOST_BYTES:
-        raise ConfigError(f"secret_file is {path!r}, of more than {_MOST_BYTES} bytes")
+        raise ConfigError(f"secret_file is {path!r}, which has more than {_MOST_BYTES} bytes")
     try:
-        return key_of(secret)
+        key_of(secret)
     except ValueError as error:
         raise ConfigError(f"secret_file is {path!r}, which has {error}") from error
+    return secret
 
 
 def connect_by_secret(
