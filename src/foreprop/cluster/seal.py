@@ -5,11 +5,16 @@ Loaded only where ``secret_file`` is set, or where several machines take part wi
 
 from __future__ import annotations
 
-from foreprop.config import LOGGER
+from typing import TYPE_CHECKING
+
+from foreprop.config import LOGGER, Config
 from foreprop.core.authentication import maybe_signed, sign
 from foreprop.core.wire import SIGNED
 from foreprop.errors import HandshakeError
 from foreprop.link.secret import load_key
+
+if TYPE_CHECKING:
+    from foreprop.cluster.world import World
 
 _REPORTS = 5
 """A stranger who writes much into the store does not fill the log."""
@@ -68,6 +73,16 @@ class Seal:
 def make_seal(secret_file: str, scope: str, who: str) -> Seal:
     """Raises `ConfigError` if the file cannot be used."""
     return Seal(load_key(secret_file), scope, who)
+
+
+def use_secret(world: World, config: Config) -> None:
+    """For all that this process has in the store; without a secret, rank 0 says what that means."""
+    if config.secret_file is None:
+        report_no_secret()
+        return
+    for entries, scope in ((world.entries, world.scope), (world.raw_entries, "raw")):
+        if entries.seal is None:
+            entries.seal = make_seal(config.secret_file, scope, f"rank {world.rank}")
 
 
 def refuse_signed(key: str, who: str) -> HandshakeError:

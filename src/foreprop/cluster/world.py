@@ -110,21 +110,12 @@ class World:
         self.use_secret(config)
 
     def use_secret(self, config: Config) -> None:
-        """From now on what this process has in the store is signed, and so must be what it gets.
+        """From now on what this process has in the store is signed, and what it gets must be."""
+        if config.secret_file is not None or not self._warned:
+            from foreprop.cluster.seal import use_secret
 
-        Without a secret, and with several machines, rank 0 says once what that means.
-        """
-        if config.secret_file is not None:
-            from foreprop.cluster.seal import make_seal
-
-            for entries, scope in ((self.entries, self.scope), (self.raw_entries, "raw")):
-                if entries.seal is None:
-                    entries.seal = make_seal(config.secret_file, scope, f"rank {self.rank}")
-        elif not self._warned:
-            from foreprop.cluster.seal import report_no_secret
-
+            use_secret(self, config)
             self._warned = True
-            report_no_secret()
 
     def next_session(self) -> int:
         """The number of the session about to start; the same on all ranks by program order."""
