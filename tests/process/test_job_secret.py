@@ -131,10 +131,7 @@ def the_sum(run: Run) -> str:
 def test_a_stranger_before_the_true_rank_1_does_not_take_its_place(
     zygote: Zygote, tmp_path: Path, secret: str
 ) -> None:
-    """It has read the session's id and server 0's address, as everybody can; both are told apart.
-
-    Without a secret it is taken for rank 1: then its pushes count, and the true one is refused.
-    """
+    """It has read the session's id and server 0's address, as everybody can."""
     folders = [tmp_path / "plain", tmp_path / "secret"]
     sums = []
     for folder, more in zip(folders, ({}, {"FOREPROP_SECRET_FILE": secret}), strict=True):
