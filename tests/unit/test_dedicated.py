@@ -56,7 +56,7 @@ def secret(tmp_path: Path) -> str:
 
 def test_an_announcement_names_no_path(tmp_path: Path) -> None:
     """Whatever it says of folders, files, ports and addresses is this command's own."""
-    theirs = {name: "/somewhere" for name in ("trace", "watch", "secret_file", "interface")}
+    theirs = dict.fromkeys(("trace", "watch", "secret_file", "interface"), "/somewhere")
     config = {**theirs, "port_range": "1-2", "step_timeout_s": 7.0, "dedicated_servers": 5}
     published = msgspec.json.decode(announcement(config=config), type=PublishedSession)
     own = Config(trace=str(tmp_path / "trace"), interface="127.0.0.1", port_range="29600-29601")

@@ -56,15 +56,14 @@ def read_secret(path: str) -> bytes:
 
 
 def connect_by_secret(
-    secret_file: str,
     address: str,
     port: int,
-    timeout_s: float,
-    look: Callable[[], None],
-    *,
+    secret_file: str,
     session: str,
     target: str,
     rank: int,
+    timeout_s: float,
+    look: Callable[[], None],
 ) -> socket.socket:
     """A connection whose other end has shown that it has the secret, too.
 

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from foreprop.cluster.rendezvous import Board, Look
-from foreprop.cluster.world import StoreClient, World
+from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
 from foreprop.core.wire import SIGNED
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
@@ -72,11 +73,30 @@ class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, str | bool | int | float | None]
 
 
-def publish_session(entries: StoreClient, token: str, **about: Any) -> str:
-    """Rank 0: have `foreprop server` serve a session; returns its id, which ends in ``token``."""
+def publish_session(
+    world: World, config: Config, token: str, servers: int, nodes: int, workers_per_node: int
+) -> str:
+    """Rank 0: have `foreprop server` serve a session; returns its id, which ends in ``token``.
+
+    Raises `ConfigError` where there is nothing in which servers could find the workers.
+    """
+    if world.size == 1 and world.in_process:
+        raise ConfigError(
+            f"dedicated_servers is {config.dedicated_servers}, and servers find the workers"
+            " through torchrun's rendezvous: start the script with torchrun"
+        )
+    entries = world.raw_entries
     number = entries.add(_SESSIONS, 1)
     session_id = f"{number}-{token}"
-    published = PublishedSession(session_id=session_id, foreprop=__version__, **about)
+    published = PublishedSession(
+        session_id=session_id,
+        foreprop=__version__,
+        world_size=world.size,
+        servers=servers,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        config=asdict(config),
+    )
     entries.set(dedicated_key(number), msgspec.json.encode(published))
     return session_id
 

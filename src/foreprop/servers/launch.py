@@ -80,7 +80,6 @@ class Connections:
 
     def open(self) -> None:
         """Start this node's servers if it is this worker's task, then connect to all."""
-        self._check_dedicated()
         try:
             self.session_id = self._agree_on_session()
             self.links = node_links(self._config, self.session_id, self.node, self.workers_per_node)
@@ -97,19 +96,15 @@ class Connections:
             self.close(kill=True, patience_s=0.0)  # the servers have not been told anything
             raise
 
-    def _check_dedicated(self) -> None:
-        if self._config.dedicated_servers and self._world.size == 1 and self._world.in_process:
-            raise ConfigError(
-                f"dedicated_servers is {self._config.dedicated_servers}, and servers find the"
-                " workers through torchrun's rendezvous: start the script with torchrun"
-            )
-
     def _agree_on_session(self) -> str:
         session_id = ""
         if self._world.rank == 0:
             session_id = secrets.token_hex(8)
             if self._config.dedicated_servers:
-                session_id = self._publish_to_dedicated(session_id)
+                from foreprop.servers.dedicated import publish_session
+
+                about = (self.servers, self.nodes, self.workers_per_node)
+                session_id = publish_session(self._world, self._config, session_id, *about)
         return agree_on_session(self.board, self._config, session_id, self._shape())
 
     def _shape(self) -> dict[str, object]:
@@ -123,19 +118,6 @@ class Connections:
             "servers": self.servers,
             "local_aggregation": self._config.local_aggregation,
         }
-
-    def _publish_to_dedicated(self, token: str) -> str:
-        from foreprop.servers.dedicated import publish_session
-
-        return publish_session(
-            self._world.raw_entries,
-            token,
-            world_size=self._world.size,
-            servers=self.servers,
-            nodes=self.nodes,
-            workers_per_node=self.workers_per_node,
-            config=asdict(self._config),
-        )
 
     def _start_servers(self) -> None:
         if self._world.rank != self._first_rank:
@@ -238,13 +220,13 @@ class Connections:
         return window_share_bytes(self._config.push_window_bytes, self.servers, self._config.order)
 
     def _connect_to(self, address: str, port: int, target: str) -> socket.socket:
-        timeout_s, secret_file = self._config.join_timeout_s, self._config.secret_file
-        look, rank = self.board.check_failed, self._world.rank
+        timeout_s, rank = self._config.join_timeout_s, self._world.rank
+        look, secret_file = self.board.check_failed, self._config.secret_file
         if secret_file is not None:
             from foreprop.link.secret import connect_by_secret
 
-            about = {"session": self.session_id, "target": target, "rank": rank}
-            return connect_by_secret(secret_file, address, port, timeout_s, look, **about)
+            about = (self.session_id, target, rank)
+            return connect_by_secret(address, port, secret_file, *about, timeout_s, look)
         deadline = time.monotonic() + timeout_s
         while True:
             look()
