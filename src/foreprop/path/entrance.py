@@ -12,7 +12,6 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from foreprop.config import LOGGER
@@ -111,7 +110,8 @@ class Entrance:
     """Of one server or relay, called in its accepting thread.
 
     ``name`` is for messages; ``subject`` is what a connection to it is for. With a ``secret_file``
-    who connects must show that it has the secret; raises `ConfigError` for a bad one. A stranger may stay for ``limit_s``, and `GREETING_S` at most.
+    who connects must show that it has the secret; raises `ConfigError` for a bad file. A stranger
+    may stay for ``limit_s``, and `GREETING_S` at most.
     """
 
     def __init__(
@@ -212,5 +212,5 @@ class Entrance:
         if self._selector is not None:
             self._selector.unregister(stranger.sock)
 
-    def __iter__(self) -> Iterator[Stranger]:
-        return iter(self._strangers)
+    def __len__(self) -> int:
+        return len(self._strangers)
