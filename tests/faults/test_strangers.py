@@ -238,6 +238,17 @@ def test_who_has_opened_stays_before_those_who_are_silent(
         running.say_goodbye()
 
 
+def test_many_who_have_opened_keep_nobody_out(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody can say that much: the oldest of them makes room."""
+    monkeypatch.setattr(entrance, "MAX_STRANGERS", 3)
+    with session(joined=False, secret_file=secret) as running:
+        for _ in range(6):
+            opened = running.stranger(1)
+            opened.raw(opening(secret))
+            assert len(opened.sock.recv(100)) == CHALLENGE_BYTES
+        joins_all_the_same(running)
+
+
 def test_who_does_not_go_on_in_time_is_closed(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entrance, "GREETING_S", 0.3)
     monkeypatch.setattr(server, "_MOST_POLL_S", 0.1)

@@ -138,6 +138,8 @@ class Entrance:
 
     def arrive(self, sock: socket.socket, address: str) -> None:
         """One more. If there are too many the oldest goes, of those with the least to show."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._dismiss(min(self._strangers, key=lambda each: each.has_opened))
         side = None
         if self._key is not None:
             side = AcceptingSide(self._key, self._subject, secrets.token_bytes(NONCE_BYTES))
@@ -146,8 +148,6 @@ class Entrance:
         self._strangers[stranger] = None
         if self._selector is not None:
             self._selector.register(sock, selectors.EVENT_READ, stranger)
-        if len(self._strangers) > MAX_STRANGERS:
-            self._dismiss(min(self._strangers, key=lambda each: each.has_opened))
 
     def hear(self, stranger: Stranger) -> Greeting | None:
         """It has said something, or gone."""
