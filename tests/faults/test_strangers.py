@@ -214,7 +214,8 @@ def joins_at_once(running: Session) -> None:
     started_s = time.monotonic()
     running.join()
     assert time.monotonic() - started_s < entrance.GREETING_S / 2  # not when they have gone
-    assert len(running.server._entrance) == entrance.MAX_STRANGERS
+    # both workers have had a place for a moment
+    assert 0 <= entrance.MAX_STRANGERS - len(running.server._entrance) <= 2
     assert receiving_threads() == 2
     running.make_a_step()
     running.say_goodbye()
@@ -322,9 +323,13 @@ def test_no_frames_before_authentication_touch_a_session(
 
 
 # Whole sessions, and the store.
+_SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
+
+
 def train(world: World, **changes: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with _SEEDING:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     chosen = {"join_timeout_s": 20.0, "step_timeout_s": 20.0, **changes}
     with foreprop.parallelize(model, optimizer, world=world, **chosen):
@@ -438,8 +443,9 @@ def test_what_a_stranger_has_written_into_the_store_changes_nothing(
 
 def test_a_refusal_that_a_stranger_writes_in_mid_training_changes_nothing(secret: str) -> None:
     def work(world: World) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(6, 3)
+        with _SEEDING:
+            torch.manual_seed(0)
+            model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         changes: dict[str, Any] = {"architecture": "ring", "secret_file": secret}
         with foreprop.parallelize(model, optimizer, world=world, step_timeout_s=20.0, **changes):

@@ -236,8 +236,8 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        chosen = (self.architecture, self.dedicated_servers, self.node_rates, self.port_range)
-        if any(chosen) or self.slice_elems == "auto":
+        chosen = (self.architecture, self.dedicated_servers, self.node_rates)
+        if any(chosen) or self.port_range is not None or self.slice_elems == "auto":
             from foreprop.config.checks import check_architecture
 
             check_architecture(self)
