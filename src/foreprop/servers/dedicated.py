@@ -227,7 +227,8 @@ class Supervisor:
             published = msgspec.json.decode(entry, type=PublishedSession)
             claimed = store.add(f"{key}/claimed", self._count)
             for index in range(max(0, claimed - self._count), min(claimed, published.servers)):
-                name, value = f"{key}/server/{index}", self._start_or_refuse(published, index)
+                name = f"{key}/server/{index}"
+                value: Any = self._start_or_refuse(published, index)  # torch's annotations: str
                 store.set(name, value if self._seal is None else self._seal.sign(name, value))
         except (dist.DistError, RuntimeError, msgspec.MsgspecError, HandshakeError) as error:
             self._failed.append(f"session {number}")
