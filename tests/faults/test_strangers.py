@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -165,6 +166,23 @@ def test_a_proof_that_was_heard_does_not_serve_again(secret: str) -> None:
         assert len(answers(replay, b"".join(heard.sent))) == CHALLENGE_BYTES
         heard.close()
         joins_all_the_same(running)
+
+
+@pytest.mark.long
+def test_what_authentication_costs(secret: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once per connection; afterwards its stream is any other's. `pytest -s` shows the time."""
+    taken_s = []
+    with session(secret_file=secret) as running:
+        for _ in range(300):
+            with contextlib.closing(Client(running.port, 1)) as client:
+                started_s = time.perf_counter()
+                client.authenticate(secret)
+                taken_s.append(time.perf_counter() - started_s)
+        running.say_goodbye()
+    median_s = statistics.median(taken_s)
+    with capsys.disabled():
+        print(f"\nauthentication: {1e6 * median_s:.0f} us in the median of {len(taken_s)}")
+    assert median_s < 0.02
 
 
 class Recorded:
