@@ -12,7 +12,7 @@ import pytest
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Kind
 from foreprop.link.connection import greeting
-from foreprop.path import joining, server
+from foreprop.path import entrance, server
 from tests.faults.relay_peers import MANIFEST, node
 from tests.faults.wire_peers import SESSION, Client, Session, manifest_of, resident_bytes, session
 
@@ -121,7 +121,7 @@ def test_a_second_rank_1_is_told_and_the_first_goes_on() -> None:
 
 def test_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest makes room, so there are never many, and workers come through."""
-    monkeypatch.setattr(joining, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(entrance, "MAX_STRANGERS", 5)
     with session(joined=False) as running:
         idle = [running.stranger() for _ in range(30)]
         for silent in idle[:25]:
@@ -131,7 +131,7 @@ def test_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_who_does_not_greet_in_time_loses_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "GREETING_S", 0.3)
+    monkeypatch.setattr(entrance, "GREETING_S", 0.3)
     monkeypatch.setattr(server, "_MOST_POLL_S", 0.1)
     with session() as running:
         idle = [running.stranger() for _ in range(5)]

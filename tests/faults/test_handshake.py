@@ -197,7 +197,7 @@ class _SlowToGoOn:
 def test_who_says_hello_at_one_time_is_welcomed_once() -> None:
     with wire_peers.session(joined=False, world_size=3) as made:
         workers = [made.stranger(rank) for rank in range(3)]
-        while made.server._reception.strangers < 3:
+        while len(made.server._entrance) < 3:
             time.sleep(0.01)
         made.server.lock = _SlowToGoOn(made.server.lock)
         for worker in workers:

@@ -22,7 +22,7 @@ from foreprop.core.rowinit import row_init_of
 from foreprop.core.wire import HEADER_BYTES, MAX_CONTROL_BYTES, Flag, Kind, encode_header
 from foreprop.errors import PeerLost, RemoteProtocolError
 from foreprop.link.connection import greeting
-from foreprop.path.joining import MAX_GREETING_BYTES
+from foreprop.path.entrance import MAX_GREETING_BYTES
 from foreprop.path.tensors import encode_state
 from foreprop.tables.parts import VALUES, KeptRows, encode_kept
 from tests.faults.wire_peers import (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +15,12 @@ import msgspec
 import torch
 
 from foreprop.config import Config
+from foreprop.core.authentication import NONCE_BYTES, ConnectingSide, Subject
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from foreprop.errors import Failure, decode_failure
 from foreprop.link.connection import greeting
+from foreprop.link.secret import load_key, prove
 from foreprop.link.stream import SocketStream, listen
 from foreprop.path.server import Server
 from foreprop.path.worker import WorkerEngine
@@ -78,6 +82,15 @@ class Client:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.sock.sendall(data)
 
+    def authenticate(
+        self, secret_file: str, session: str = SESSION, target: str = "server 0"
+    ) -> None:
+        """As a worker that has the job's secret."""
+        subject, nonce = Subject(session, target), secrets.token_bytes(NONCE_BYTES)
+        side = ConnectingSide(load_key(secret_file), subject, self.rank, nonce)
+        prove(self.sock, side, time.monotonic() + 10, lambda: None)
+        self.sock.settimeout(10)
+
     def hello(self, manifest: Manifest | None = None) -> None:
         manifest = manifest or manifest_of()
         self.greet(manifest.session)
@@ -137,6 +150,7 @@ class Session:
         self.server = Server(
             index=0, session_id=SESSION, config=Config(**chosen), composer=ServerComposer()
         )
+        self.secret_file: str | None = settings.get("secret_file")
         self.failure: list[Failure | None] = []
         self._thread = threading.Thread(target=self._run, name="server under test")
         self._thread.start()
@@ -151,6 +165,8 @@ class Session:
     def join(self) -> None:
         for rank in range(self._world_size):
             self.workers.append(Client(self.port, rank))
+            if self.secret_file is not None:
+                self.workers[-1].authenticate(self.secret_file)
             self.workers[-1].hello(manifest_of(self._world_size))
         for worker in self.workers:
             worker.expect(Kind.WELCOME)

@@ -277,7 +277,7 @@ def test_a_silent_launcher_counts_as_gone(launch: Launch) -> None:
         host.stdin.flush()
         ready = decode(host.stdout.readline().rstrip(b"\n"))
         assert isinstance(ready, Ready)
-        host.stdin.write(START + b" %d\n" % ready.port)
+        host.stdin.write(START + b" %d %s\n" % (ready.port, b"5e" * 32))
         host.stdin.flush()
         assert host.wait(30) != 0
 

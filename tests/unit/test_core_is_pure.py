@@ -16,8 +16,8 @@ SRC = Path(__file__).parents[2] / "src"
 PURE_MODULES = frozenset(
     (
         "__future__ abc array bisect collections dataclasses enum fnmatch fractions functools "
-        "hashlib heapq itertools math msgspec numbers operator random re statistics struct types "
-        "typing zlib"
+        "hashlib heapq hmac itertools math msgspec numbers operator random re statistics struct "
+        "types typing zlib"
     ).split()
 )
 OWN_PREFIXES = ("foreprop.core", "foreprop.errors")

@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import cast
 
 import pytest
@@ -55,6 +56,15 @@ def test_the_right_probe_is_reached(peer: Endpoint) -> None:
 def test_another_probe_is_a_stranger(listener: ProbeListener) -> None:
     other = Endpoint(host=2, address=ADDRESS, port=listener.port)
     assert reach(0, other, TOKEN, 2.0).outcome == "stranger"
+
+
+def test_idle_connections_make_room(listener: ProbeListener, peer: Endpoint) -> None:
+    with ExitStack() as stack:
+        for _ in range(100):
+            idle = socket.create_connection((ADDRESS, listener.port), timeout=10)
+            stack.enter_context(idle)
+        assert reach(0, peer, TOKEN, 5.0).outcome == "connected"
+        assert len(listener._strangers) <= 64
 
 
 def test_who_does_not_know_the_token_is_not_answered(peer: Endpoint) -> None:

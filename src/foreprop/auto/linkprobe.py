@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from foreprop.cluster.rendezvous import Board
+from foreprop.config import Config
 from foreprop.errors import TransportError
 from foreprop.link.stream import listen
 from foreprop.link.traffic import Endpoint, Flow, ProbeListener, ping, send
@@ -46,15 +47,24 @@ class Report(msgspec.Struct, frozen=True):
     """To the node before, measured by itself; None of two nodes."""
 
 
-def measure_links(board: Board, *, node: int, nodes: int, address: str, session: str) -> Links:
+def measure_links(
+    board: Board,
+    *,
+    node: int,
+    nodes: int,
+    address: str,
+    session: str,
+    config: Config | None = None,
+) -> Links:
     """Called by one process on each node at about the same time; takes about a second.
 
     Every node sends to the next one, in a ring, so each link is full both ways, as in training.
     Then all send to the node before: what is slow both times is that node's link. The slowest
     counts, because each step waits for it. Raises `TransportError`.
     """
-    token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
-    listener = ProbeListener(listen(address), node, token)
+    config = config or Config()
+    token = _token(session, config.secret_file)
+    listener = ProbeListener(listen(address, config.port_range), node, token)
     try:
         here = Endpoint(host=node, address=address, port=listener.port)
         board.publish(f"address/{node}", msgspec.json.encode(here).decode())
@@ -84,6 +94,16 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
     finally:
         listener.close()
     return conclude([msgspec.json.decode(text, type=Report) for text in told])
+
+
+def _token(session: str, secret_file: str | None) -> bytes:
+    """What a connection must begin with: with a secret, what only who has that can know."""
+    if secret_file is None:
+        return session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
+    from foreprop.core.authentication import token_of
+    from foreprop.link.secret import load_key
+
+    return token_of(load_key(secret_file), f"links of {session}", _TOKEN_BYTES)
 
 
 def conclude(reports: Sequence[Report]) -> Links:

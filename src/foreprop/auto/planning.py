@@ -183,6 +183,7 @@ class Planning:
             nodes=self.nodes,
             address=local_address(self._world.host, self._config.interface),
             session=session_id,
+            config=self._config,
         )
 
     def _setting(self, profile: Profile, compute_s: float, links: Links) -> PlanSetting:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foreprop.config import launch_info
+from foreprop.config import Config, launch_info
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT
 from foreprop.servers.dedicated import Supervisor
@@ -38,19 +38,23 @@ def server(
     """Run dedicated servers for a script that says parallelize(..., dedicated_servers=K).
 
     Start it before or after torchrun, on any machine that reaches the rendezvous; several commands
-    together give K. All settings come from the script. It ends, with exit code 0, when the run has
-    ended; Ctrl-C ends it and its servers at once, and the workers then raise PeerLost.
+    together give K. Settings come from the script, but for what is this machine's own: set
+    FOREPROP_SECRET_FILE, FOREPROP_PORT_RANGE and FOREPROP_TRACE here. It ends, with exit code 0,
+    when the run has ended; Ctrl-C ends it and its servers at once, and the workers then raise
+    PeerLost.
 
     torchrun --standalone picks a port at random: the script's workers say after 10 seconds which
-    --rendezvous they wait at, or give torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT.
+    --rendezvous they wait at, or give torchrun --master-addr HOST --master-port PORT.
 
     Examples:
       foreprop server --rendezvous 10.0.0.1:29500 --count 2
       foreprop server --interface eth1
     """
     host, port = endpoint(rendezvous)
+    own = {} if interface is None else {"interface": interface}
+    config = Config.resolve(dedicated_servers=count, **own)
     supervisor = Supervisor(
-        host=host, port=port, count=count, interface=interface, wait_s=wait, report=_report
+        host=host, port=port, count=count, config=config, wait_s=wait, report=_report
     )
     try:
         succeeded = supervisor.run()

@@ -97,6 +97,7 @@ class Board:
         while missing := self.missing(what):
             self._look()
             if time.monotonic() > deadline:
+                self._entries.check_refused(self._key(f"{what}/{missing[0]}"))
                 raise StepTimeout(
                     f"rank {self.rank} waited {self._timeout_s:g} s ({self._setting}) for"
                     f" rank {', '.join(map(str, missing))}, which has not {what}; does every rank"
@@ -166,6 +167,7 @@ class Board:
                 look()
             self._look()
             if now >= started + timeout_s:
+                self._entries.check_refused(self._key(name))
                 raise StepTimeout(
                     f"rank {self.rank} waited {timeout_s:g} s ({self._setting}) for {what}"
                 )

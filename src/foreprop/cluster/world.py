@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -25,7 +25,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from foreprop.config import LOGGER, Config, LaunchInfo, launch_info
+from foreprop.core.wire import SIGNED
 from foreprop.errors import ForepropError, TransportError
+from foreprop.link.stream import is_loopback
+
+if TYPE_CHECKING:
+    from foreprop.cluster.seal import Seal
 
 LIMIT_S = 30.0
 T = TypeVar("T")
@@ -85,6 +90,8 @@ class World:
     store: Store
     raw_store: Store
     in_process: bool = False
+    scope: str = ""
+    """Of ``store`` in the raw one: an entry signed for one is not signed for the other."""
     sessions: int = 0
     loaders: int = 0
     partings: Partings = field(default_factory=Partings, repr=False)
@@ -92,13 +99,23 @@ class World:
 
     def __post_init__(self) -> None:
         self._caller = StoreCaller(self.raw_store, self.host)
-        self.entries = StoreClient(self.store, self._caller)
-        self.raw_entries = StoreClient(self.raw_store, self._caller)
+        self.entries = StoreClient(self.store, self._caller, self.rank)
+        self.raw_entries = StoreClient(self.raw_store, self._caller, self.rank)
+        self._warned = self.rank > 0 or self.size == self.local_size or is_loopback(self.host)
 
     def limit_store(self, config: Config) -> None:
         """No call of the store takes longer than this session would wait for anything."""
         limits_s = (self._caller.limit_s, config.join_timeout_s, config.step_timeout_s)
         self._caller.limit_s = min(limits_s)
+        self.use_secret(config)
+
+    def use_secret(self, config: Config) -> None:
+        """From now on what this process has in the store is signed, and what it gets must be."""
+        if config.secret_file is not None or not self._warned:
+            from foreprop.cluster.seal import use_secret
+
+            use_secret(self, config)
+            self._warned = True
 
     def next_session(self) -> int:
         """The number of the session about to start; the same on all ranks by program order."""
@@ -125,7 +142,10 @@ def current_world(timeout_s: float | None = None) -> World:
     global _current  # noqa: PLW0603 - one rendezvous per process
     with _current_lock:
         if _current is None:
-            _current = _meet(launch_info(), timeout_s or Config.resolve().join_timeout_s)
+            config = Config.resolve()
+            _current = _meet(launch_info(), timeout_s or config.join_timeout_s)
+            if config.secret_file is not None:
+                _current.use_secret(config)
         return _current
 
 
@@ -165,12 +185,14 @@ def _meet(info: LaunchInfo, timeout_s: float) -> World:
                 f"rank {info.rank} cannot reach the rendezvous at {info.master_address}:"
                 f"{info.master_port} within {timeout_s:g} s (join_timeout_s): {error}"
             ) from error
+    scope = f"foreprop/{info.attempt}"  # torchrun's restarts start anew
     return World(
         rank=rank,
         size=size,
         local_size=info.local_world_size if info.launched else size,
         host=info.master_address,
-        store=PrefixStore(f"foreprop/{info.attempt}", store),  # torchrun's restarts start anew
+        store=PrefixStore(scope, store),
+        scope=scope,
         raw_store=unwrap(store),
     )
 
@@ -251,31 +273,49 @@ class StoreCaller:
 
 
 class StoreClient:
-    """A store, or a part of it."""
+    """A store, or a part of it. With a ``seal`` only entries signed with the job's secret count."""
 
-    def __init__(self, store: Store, caller: StoreCaller) -> None:
+    def __init__(self, store: Store, caller: StoreCaller, rank: int = 0) -> None:
+        self.seal: Seal | None = None
         self._store: Any = store  # torch's annotations know only str
         self._caller = caller
+        self._rank = rank
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._caller.call("set", lambda: self._store.set(key, value))
+        self.set_all({key: value})
 
     def set_all(self, values: Mapping[str, str | bytes]) -> None:
         """In this order, which others see; for the price of one call."""
+        if (seal := self.seal) is not None:
+            values = {key: seal.sign(key, value) for key, value in values.items()}
         self._caller.call("set", lambda: [self._store.set(*entry) for entry in values.items()])
 
     def maybe_get(self, key: str) -> bytes | None:
-        """None if the key is not there."""
+        """None if the key is not there, or is not signed; `HandshakeError` if only others sign."""
         store = self._store
         found: bytes | None = self._caller.call(
             "get", lambda: bytes(store.get(key)) if store.check([key]) else None
         )
+        if self.seal is not None:
+            return self.seal.maybe_open(key, found)
+        if found is not None and found.startswith(SIGNED):
+            from foreprop.cluster.seal import refuse_signed
+
+            raise refuse_signed(key, f"rank {self._rank}")
         return found
 
     def check(self, key: str) -> bool:
+        if self.seal is not None:
+            return self.maybe_get(key) is not None
         return bool(self._caller.call("check", lambda: self._store.check([key])))
 
+    def check_refused(self, key: str) -> None:
+        """After a wait for it in vain: raises `HandshakeError` if what was there did not count."""
+        if self.seal is not None:
+            self.seal.check_refused(key)
+
     def add(self, key: str, amount: int) -> int:
+        """A count, which cannot be signed: nothing of what it says may be trusted."""
         return int(self._caller.call("add", lambda: self._store.add(key, amount)))
 
     def delete(self, *keys: str) -> None:

@@ -1,4 +1,4 @@
-"""What few sessions set, checked: architectures, compression, the steps that are traced."""
+"""What few sessions set, checked: architectures, compression, ports, the steps traced."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from foreprop.errors import ConfigError
 if TYPE_CHECKING:
     from foreprop.config.settings import Config
 
+_HIGHEST_PORT = 65_535
+_RANGE = re.compile(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", re.ASCII)
 _WINDOW = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 
@@ -32,6 +34,18 @@ def parse_windows(text: str) -> tuple[range, ...]:
             )
         windows.append(range(first, last + 1))
     return tuple(windows)
+
+
+def parse_port_range(text: str) -> range:
+    """``port_range``: of ``29600-29699`` the ports 29600 to 29699; raises `ConfigError`."""
+    found = _RANGE.fullmatch(text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last <= _HIGHEST_PORT:
+        raise ConfigError(
+            f"port_range is {text!r}; it must be FIRST-LAST, ports from 1 to {_HIGHEST_PORT}, as"
+            " 29600-29699"
+        )
+    return range(first, last + 1)
 
 
 def check_settings(config: Config) -> None:
@@ -104,7 +118,9 @@ def _choices_text(choices: Mapping[Any, Any]) -> str:
 
 
 def _check_architecture(config: Config) -> None:
-    """Raises `ConfigError` for what does not go together with the architecture, or the lanes."""
+    """Raises `ConfigError` for what does not go together with the architecture or lanes; ports."""
+    if config.port_range is not None:
+        parse_port_range(config.port_range)
     if config.lanes == "one" and config.order != "priority":
         raise ConfigError(
             f"lanes is 'one' and order is {config.order!r}; one lane goes by priority: set"

@@ -52,7 +52,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
 
-_FEW = "architecture node_rates clip_grad_norm clip_grad_value ema trace_steps table_init".split()
+_FEW = (
+    "architecture node_rates clip_grad_norm clip_grad_value ema trace_steps table_init port_range"
+).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
 
@@ -120,6 +122,12 @@ class Config:
     )
     interface: str | None = _setting(
         None, "network interface or address; by default the route to the rendezvous host"
+    )
+    port_range: str | None = _setting(
+        None, "ports that servers and relays listen on, as 29600-29699; by default any free one"
+    )
+    secret_file: str | None = _setting(
+        None, "file of mode 600 with the job's secret, the same on every machine"
     )
     link_rate_bits_per_s: float | None = _setting(
         None, "pace each node's link to this rate, both directions (for trying things out)", 1000

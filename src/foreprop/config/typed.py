@@ -37,6 +37,8 @@ class Settings(TypedDict, total=False):
     workers_per_node: int | None
     local_aggregation: LocalAggregation
     interface: str | None
+    port_range: str | None
+    secret_file: str | None
     link_rate_bits_per_s: float | None
     node_rates: str | None
     unsent_bytes: int

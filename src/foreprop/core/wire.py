@@ -21,6 +21,9 @@ MAX_PAYLOAD_BYTES = 2**32 - 1
 MAX_CONTROL_BYTES = 64 * 1024 * 1024
 """Bound for payloads whose size the receiver cannot know beforehand (manifest, failure)."""
 
+SIGNED = b"foreprop-signed1"
+"""How an entry of the store begins that is signed: see `core.authentication`."""
+
 _LAYOUT = struct.Struct("!HBBHHQIiI")
 HEADER_BYTES = _LAYOUT.size
 

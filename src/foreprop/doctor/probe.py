@@ -80,7 +80,7 @@ class Probe:
         port = rendezvous_port = rendezvous_error = None
         if address is not None and address_error is None:
             try:
-                port = self._serve(listen(address))
+                port = self._serve(listen(address, config.port_range))
             except ForepropError as error:
                 address_error = str(error)
         if asked.serve_rendezvous:

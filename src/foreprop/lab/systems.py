@@ -167,11 +167,7 @@ class DdpSystem:
 
     def steps(self, count: int, first: int = 1) -> Steps:
         numbers = range(first, first + count)
-<<<<<<< HEAD
-        return train(self._model, self._wrapped, self._optimizer, numbers)
-=======
-        return _train(self._model, self._wrapped, self._optimizer, numbers, trace=self._trace)
->>>>>>> w-versions
+        return train(self._model, self._wrapped, self._optimizer, numbers, trace=self._trace)
 
     def close(self) -> None:
         """Nothing runs between its steps, but what writes its trace."""

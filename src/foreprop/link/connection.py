@@ -81,7 +81,6 @@ class Connection:
         """It has said goodbye."""
         self.silent = False
         """Nothing more leaves but what passes the queue."""
-        self.connected_at_s = time.monotonic()
         self.receive_started_ns = 0
         """When the last frame's header was here."""
         self.sent_bytes = 0

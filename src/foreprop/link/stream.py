@@ -81,8 +81,12 @@ def _address_on_route(host: str) -> str:
         raise TransportError(f"no route to the rendezvous host {host!r}: {error}") from error
 
 
-def listen(address: str) -> socket.socket:
-    """A listening socket on a free port of this address."""
+def listen(address: str, port_range: str | None = None) -> socket.socket:
+    """A listening socket on a free port of this address, within a range if there is one."""
+    if port_range is not None:
+        from foreprop.link.ports import listen_within
+
+        return listen_within(address, port_range)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family, backlog=1024)

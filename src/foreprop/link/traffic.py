@@ -34,6 +34,8 @@ _PATIENCE_S = 5.0
 """For what should come at once."""
 _GIVE_UP_S = 30.0
 """A connection on which nothing moves for as long is broken by the kernel."""
+_MAX_STRANGERS = 64
+"""Connections that have not greeted; the oldest makes room."""
 _ABORT = struct.pack("ii", 1, 0)
 """SO_LINGER: what is unsent at the end is dropped, not left to disturb the next measurement."""
 
@@ -99,6 +101,8 @@ class ProbeListener:
         self._token = token
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """Those of them that have not greeted, in the order in which they came."""
         self._closed = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -129,14 +133,25 @@ class ProbeListener:
                     sock.close()
                     return
                 self._connections.add(sock)
+                self._strangers[sock] = None
+                if len(self._strangers) > _MAX_STRANGERS:
+                    self._crowd_out(next(iter(self._strangers)))
                 thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+                self._threads = [known for known in self._threads if known.is_alive()]
                 self._threads.append(thread)
                 thread.start()
+
+    def _crowd_out(self, oldest: socket.socket) -> None:
+        del self._strangers[oldest]
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(_PATIENCE_S)
             token, kind, settle_s, seconds = _GREETING.unpack(_receive(sock, _GREETING.size))
+            with self._lock:
+                self._strangers.pop(sock, None)
             if token == self._token and kind == _QUESTIONS:
                 self._answer_questions(sock)
             elif token == self._token and kind == _BULK:
@@ -146,6 +161,7 @@ class ProbeListener:
         finally:
             with self._lock:
                 self._connections.discard(sock)
+                self._strangers.pop(sock, None)
             sock.close()
 
     def _answer_questions(self, sock: socket.socket) -> None:

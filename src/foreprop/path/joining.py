@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -23,47 +22,24 @@ from foreprop.path.executor import Host
 from foreprop.path.optimizer import ELEMENTWISE_OPTIMIZERS
 from foreprop.version import __version__
 
-MAX_GREETING_BYTES = 256
-GREETING_S = 10.0
-"""A worker greets as soon as it is connected."""
-MAX_STRANGERS = 64
-"""At one time; each has a thread, for `GREETING_S` at most."""
-
 
 class GreetingRefused(RemoteProtocolError):
     """A greeting that does not fit the session: told on its connection, and to nobody else."""
 
 
 class Reception:
-    """Those who have connected to a server and are not workers of its session yet, or for ever.
+    """Those who have greeted a server, by rank. Who has not is at the `entrance.Entrance`.
 
     Whoever calls holds the server's lock. ``world_size``: if it is known before the first manifest.
     """
 
-    def __init__(self, session_id: str, world_size: int | None, join_limit_s: float) -> None:
+    def __init__(self, session_id: str, world_size: int | None) -> None:
         self._session_id = session_id.encode()
         self._world_size = world_size
-        self._limit_s = min(GREETING_S, join_limit_s)
-        self._strangers: dict[Connection, None] = {}  # in the order in which they came
-        self._greeted: dict[int, Connection] = {}  # by rank, also those that have joined
-
-    @property
-    def strangers(self) -> int:
-        return len(self._strangers)
-
-    def arrived(self, peer: Connection) -> Connection | None:
-        """One more; returns the one that must go for it, the oldest, if there are too many."""
-        self._strangers[peer] = None
-        if len(self._strangers) <= MAX_STRANGERS:
-            return None
-        oldest = next(iter(self._strangers))
-        del self._strangers[oldest]
-        return oldest
+        self._greeted: dict[int, Connection] = {}  # also those that have joined
 
     def greet(self, peer: Connection, header: Header, payload: memoryview, *, begun: bool) -> None:
         """It knows the session: from now on it has a rank. Raises `RemoteProtocolError`."""
-        if peer.rank >= 0:
-            raise RemoteProtocolError("a second HELLO on one connection")
         if not hmac.compare_digest(payload, self._session_id):
             raise RemoteProtocolError(f"HELLO for another session: {bytes(payload[:40])!r}")
         rank = header.rank
@@ -73,7 +49,6 @@ class Reception:
             raise GreetingRefused(f"rank {rank} of {self._world_size}")
         if rank in self._greeted:
             raise GreetingRefused(f"two workers say that they are rank {rank}")
-        self._strangers.pop(peer, None)
         self._greeted[rank] = peer
         peer.rank = rank
 
@@ -85,17 +60,11 @@ class Reception:
 
     def forget(self, peer: Connection) -> None:
         """Its connection has ended before it has joined."""
-        self._strangers.pop(peer, None)
         if self._greeted.get(peer.rank) is peer:
             del self._greeted[peer.rank]
 
-    def silent(self) -> list[Connection]:
-        """Strangers that have said nothing for too long."""
-        since_s = time.monotonic() - self._limit_s
-        return [peer for peer in self._strangers if peer.connected_at_s < since_s]
-
     def everybody(self) -> list[Connection]:
-        return [*self._strangers, *self._greeted.values()]
+        return list(self._greeted.values())
 
 
 StreamWrapper = Callable[[Stream, int], Stream]
@@ -172,27 +141,25 @@ class Joining:
         self._connections = connections
         self._manifests: dict[int, Manifest] = {}
         reports = FailureReports(self._on_failure)
-        self.owners: dict[int, FrameOwner] = dict.fromkeys(self.kinds, self)
-        """Of a stranger's frames."""
         self._members: dict[int, FrameOwner] = dict.fromkeys(reports.kinds, reports)
+        self.owners: dict[int, FrameOwner] = dict.fromkeys(self.kinds, self) | self._members
+        """Of the frames of who has greeted and not joined."""
 
     # Frames.
+    def greet(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        """The first one, which the entrance has read; raises `RemoteProtocolError`."""
+        with self._host.lock:
+            self._reception.greet(peer, header, payload, begun=self.work is not None)
+
     def room(self, peer: Connection, header: Header) -> memoryview:
-        if peer.rank < 0:
-            if header.kind != Kind.HELLO:
-                raise self.refusal(peer, header)
-            return bounded(header, MAX_GREETING_BYTES)
         if peer.joined or self.work is not None:
             raise self.refusal(peer, header)
         return bounded(header, MAX_CONTROL_BYTES if header.kind == Kind.MANIFEST else 0)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        if header.kind == Kind.MANIFEST:
-            self._on_manifest(peer, decode_manifest(payload))
-            return
-        with self._host.lock:
-            self._reception.greet(peer, header, payload, begun=self.work is not None)
-        peer.owners = self.owners | self._members
+        if header.kind == Kind.HELLO:
+            raise RemoteProtocolError("a second HELLO on one connection")
+        self._on_manifest(peer, decode_manifest(payload))
 
     def _on_failure(self, peer: Connection, failure: Failure) -> None:
         peer.left = True
@@ -200,10 +167,8 @@ class Joining:
 
     def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
         """Of what a peer says before the session has started, or without having joined it."""
-        kind = Kind(header.kind).name
-        if peer.rank < 0:
-            return RemoteProtocolError(f"the first frame is {kind}, not HELLO")
         if self.work is None:
+            kind = Kind(header.kind).name
             return RemoteProtocolError(f"{kind} before the session has started")
         return GreetingRefused(f"the session has begun without rank {peer.rank}")
 

@@ -1,7 +1,8 @@
 """A server's shell: who connects, who is lost, and how the session ends.
 
-One thread accepts; one per peer receives, and one sends. Who joins is `path.joining`'s; what the
-frames of a session are about, its services know (`servers.composed`, or a relay's).
+One thread accepts, and hears who has not greeted (`path.entrance`); one per peer receives, and one
+sends. Who joins is `path.joining`'s; what the frames of a session are about, its services know
+(`servers.composed`, or a relay's).
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from foreprop.config import LOGGER, Config
+from foreprop.core.authentication import Subject
 from foreprop.core.frames import Peers, Stage
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
 from foreprop.link.connection import Connection, unexpected_bytes
-from foreprop.link.stream import SocketStream, Stream, tune
+from foreprop.link.stream import SocketStream, tune
+from foreprop.path.entrance import Entrance, Greeting
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
+from foreprop.path.stallreport import StallReporter
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
@@ -66,7 +70,7 @@ class Server:
         self._is_emulated = wrap is not None
         self.lock = threading.RLock()
         self._peers: dict[int, Connection] = {}  # by number
-        self._reception = Reception(session_id, world_size, self._join_limit_s)
+        self._reception = Reception(session_id, world_size)
         self._joining = Joining(
             self,
             self.name,
@@ -77,7 +81,15 @@ class Server:
             session_id,
             self._peers,
         )
+        self._entrance = Entrance(
+            self.name,
+            index,
+            Subject(session_id, process or f"server {index}"),
+            config.secret_file,
+            self._join_limit_s,
+        )
         self._started_at_s = time.monotonic()
+        self._looked_at_s = 0.0
         self._parting_since_s = 0.0
         self._done = threading.Event()
         self._wake = socket.socketpair()  # ends the wait for connections
@@ -99,47 +111,49 @@ class Server:
         listener.setblocking(False)
         reporter = StallReporter(self, self._config.stall_report_s)
         selector = selectors.DefaultSelector()
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(self._wake[0], selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ, None)
+        selector.register(self._wake[0], selectors.EVENT_READ, self._wake)
+        self._entrance.open(selector)
         poll_s = self._poll_s()
         while not self._done.is_set():
-            reporter.look()
-            self._look_at_joining()
-            self._look_at_parting()
-            ready = selector.select(poll_s)
-            if all(key.fileobj is not listener for key, _ in ready):
-                continue
-            try:
-                sock, address = listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError as error:  # too many descriptors, or gone before we looked
-                LOGGER.warning("%s: accept: %s", self.name, error)
-                time.sleep(_ACCEPT_AGAIN_S)
-                continue
-            self._welcome_socket(sock, address[0])
-        selector.close()
+            self._look(reporter, poll_s)
+            for key, _ in selector.select(poll_s):
+                if key.data is None:
+                    self._accept(listener)
+                elif key.data is not self._wake and (whole := self._entrance.hear(key.data)):
+                    self._admit(whole)
         self._accept_the_rest(listener)
+        self._entrance.dismiss_all(self._failure)
+        selector.close()
         listener.close()
         return self.wait()
+
+    def _look(self, reporter: StallReporter, poll_s: float) -> None:
+        """Now and then, however many strangers come."""
+        now = time.monotonic()
+        if now < self._looked_at_s + poll_s / 2:
+            return
+        self._looked_at_s = now
+        reporter.look()
+        self._look_at_joining()
+        self._look_at_parting()
 
     def _poll_s(self) -> float:
         """Short beside the times that are looked at."""
         margin_s = (1 - _JOIN_SHARE) * self._config.join_timeout_s
         return min(_MOST_POLL_S, self._config.stall_report_s / 4, margin_s / 2)
 
-    def _accept_the_rest(self, listener: socket.socket) -> None:
-        """Who has connected is to hear why the session has failed."""
-        while self._failure is not None:
-            try:
-                sock, address = listener.accept()
-            except OSError:
-                return
-            self._welcome_socket(sock, address[0])
-
-    def _welcome_socket(self, sock: socket.socket, address: str) -> None:
+    def _accept(self, listener: socket.socket) -> bool:
+        """Whether there was one."""
         try:
-            sock.settimeout(None)
+            sock, address = listener.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:  # too many descriptors, or gone before we looked
+            LOGGER.warning("%s: accept: %s", self.name, error)
+            time.sleep(_ACCEPT_AGAIN_S)
+            return False
+        try:
             tune(
                 sock,
                 unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,
@@ -148,17 +162,21 @@ class Server:
             )
         except OSError:
             sock.close()
-            return
-        self.serve(SocketStream(sock, f"worker at {address}"))
+        else:
+            self._entrance.arrive(sock, address[0])
+        return True
+
+    def _accept_the_rest(self, listener: socket.socket) -> None:
+        """Who has connected is to hear why the session has failed."""
+        while self._failure is not None and self._accept(listener):
+            pass
 
     def _look_at_joining(self) -> None:
         """Give up on workers that do not come, and on strangers that say nothing."""
         limit_s, now = self._join_limit_s, time.monotonic()
+        self._entrance.dismiss_silent()
         with self.lock:
-            silent = self._reception.silent()
             joined = dict(self._peers)
-        for peer in silent:
-            peer.stream.close()
         if self._joining.work is None and now > self._started_at_s + limit_s:
             what, met = "rank 0", f"ranks {sorted(peer.rank for peer in joined.values())}"
             known = self._joining.known
@@ -170,9 +188,13 @@ class Server:
                 Failure(
                     kind="StepTimeout",
                     message=f"{self.name} waited {limit_s:.1f} s (of join_timeout_s) for"
-                    f" {what} to join; it has met {met}",
+                    f" {what} to join; it has met {met}{self._describe_refused()}",
                 )
             )
+
+    def _describe_refused(self) -> str:
+        refused = self._entrance.refused
+        return f"; it has refused a connection: {refused}" if refused else ""
 
     def _look_at_parting(self) -> None:
         """Give up on workers that do not leave although others have."""
@@ -195,16 +217,21 @@ class Server:
         gone = [number for number in range(known.count) if number not in staying]
         return f"{known.names(staying)} did not close the session; {known.names(gone)} did"
 
-    def serve(self, stream: Stream) -> None:
-        """Take one worker's connection; returns at once."""
+    def _admit(self, whole: Greeting) -> None:
+        """Take the connection of who has greeted; the rest is said in a thread of its own."""
+        whole.sock.setblocking(True)
+        stream = SocketStream(whole.sock, f"worker at {whole.address}")
         peer = Connection(
             stream, self._joining.owners, sender=self.index, whose="rank", give_up_s=_FAREWELL_S
         )
+        try:
+            self._joining.greet(peer, whole.header, whole.payload)
+        except RemoteProtocolError as error:
+            self.on_refused(peer, error)
+            stream.close()
+            return
         with self.lock:
             self._connections.append(peer)
-            crowded_out = self._reception.arrived(peer)
-        if crowded_out is not None:
-            crowded_out.stream.close()
         self._spawn("receive", lambda: self._receive(peer))
 
     def wait(self) -> Failure | None:
@@ -365,25 +392,3 @@ class Server:
             if staying := self._staying():
                 return -1, 0, f"waits: {self._describe_staying(staying)}"
             return next(work.incomplete(), None)
-
-
-class StallReporter:
-    """Reports, once per wait, whom this server waits for."""
-
-    def __init__(self, server: Server, after_s: float) -> None:
-        self._server = server
-        self._after_s = after_s
-        self._seen: tuple[int, int] | None = None
-        self._since = 0.0
-        self._reported = False
-
-    def look(self) -> None:
-        stalled = self._server.stalled()
-        key = stalled[:2] if stalled else None
-        now = time.monotonic()
-        if stalled is None or key != self._seen:
-            self._seen, self._since, self._reported = key, now, False
-        elif not self._reported and now - self._since > self._after_s:
-            self._reported = True
-            where = self._server.name + (f", step {stalled[1]}" if stalled[1] else "")
-            LOGGER.warning("%s: for %.0f s %s", where, now - self._since, stalled[2])

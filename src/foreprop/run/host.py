@@ -94,7 +94,7 @@ class Inbox:
 class Watch:
     """The agent's process, and all that descend from it."""
 
-    def __init__(self, task: Task, port: int, inbox: Inbox) -> None:
+    def __init__(self, task: Task, port: int, secret: bytes, inbox: Inbox) -> None:
         self._inbox = inbox
         self._grace_s = task.grace_s
         self._kill_at: float | None = None
@@ -105,7 +105,7 @@ class Watch:
         self._process = subprocess.Popen(
             [*agent, "--master-port", str(port), *task.arguments],
             cwd=task.directory,
-            env=os.environ | task.environment,
+            env=os.environ | task.environment | {"FOREPROP_SECRET_FILE": keep_secret(secret)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -167,8 +167,17 @@ def main() -> int:
     while not (line := inbox.next_line()).startswith(START):
         if line in (END, KILL):
             return 1
-    code = Watch(task, int(line.removeprefix(START)), inbox).run()
+    _, port, secret = line.split()
+    code = Watch(task, int(port), bytes.fromhex(secret.decode()), inbox).run()
     return code if code >= 0 else 128 - code
+
+
+def keep_secret(secret: bytes) -> str:
+    """A file with it, of mode 600, that is in memory and there only as long as this process."""
+    descriptor = os.memfd_create("foreprop-secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def decode_task(line: bytes) -> Task:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when a launcher and a host of different versions would not understand each other."""
 
 MARK = b"\x1e"  # ASCII's record separator
@@ -26,7 +26,8 @@ KILL = b"kill"
 ALIVE = b""
 """The launcher is still there."""
 START = b"start"
-"""``start PORT``: begin, with the rendezvous at this port of the first host."""
+"""``start PORT SECRET``: begin, with the rendezvous at this port of the first host, and with the
+job's secret, in hexadecimal. It goes to standard input, and no further than to a file in memory."""
 
 BEAT_S = 10.0
 """How often the launcher says that it is alive, at least."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import shlex
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from foreprop.link.secret import read_secret
 from foreprop.run import records
 from foreprop.run.plan import Plan
 from foreprop.run.processes import PipedProcess
@@ -104,6 +106,7 @@ class Launcher:
 
     def __init__(self, plan: Plan, out: BinaryIO, err: BinaryIO) -> None:
         self._plan = plan
+        self._secret = _secret_of(plan)
         self._events: _Events = queue.SimpleQueue()
         self._printer = Printer(out, err, self._events)
         self._hosts: list[HostProcess] = []
@@ -179,7 +182,8 @@ class Launcher:
     def _begin(self) -> None:
         self._started = True
         for host in self._hosts:
-            host.process.send(records.START + b" %d" % (self._hosts[0].port or 0))
+            about = (self._hosts[0].port or 0, self._secret.hex().encode())
+            host.process.send(records.START + b" %d %s" % about)
 
     def interrupt(self, number: int) -> None:
         if self._outcome is None:
@@ -211,6 +215,15 @@ class Launcher:
             return f"{host.name} has no {self._plan.python}; give --python"
         command = shlex.join(host.process.command)
         return f"`{command}` {how}; is this version of foreprop installed for Python there?"
+
+
+def _secret_of(plan: Plan) -> bytes:
+    """Of the file that is set here, which what is started beside the run may have; else a new one.
+
+    Raises `ConfigError` for a file that cannot be used.
+    """
+    path = plan.environment.get("FOREPROP_SECRET_FILE", "")
+    return read_secret(path) if path.lower() not in ("", "none") else secrets.token_bytes(32)
 
 
 def _ending(code: int) -> str:

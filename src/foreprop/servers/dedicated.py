@@ -14,21 +14,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from foreprop.cluster.rendezvous import Board, Look
-from foreprop.cluster.world import StoreClient, World
+from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
+from foreprop.core.wire import SIGNED
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.stream import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
 from foreprop.servers.processes import ProcessServer, ServerTask
 from foreprop.version import __version__
+
+if TYPE_CHECKING:
+    from foreprop.cluster.seal import Seal
 
 _SESSIONS = "foreprop/dedicated/sessions"
 """The raw store's key that counts them."""
@@ -48,23 +53,50 @@ _REFUSED = "refused "
 """How an entry begins that says why a dedicated server will not come."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+_NEEDED = frozenset(
+    "join_timeout_s step_timeout_s stall_report_s unsent_bytes push_window_bytes"
+    " link_rate_bits_per_s trace_steps".split()
+)
+"""The settings that a server takes from an announcement: numbers, and nothing that names a file."""
+
+
 class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
     """What `foreprop server` must know of a session, from rank 0."""
 
-    session_id: str
-    world_size: int
-    servers: int
-    nodes: int
-    workers_per_node: int
+    session_id: Annotated[str, msgspec.Meta(max_length=64)]
+    world_size: _Count
+    servers: _Count
+    nodes: _Count
+    workers_per_node: _Count
     foreprop: str
     config: dict[str, str | bool | int | float | None]
 
 
-def publish_session(entries: StoreClient, token: str, **about: Any) -> str:
-    """Rank 0: have `foreprop server` serve a session; returns its id, which ends in ``token``."""
+def publish_session(
+    world: World, config: Config, token: str, servers: int, nodes: int, workers_per_node: int
+) -> str:
+    """Rank 0: have `foreprop server` serve a session; returns its id, which ends in ``token``.
+
+    Raises `ConfigError` where there is nothing in which servers could find the workers.
+    """
+    if world.size == 1 and world.in_process:
+        raise ConfigError(
+            f"dedicated_servers is {config.dedicated_servers}, and servers find the workers"
+            " through torchrun's rendezvous: start the script with torchrun"
+        )
+    entries = world.raw_entries
     number = entries.add(_SESSIONS, 1)
     session_id = f"{number}-{token}"
-    published = PublishedSession(session_id=session_id, foreprop=__version__, **about)
+    published = PublishedSession(
+        session_id=session_id,
+        foreprop=__version__,
+        world_size=world.size,
+        servers=servers,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        config=asdict(config),
+    )
     entries.set(dedicated_key(number), msgspec.json.encode(published))
     return session_id
 
@@ -109,7 +141,10 @@ class _StoreGone(NamedTuple):
 
 
 class Supervisor:
-    """Gives up to ``count`` servers to every session that is published at ``host:port``."""
+    """Gives up to ``count`` servers to every session that is published at ``host:port``.
+
+    ``config`` is this command's own: its secret, interface, ports, and the folder of its traces.
+    """
 
     def __init__(
         self,
@@ -117,7 +152,7 @@ class Supervisor:
         host: str,
         port: int,
         count: int,
-        interface: str | None,
+        config: Config,
         wait_s: float,
         report: Report,
     ) -> None:
@@ -126,7 +161,14 @@ class Supervisor:
         self._count = count
         self._wait_s = wait_s
         self._report = report
-        self._interface = interface
+        self._config = config
+        self._seal: Seal | None = None
+        if config.secret_file is not None:
+            from foreprop.cluster.seal import make_seal
+
+            self._seal = make_seal(config.secret_file, "raw", "this server")
+        self._unsigned: list[int] = []
+        """Sessions whose announcement does not count; the true one may still come."""
         self._address = ""
         self._servers: dict[str, ProcessServer] = {}
         self._started = 0
@@ -149,7 +191,7 @@ class Supervisor:
     def _meet(self) -> _StoreWatch:
         self._report(f"waits for the workers' rendezvous at {self._host}:{self._port}")
         watch = _StoreWatch(self._host, self._port, self._wait_s)
-        self._address = local_address(self._host, self._interface)
+        self._address = local_address(self._host, self._config.interface)
         self._report(
             f"met the workers' rendezvous at {self._host}:{self._port}; servers will listen on"
             f" {self._address}"
@@ -166,6 +208,9 @@ class Supervisor:
                 else:
                     open_ = False
             open_ = open_ and not watch.is_gone()
+            unsigned, self._unsigned = self._unsigned if open_ else [], []
+            for number in unsigned:
+                self._join_session(watch.store, number)
             self._reap()
             if time.monotonic() > report_at:
                 report_at = float("inf")
@@ -175,14 +220,29 @@ class Supervisor:
     def _join_session(self, store: TCPStore, number: int) -> None:
         key = dedicated_key(number)
         try:
-            published = msgspec.json.decode(store.get(key), type=PublishedSession)
+            entry = self._maybe_open(key, bytes(store.get(key)))
+            if entry is None:
+                self._unsigned.append(number)
+                return
+            published = msgspec.json.decode(entry, type=PublishedSession)
             claimed = store.add(f"{key}/claimed", self._count)
-            first = claimed - self._count
-            for index in range(first, min(claimed, published.servers)):
-                store.set(f"{key}/server/{index}", self._start_or_refuse(published, index))
-        except (dist.DistError, RuntimeError, msgspec.MsgspecError) as error:
+            for index in range(max(0, claimed - self._count), min(claimed, published.servers)):
+                name = f"{key}/server/{index}"
+                value: Any = self._start_or_refuse(published, index)  # torch's annotations: str
+                store.set(name, value if self._seal is None else self._seal.sign(name, value))
+        except (dist.DistError, RuntimeError, msgspec.MsgspecError, HandshakeError) as error:
             self._failed.append(f"session {number}")
             self._report(f"cannot join session {number}: {error}")
+
+    def _maybe_open(self, key: str, entry: bytes) -> bytes | None:
+        """An announcement, if it counts; raises `HandshakeError` if only the other side signs."""
+        if self._seal is not None:
+            return self._seal.maybe_open(key, entry)
+        if entry.startswith(SIGNED):
+            from foreprop.cluster.seal import refuse_signed
+
+            raise refuse_signed(key, "this server")
+        return entry
 
     def _start_or_refuse(self, published: PublishedSession, index: int) -> str:
         """The entry for one server: where it listens, or why there is none."""
@@ -202,9 +262,8 @@ class Supervisor:
             raise ConfigError(
                 f"foreprop: rank 0 has {published.foreprop!r}, this server has {__version__!r}"
             )
-        settings: dict[str, Any] = {**published.config, "interface": self._interface}
-        if (trace := Config(**settings).trace) is not None:  # which checks them
-            check_trace_folder(trace)
+        settings = self._settings(published)
+        Config(**settings)  # which checks them
         task = ServerTask(
             index=index,
             session_id=published.session_id,
@@ -214,10 +273,31 @@ class Supervisor:
             workers_per_node=published.workers_per_node,
             shares_node=False,
         )
-        listener = listen(self._address)
+        listener = listen(self._address, self._config.port_range)
         address, port = listener.getsockname()[:2]
         self._servers[name] = ProcessServer(task, [listener])
         return f"{address} {port}"
+
+    def _settings(self, published: PublishedSession) -> dict[str, Any]:
+        """Of the script those that a server needs; paths, ports and addresses are this command's.
+
+        Whoever writes to the store would otherwise choose where files are written here.
+        """
+        theirs = {name: value for name, value in published.config.items() if name in _NEEDED}
+        own, trace = self._config, self._config.trace
+        if trace is not None:
+            check_trace_folder(trace)
+        elif published.config.get("trace") is not None:
+            self._report(
+                "the script asks for traces; set FOREPROP_TRACE to a folder for this server's"
+            )
+        return {
+            **theirs,
+            "interface": own.interface,
+            "port_range": own.port_range,
+            "secret_file": own.secret_file,
+            "trace": trace,
+        }
 
     def _reap(self) -> None:
         for name, server in list(self._servers.items()):

@@ -26,13 +26,7 @@ from foreprop.link.stream import (
     stays_on_this_machine,
     tune,
 )
-from foreprop.servers.processes import (
-    ProcessServer,
-    RelayTask,
-    ServerTask,
-    node_links,
-    start_server,
-)
+from foreprop.servers.processes import ProcessServer, ServerTask, node_links, start_server
 
 if TYPE_CHECKING:
     from foreprop.link.pacing import NodeLinks
@@ -87,14 +81,15 @@ class Connections:
 
     def open(self) -> None:
         """Start this node's servers if it is this worker's task, then connect to all."""
-        self._check_dedicated()
         try:
             self.session_id = self._agree_on_session()
             self.links = node_links(self._config, self.session_id, self.node, self.workers_per_node)
             if not self._config.dedicated_servers:
                 self._start_servers()
             if self.workers_per_push > 1 and self._world.rank == self._first_rank:
-                self._start_relays()
+                from foreprop.servers.relaystart import start_relays
+
+                start_relays(self, self._world, self._config)
             for server in range(self.servers):
                 self.streams.append(self._connect(server))
         except BaseException as error:
@@ -102,19 +97,15 @@ class Connections:
             self.close(kill=True, patience_s=0.0)  # the servers have not been told anything
             raise
 
-    def _check_dedicated(self) -> None:
-        if self._config.dedicated_servers and self._world.size == 1 and self._world.in_process:
-            raise ConfigError(
-                f"dedicated_servers is {self._config.dedicated_servers}, and servers find the"
-                " workers through torchrun's rendezvous: start the script with torchrun"
-            )
-
     def _agree_on_session(self) -> str:
         session_id = ""
         if self._world.rank == 0:
             session_id = secrets.token_hex(8)
             if self._config.dedicated_servers:
-                session_id = self._publish_to_dedicated(session_id)
+                from foreprop.servers.dedicated import publish_session
+
+                about = (self.servers, self.nodes, self.workers_per_node)
+                session_id = publish_session(self._world, self._config, session_id, *about)
         return agree_on_session(self.board, self._config, session_id, self._shape())
 
     def _shape(self) -> dict[str, object]:
@@ -129,25 +120,12 @@ class Connections:
             "local_aggregation": self._config.local_aggregation,
         }
 
-    def _publish_to_dedicated(self, token: str) -> str:
-        from foreprop.servers.dedicated import publish_session
-
-        return publish_session(
-            self._world.raw_entries,
-            token,
-            world_size=self._world.size,
-            servers=self.servers,
-            nodes=self.nodes,
-            workers_per_node=self.workers_per_node,
-            config=asdict(self._config),
-        )
-
     def _start_servers(self) -> None:
         if self._world.rank != self._first_rank:
             return
         for i in range(self._config.servers_per_node):
             index = self.node * self._config.servers_per_node + i
-            listener = listen(self.address)
+            listener = listen(self.address, self._config.port_range)
             port = listener.getsockname()[1]
             task = ServerTask(
                 index=index,
@@ -161,42 +139,10 @@ class Connections:
             self.handles.append(start_server(task, self._config, listener, in_process=in_process))
             self.board.publish(f"server/{index}", f"{self.address} {port}")
 
-    def _start_relays(self) -> None:
-        """One process leads to all servers; it gets connections that are made already."""
-        task = RelayTask(
-            session_id=self.session_id,
-            world_size=self._world.size,
-            config=asdict(self._config),
-            node=self.node,
-            workers_per_node=self.workers_per_node,
-            server_names=self._server_names(),
-            server_nodes=[self._node_of(server) for server in range(self.servers)],
-        )
-        upstreams: list[socket.socket] = []
-        listeners: list[socket.socket] = []
-        try:
-            for server in range(self.servers):
-                upstreams.append(self._reach(server))
-                listeners.append(listen(self.address))
-        except BaseException:
-            for sock in (*upstreams, *listeners):
-                sock.close()
-            raise
-        ports = [listener.getsockname()[1] for listener in listeners]
-        if self._world.in_process:
-            from foreprop.servers.main import ThreadServer, build_relays
-
-            relays = build_relays(task, self._config, upstreams)
-            self.handles += map(ThreadServer, relays, listeners)
-        else:
-            self.handles.append(ProcessServer(task, [*listeners, *upstreams]))
-        for server, port in enumerate(ports):
-            self.board.publish(f"relay/{self.node}/{server}", f"{self.address} {port}")
-
     def _connect(self, server: int) -> Stream:
         """To a server, or to this node's relay to it."""
         direct = self.workers_per_push == 1
-        sock = self._reach(server) if direct else self._reach_relay(server)
+        sock = self.reach(server) if direct else self._reach_relay(server)
         self._sockets.append(sock)
         try:
             window_bytes = self._window_bytes(sock)
@@ -208,12 +154,12 @@ class Connections:
             bound = SendBound(window_bytes)
         stream: Stream = SocketStream(sock, self.server_names()[server], bound)
         if self.links is not None and direct:
-            stream = self.links.wrap_to_node(stream, self._node_of(server))
+            stream = self.links.wrap_to_node(stream, self.node_of(server))
         if window_bytes and direct and waits:
             stream.bound(window_bytes)
         return stream
 
-    def _node_of(self, server: int) -> int:
+    def node_of(self, server: int) -> int:
         """The (emulated) node that a server is on; -1 for a dedicated one's own."""
         dedicated = self._config.dedicated_servers
         return -1 if dedicated else server // self._config.servers_per_node
@@ -221,9 +167,10 @@ class Connections:
     def _reach_relay(self, server: int) -> socket.socket:
         what = f"the relay of node {self.node}, which rank {self._first_rank} starts"
         found = self.board.lookup(f"relay/{self.node}/{server}", what)
-        return self._greeted(self._connect_to(*_parse_address(found, what)))
+        target = f"relay {self.node} to server {server}"
+        return self._greeted(self._connect_to(*_parse_address(found, what), target))
 
-    def _reach(self, server: int) -> socket.socket:
+    def reach(self, server: int) -> socket.socket:
         if self._config.dedicated_servers:
             from foreprop.servers.dedicated import look_up_dedicated
 
@@ -235,7 +182,7 @@ class Connections:
             found = self.board.lookup(f"server/{server}", what)
         address, port = _parse_address(found, what)
         self._check_reachable(server, address)
-        return self._greeted(self._connect_to(address, port))
+        return self._greeted(self._connect_to(address, port, f"server {server}"))
 
     def _greeted(self, sock: socket.socket) -> socket.socket:
         """At once: servers do not keep for long who says nothing."""
@@ -273,16 +220,21 @@ class Connections:
             return None
         return window_share_bytes(self._config.push_window_bytes, self.servers, self._config.order)
 
-    def _connect_to(self, address: str, port: int) -> socket.socket:
-        timeout_s = self._config.join_timeout_s
+    def _connect_to(self, address: str, port: int, target: str) -> socket.socket:
+        timeout_s, rank = self._config.join_timeout_s, self._world.rank
+        look, secret_file = self.board.check_failed, self._config.secret_file
+        if secret_file is not None:
+            from foreprop.link.secret import connect_by_secret
+
+            about = (self.session_id, target, rank)
+            return connect_by_secret(address, port, secret_file, *about, timeout_s, look)
         deadline = time.monotonic() + timeout_s
         while True:
-            self.board.check_failed()
+            look()
             try:
                 return connect(address, port, timeout_s=min(1.0, timeout_s))
             except TransportError as error:
                 if time.monotonic() >= deadline:
-                    rank = self._world.rank
                     raise TransportError(
                         f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
                     ) from error
@@ -302,9 +254,9 @@ class Connections:
         if self.workers_per_push > 1:
             name = f"the relay of node {self.node} (beside rank {self._first_rank})"
             return [f"{name} to server {i}" for i in range(self.servers)]
-        return self._server_names()
+        return self.direct_names()
 
-    def _server_names(self) -> list[str]:
+    def direct_names(self) -> list[str]:
         if self._config.dedicated_servers:
             return [f"server {i} (dedicated)" for i in range(self.servers)]
         return [f"server {i} (beside rank {self._starter_of(i)})" for i in range(self.servers)]

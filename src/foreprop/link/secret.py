@@ -1,0 +1,136 @@
+"""The job's secret: read from its file, and proven on a connection that this process makes.
+
+Loaded only where ``secret_file`` is set.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable
+
+from foreprop.core.authentication import NONCE_BYTES, ConnectingSide, Subject, key_of
+from foreprop.errors import ConfigError, TransportError
+from foreprop.link.stream import connect
+
+_MOST_BYTES = 4096
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_LOOK_S = 1.0
+_AGAIN_S = 0.1
+
+
+def load_key(path: str) -> bytes:
+    """The key made of a secret's file; raises `ConfigError` that says what to do."""
+    return key_of(read_secret(path))
+
+
+def read_secret(path: str) -> bytes:
+    """What the file holds: 16 bytes or more, and 4,096 at most; raises `ConfigError`.
+
+    It must be for its owner alone, as ssh demands of its keys.
+    """
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & _OTHERS:
+                raise ConfigError(
+                    f"secret_file is {path!r}, which others than its owner may use (mode"
+                    f" {mode:o}): chmod 600 {path}"
+                )
+            secret = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"secret_file is {path!r}, which cannot be read: {error.strerror}; make it with:"
+            f" (umask 077 && openssl rand -hex 32 > {path})"
+        ) from error
+    if len(secret) > _MOST_BYTES:
+        raise ConfigError(f"secret_file is {path!r}, which has more than {_MOST_BYTES} bytes")
+    try:
+        key_of(secret)
+    except ValueError as error:
+        raise ConfigError(f"secret_file is {path!r}, which has {error}") from error
+    return secret
+
+
+def connect_by_secret(
+    address: str,
+    port: int,
+    secret_file: str,
+    session: str,
+    target: str,
+    rank: int,
+    timeout_s: float,
+    look: Callable[[], None],
+) -> socket.socket:
+    """A connection whose other end has shown that it has the secret, too.
+
+    A server may be starting still, and one with many strangers before it may close a connection
+    that it has not answered: until ``timeout_s`` (``join_timeout_s``) has passed it is tried
+    again. ``look`` is called meanwhile and raises what ends that. Raises `HandshakeError` if the
+    secrets differ, `TransportError` if there is no answer.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    key, subject = load_key(secret_file), Subject(session, target)
+    while True:
+        look()
+        try:
+            sock = connect(address, port, timeout_s=min(1.0, timeout_s))
+            return _authenticated(sock, key, subject, rank, deadline_s, look)
+        except TransportError as error:
+            if time.monotonic() >= deadline_s:
+                raise TransportError(
+                    f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
+                ) from error
+        time.sleep(_AGAIN_S)
+
+
+def _authenticated(
+    sock: socket.socket,
+    key: bytes,
+    subject: Subject,
+    rank: int,
+    deadline_s: float,
+    look: Callable[[], None],
+) -> socket.socket:
+    side = ConnectingSide(key, subject, rank, secrets.token_bytes(NONCE_BYTES))
+    try:
+        prove(sock, side, deadline_s, look)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def prove(
+    sock: socket.socket, side: ConnectingSide, deadline_s: float, look: Callable[[], None]
+) -> None:
+    """Both ends show that they have the secret; ``deadline_s`` is of `time.monotonic`.
+
+    Raises `HandshakeError` if they have not the same, `TransportError` if there is no answer.
+    """
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.settimeout(_LOOK_S)
+    try:
+        sock.sendall(side.opening)
+        while side.wanted:
+            try:
+                data = sock.recv(side.wanted)
+            except TimeoutError:
+                look()
+                if time.monotonic() >= deadline_s:
+                    raise side.at_end() from None
+                continue
+            if not data:
+                raise ConnectionResetError("closed")
+            if reply := side.receive(data):
+                sock.sendall(reply)
+        sock.settimeout(None)
+    except TransportError:  # which is an OSError
+        raise
+    except OSError as error:
+        look()  # the session may have failed: that is the better reason
+        raise side.at_end() from error

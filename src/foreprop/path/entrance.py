@@ -1,0 +1,216 @@
+"""Those who have connected and not said who they are: a few, for a short time, without a thread.
+
+The thread that accepts connections reads what they say, a fixed number of bytes at most: with a
+secret the two messages of `core.authentication`, then in any case a greeting, the first frame. Who
+has said it gets a `Connection` and a thread; nothing else of a stranger's is ever kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import time
+from typing import NamedTuple
+
+from foreprop.config import LOGGER
+from foreprop.core.authentication import (
+    NO_SECRET,
+    NONCE_BYTES,
+    AcceptingSide,
+    Subject,
+    describe_one_sided,
+    maybe_rank_opening,
+)
+from foreprop.core.frames import CONTROL_PRIORITY
+from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
+from foreprop.errors import Failure, HandshakeError, RemoteProtocolError
+
+MAX_GREETING_BYTES = 256
+GREETING_S = 10.0
+"""A worker greets as soon as it is connected."""
+MAX_STRANGERS = 64
+"""At one time, for `GREETING_S` at most."""
+_REPORTS = 100
+"""Strangers who keep coming do not fill the log."""
+
+
+class Greeting(NamedTuple):
+    """A whole one, on a connection that waits for whoever reads on; ``sock`` does not block."""
+
+    sock: socket.socket
+    address: str
+    header: Header
+    payload: memoryview
+
+
+class Stranger:
+    """One of them, and how far it has come. ``side``: where a secret must be shown."""
+
+    def __init__(self, sock: socket.socket, address: str, side: AcceptingSide | None) -> None:
+        self.sock = sock
+        self.address = address
+        self.side = side
+        self.came_at_s = time.monotonic()
+        self.header: Header | None = None
+        self._got = b""
+
+    @property
+    def has_opened(self) -> bool:
+        return self.side is not None and self.side.has_opened
+
+    def read(self) -> Greeting | None:
+        """Whatever is there; a greeting when it is whole.
+
+        Raises EOFError at the connection's end, BlockingIOError when nothing more is there,
+        `RemoteProtocolError` and `HandshakeError` for what may not be.
+        """
+        side = self.side
+        while side is not None and side.wanted:
+            if reply := side.receive(self._receive(side.wanted)):
+                self.send(reply)
+        while self.header is None:
+            self._got += self._receive(HEADER_BYTES - len(self._got))
+            if len(self._got) == HEADER_BYTES:
+                self.header, self._got = self._decode(self._got), b""
+        while (missing := self.header.payload_bytes - len(self._got)) > 0:
+            self._got += self._receive(missing)
+        return Greeting(self.sock, self.address, self.header, memoryview(self._got))
+
+    def _receive(self, wanted: int) -> bytes:
+        data = self.sock.recv(wanted)
+        if not data:
+            raise EOFError
+        return data
+
+    def send(self, data: bytes) -> None:
+        """Few bytes, and the kernel has room for as many; if not, nobody reads them."""
+        if self.sock.send(data) != len(data):
+            raise EOFError
+
+    def _decode(self, got: bytes) -> Header:
+        rank = maybe_rank_opening(got)
+        if rank is not None:
+            self.send(NO_SECRET)
+            raise HandshakeError(describe_one_sided(rank, "this server"))
+        header = decode_header(got)
+        if header.kind != Kind.HELLO:
+            raise RemoteProtocolError(f"the first frame is {Kind(header.kind).name}, not HELLO")
+        if header.payload_bytes > MAX_GREETING_BYTES:
+            raise RemoteProtocolError(
+                f"HELLO of {header.payload_bytes} bytes; at most {MAX_GREETING_BYTES}"
+            )
+        if self.side is not None and header.rank != self.side.rank:
+            raise RemoteProtocolError(f"rank {self.side.rank} greets as rank {header.rank}")
+        return header
+
+
+class Entrance:
+    """Of one server or relay, called in its accepting thread.
+
+    ``name`` is for messages; ``subject`` is what a connection to it is for. With a ``secret_file``
+    who connects must show that it has the secret; raises `ConfigError` for a bad file. A stranger
+    may stay for ``limit_s``, and `GREETING_S` at most.
+    """
+
+    def __init__(
+        self, name: str, index: int, subject: Subject, secret_file: str | None, limit_s: float
+    ) -> None:
+        self.refused = ""
+        """The last one that has had no secret or another one, in words, for messages."""
+        self._name = name
+        self._index = index
+        self._subject = subject
+        self._key: bytes | None = None
+        if secret_file is not None:
+            from foreprop.link.secret import load_key
+
+            self._key = load_key(secret_file)
+        self._limit_s = min(GREETING_S, limit_s)
+        self._strangers: dict[Stranger, None] = {}  # in the order in which they came
+        self._selector: selectors.BaseSelector | None = None
+        self._reports = 0
+
+    def open(self, selector: selectors.BaseSelector) -> None:
+        """From now on it registers strangers there, with themselves as data."""
+        self._selector = selector
+
+    def arrive(self, sock: socket.socket, address: str) -> None:
+        """One more. If there are too many the oldest goes, of those with the least to show."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._dismiss(min(self._strangers, key=lambda each: each.has_opened))
+        side = None
+        if self._key is not None:
+            side = AcceptingSide(self._key, self._subject, secrets.token_bytes(NONCE_BYTES))
+        sock.setblocking(False)
+        stranger = Stranger(sock, address, side)
+        self._strangers[stranger] = None
+        if self._selector is not None:
+            self._selector.register(sock, selectors.EVENT_READ, stranger)
+
+    def hear(self, stranger: Stranger) -> Greeting | None:
+        """It has said something, or gone."""
+        if stranger not in self._strangers:  # it had to go for another one
+            return None
+        try:
+            greeting = stranger.read()
+        except BlockingIOError:
+            return None
+        except (EOFError, OSError):
+            self._dismiss(stranger)
+            return None
+        except HandshakeError as error:
+            self._refuse(stranger, str(error).replace("this server", self._name))
+            return None
+        except RemoteProtocolError as error:
+            self._report(f"a stranger broke the protocol: {error}")
+            self._dismiss(stranger)
+            return None
+        self._forget(stranger)
+        return greeting
+
+    def _refuse(self, stranger: Stranger, why: str) -> None:
+        """Of no secret or another one; who has none speaks frames, and understands one."""
+        self.refused = why
+        self._report(why)
+        if self._key is not None and not stranger.has_opened:
+            self._tell(stranger, Failure(kind="HandshakeError", message=why).encode())
+        self._dismiss(stranger)
+
+    def _report(self, text: str) -> None:
+        self._reports += 1
+        if self._reports <= _REPORTS:
+            LOGGER.warning("%s: %s", self._name, text)
+
+    def dismiss_silent(self) -> None:
+        """Those who have been here for too long."""
+        since_s = time.monotonic() - self._limit_s
+        for stranger in [each for each in self._strangers if each.came_at_s < since_s]:
+            self._dismiss(stranger)
+
+    def dismiss_all(self, failure: Failure | None) -> None:
+        """The session is over. Who needs no secret may be a worker, and is told why."""
+        for stranger in list(self._strangers):
+            if failure is not None and self._key is None:
+                self._tell(stranger, failure.encode())
+            self._dismiss(stranger)
+
+    def _tell(self, stranger: Stranger, data: bytes) -> None:
+        head = encode_header(Kind.FAILURE, 0, self._index, 0, 0, CONTROL_PRIORITY, len(data))
+        with contextlib.suppress(OSError, EOFError):
+            stranger.send(head + data)
+
+    def _dismiss(self, stranger: Stranger) -> None:
+        self._forget(stranger)
+        with contextlib.suppress(OSError):
+            stranger.sock.shutdown(socket.SHUT_RDWR)  # what has been sent still arrives
+        stranger.sock.close()
+
+    def _forget(self, stranger: Stranger) -> None:
+        del self._strangers[stranger]
+        if self._selector is not None:
+            self._selector.unregister(stranger.sock)
+
+    def __len__(self) -> int:
+        return len(self._strangers)

@@ -1,0 +1,50 @@
+"""The start of a node's relays: one process, which leads to all servers of the session."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.link.stream import listen
+from foreprop.servers.processes import ProcessServer, RelayTask
+
+if TYPE_CHECKING:
+    from foreprop.servers.launch import Connections
+
+
+def start_relays(connections: Connections, world: World, config: Config) -> None:
+    """Called by a node's first worker. The relays get connections that are made already."""
+    servers = range(connections.servers)
+    task = RelayTask(
+        session_id=connections.session_id,
+        world_size=world.size,
+        config=asdict(config),
+        node=connections.node,
+        workers_per_node=connections.workers_per_node,
+        server_names=connections.direct_names(),
+        server_nodes=[connections.node_of(server) for server in servers],
+    )
+    upstreams: list[socket.socket] = []
+    listeners: list[socket.socket] = []
+    try:
+        for server in servers:
+            upstreams.append(connections.reach(server))
+            listeners.append(listen(connections.address, config.port_range))
+    except BaseException:
+        for sock in (*upstreams, *listeners):
+            sock.close()
+        raise
+    ports = [listener.getsockname()[1] for listener in listeners]
+    if world.in_process:
+        from foreprop.servers.main import ThreadServer, build_relays
+
+        relays = build_relays(task, config, upstreams)
+        connections.handles += map(ThreadServer, relays, listeners)
+    else:
+        connections.handles.append(ProcessServer(task, [*listeners, *upstreams]))
+    for server, port in enumerate(ports):
+        name = f"relay/{connections.node}/{server}"
+        connections.board.publish(name, f"{connections.address} {port}")
