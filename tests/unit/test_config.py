@@ -17,8 +17,8 @@ from foreprop.config import (
     Preset,
     child_environment,
     launch_info,
-    parse_setting,
 )
+from foreprop.config.parsing import parse_setting
 from foreprop.config.typed import Settings
 from foreprop.errors import ConfigError
 

@@ -65,7 +65,7 @@ def test_a_plain_training_loads_no_feature() -> None:
     unused |= {"hooks.copies", "hooks.wrappers", "config.typed", "gradients.roundpart"}
     unused |= {"path.requests", "path.sums", "path.tensors", "path.gpumemory", "observe.trace"}
     unused |= {"observe.metrics", "observe.status", "session.figures", "session.seconderror"}
-    unused |= {"config.checks", "config.otherhosts"}
+    unused |= {"config.checks", "config.otherhosts", "config.parsing"}
     unused |= {"core.norm", "core.agreement", "core.shards", "core.collect"}
     unused |= {"link.pacing", "servers.dedicated", "servers.main", "servers.servedstate"}
     assert not unused & loaded().keys()

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from foreprop.cli.output import console, print_json, print_table
-from foreprop.config import Config, did_you_mean, parse_setting
+from foreprop.config import Config, did_you_mean
+from foreprop.config.parsing import parse_setting
 from foreprop.errors import ConfigError
 
 

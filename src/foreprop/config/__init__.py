@@ -6,7 +6,6 @@ from foreprop.config.environment import (
     child_environment,
     did_you_mean,
     launch_info,
-    parse_setting,
 )
 from foreprop.config.settings import (
     PRESETS,
@@ -29,5 +28,4 @@ __all__ = [
     "child_environment",
     "did_you_mean",
     "launch_info",
-    "parse_setting",
 ]

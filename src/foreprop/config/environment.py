@@ -1,4 +1,4 @@
-"""What values settings may have, and how text is read: that of the environment's variables.
+"""What values settings may have, and those of the environment's variables.
 
 The only module that reads those.
 """
@@ -33,11 +33,15 @@ def settings_from_environment(hints: Mapping[str, Any]) -> dict[str, Any]:
         if name != variable and name not in known:
             advice = did_you_mean(name, known, prefix=_PREFIX)
             LOGGER.warning("%s is set, but is no setting%s", variable, advice)
-    variables = {f"{_PREFIX}{name.upper()}": name for name in hints}
+    variables = {name: f"{_PREFIX}{name.upper()}" for name in hints}
+    given = {name: variables[name] for name in hints if variables[name] in os.environ}
+    if not given:
+        return {}
+    from foreprop.config.parsing import parse_setting
+
     return {
         name: parse_setting(variable, os.environ[variable], hints[name])
-        for variable, name in variables.items()
-        if variable in os.environ
+        for name, variable in given.items()
     }
 
 
@@ -94,7 +98,7 @@ def child_environment() -> dict[str, str]:
 
 
 def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
-    choices = _choices(hint)
+    choices = choices_in(hint)
     kinds = tuple(kind for kind in get_args(hint) or (hint,) if isinstance(kind, type))
     if choices and (value in choices or not set(kinds) - {type(None)}):
         if value not in choices:
@@ -113,7 +117,7 @@ def check_value(spec: dataclasses.Field[Any], value: Any, hint: Any) -> None:
         raise ConfigError(f"{spec.name} is {value!r}; it must be at least {minimum}")
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
+def choices_in(hint: Any) -> tuple[Any, ...]:
     """What a Literal allows, or an optional one."""
     if typing.get_origin(hint) is Literal:
         return get_args(hint)
@@ -121,33 +125,6 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     inner = next((part for part in parts if typing.get_origin(part) is Literal), None)
     nothing = (None,) if type(None) in parts else ()
     return (*get_args(inner), *nothing) if inner is not None else ()
-
-
-def parse_setting(name: str, text: str, hint: Any) -> Any:
-    """Read a setting from text (environment, command line); names it in the error."""
-    kinds = get_args(hint) or (hint,)
-    if type(None) in kinds and text.lower() in {"", "none"}:
-        return None
-    if text in _choices(hint):
-        return text
-    if hint is bool:
-        return _parse_switch(name, text)
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError as error:
-                number = "a whole number" if kind is int else "a number"
-                wanted = " or ".join([number, *map(repr, filter(None, _choices(hint)))])
-                raise ConfigError(f"{name} is {text!r}; it must be {wanted}") from error
-    return text
-
-
-def _parse_switch(name: str, text: str) -> bool:
-    meant = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-    if text.lower() not in meant:
-        raise ConfigError(f"{name} is {text!r}; it must be one of {list(meant)}")
-    return meant[text.lower()]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
