@@ -47,11 +47,22 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def measure_links(board: Board, *, node: int, nodes: int, address: str, session: str) -> Links:
-    """Called by one process on each node at about the same time; takes about a second.
+    """`conclude` from what `exchange_reports` returns. The slowest link counts, because each step
+    waits for it. Raises `TransportError`.
+    """
+    return conclude(
+        exchange_reports(board, node=node, nodes=nodes, address=address, session=session)
+    )
+
+
+def exchange_reports(
+    board: Board, *, node: int, nodes: int, address: str, session: str
+) -> list[Report]:
+    """All nodes' measurements. Called by one process on each node at about the same time; takes
+    about a second.
 
     Every node sends to the next one, in a ring, so each link is full both ways, as in training.
-    Then all send to the node before: what is slow both times is that node's link. The slowest
-    counts, because each step waits for it. Raises `TransportError`.
+    Then all send to the node before: what is slow both times is that node's link.
     """
     token = session.encode()[:_TOKEN_BYTES].ljust(_TOKEN_BYTES, b"\0")
     listener = ProbeListener(listen(address), node, token)
@@ -83,7 +94,7 @@ def measure_links(board: Board, *, node: int, nodes: int, address: str, session:
         ]
     finally:
         listener.close()
-    return conclude([msgspec.json.decode(text, type=Report) for text in told])
+    return [msgspec.json.decode(text, type=Report) for text in told]
 
 
 def conclude(reports: Sequence[Report]) -> Links:

@@ -24,7 +24,7 @@ from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
-from foreprop.core.linkshares import ready_in, shares_of
+from foreprop.core.linkshares import as_setting, ready_in, shares_of
 from foreprop.core.manifest import ITEMSIZE_BYTES, ParameterInfo
 from foreprop.core.parallax import prefers_servers, traffic
 from foreprop.link.stream import local_address
@@ -289,8 +289,7 @@ def _as_setting(node_rates: Sequence[float], config: Config) -> str | None:
     """Of the nodes whose links are slower; None if there are none, or a setting says it."""
     if config.node_rates is not None or config.placement == "kvstore":
         return None
-    slower = [f"{node}:{rate:g}" for node, rate in enumerate(node_rates) if rate < 1]
-    return ",".join(slower) or None
+    return as_setting(node_rates)
 
 
 def _as_if_even(setting: PlanSetting, node_rates: Sequence[float]) -> PlanSetting:

@@ -52,6 +52,27 @@ def check_architecture(config: Config) -> None:
         )
     if config.node_rates is not None:
         _check_node_rates(config)
+    if config.rebalance_s is not None:
+        _check_rebalancing(config)
+
+
+def _check_rebalancing(config: Config) -> None:
+    """Slices must be able to move to servers beside the workers, and links be seen as they are."""
+    excluded = {
+        "architecture": config.architecture in ("ps", "ring", "hybrid"),
+        "dedicated_servers": config.dedicated_servers > 0,
+        "placement": config.placement == "kvstore",
+        "local_aggregation": config.local_aggregation == "on",
+        "link_rate_bits_per_s": config.link_rate_bits_per_s is not None,
+        "wire_dtype": config.wire_dtype is not None,
+    }
+    for name, is_excluded in excluded.items():
+        if is_excluded:
+            raise ConfigError(
+                f"rebalance_s is {config.rebalance_s:g}, which moves slices between servers beside"
+                f" the workers; that does not go with {name}={getattr(config, name)!r}; leave out"
+                " one of them"
+            )
 
 
 def _check_node_rates(config: Config) -> None:

@@ -134,6 +134,12 @@ class Config:
         "links that are not as fast as the others', as 3:0.5,2:0.8: node and share of their rate;"
         " what its servers own suits it. By default all alike; architecture=auto measures them",
     )
+    rebalance_s: float | None = _setting(
+        None,
+        "measure links again when one has become slow for good, and move slices to suit them; at"
+        " most once in so many seconds. By default never",
+        0.1,
+    )
     unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
     push_window_bytes: int = _setting(
         1_572_864,
@@ -230,7 +236,7 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        chosen = (self.architecture, self.dedicated_servers, self.node_rates)
+        chosen = self.architecture, self.dedicated_servers, self.node_rates, self.rebalance_s
         if any(chosen) or self.slice_elems == "auto":
             from foreprop.config.checks import check_architecture
 

@@ -37,13 +37,24 @@ def parse_node_rates(text: str) -> dict[int, float]:
     return rates
 
 
-def plan_shares(text: str, *, servers: int, per_node: int) -> tuple[int, ...]:
-    """By server, of the nodes' rates as a setting has them; empty if all are to own as much."""
-    given, nodes = parse_node_rates(text), servers // per_node
+def rates_on(nodes: int, text: str | None) -> list[float]:
+    """By node, of the rates as a setting has them: 1 of who is not named; raises `ConfigError`."""
+    given = {} if text is None else parse_node_rates(text)
     for node in given:
         if node >= nodes:
             raise ConfigError(f"node_rates has node {node}; there are 0 to {nodes - 1}")
-    shares = shares_of([given.get(node, 1.0) for node in range(nodes)])
+    return [given.get(node, 1.0) for node in range(nodes)]
+
+
+def as_setting(rates: Sequence[float]) -> str | None:
+    """What `rates_on` reads as these rates, by node; None if all are 1 or more."""
+    slower = [f"{node}:{rate:g}" for node, rate in enumerate(rates) if rate < 1]
+    return ",".join(slower) or None
+
+
+def plan_shares(text: str, *, servers: int, per_node: int) -> tuple[int, ...]:
+    """By server, of the nodes' rates as a setting has them; empty if all are to own as much."""
+    shares = shares_of(rates_on(servers // per_node, text))
     if len(set(shares)) == 1:
         return ()
     return tuple(share for share in shares for _ in range(per_node))
