@@ -33,37 +33,16 @@ Wait = Literal["use", "modules"]
 UpdateBy = Literal["auto", "servers", "workers"]
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow"]
 
+_KNOBS = "granularity", "order", "reply", "placement"
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "p3": {
-        "granularity": "slice",
-        "order": "priority",
-        "reply": "broadcast",
-        "placement": "round_robin",
-    },
-    "slicing": {
-        "granularity": "slice",
-        "order": "fifo",
-        "reply": "broadcast",
-        "placement": "round_robin",
-    },
-    "kvstore": {
-        "granularity": "array",
-        "order": "fifo",
-        "reply": "notify",
-        "placement": "kvstore",
-    },
-    "wfbp": {
-        "granularity": "array",
-        "order": "fifo",
-        "reply": "broadcast",
-        "placement": "balanced",
-    },
-    "tensorflow": {
-        "granularity": "array",
-        "order": "fifo",
-        "reply": "pull",
-        "placement": "balanced",
-    },
+    name: dict(zip(_KNOBS, values, strict=True))
+    for name, values in {
+        "p3": ("slice", "priority", "broadcast", "round_robin"),
+        "slicing": ("slice", "fifo", "broadcast", "round_robin"),
+        "kvstore": ("array", "fifo", "notify", "kvstore"),
+        "wfbp": ("array", "fifo", "broadcast", "balanced"),
+        "tensorflow": ("array", "fifo", "pull", "balanced"),
+    }.items()
 }
 """Each named after the system whose protocol it reproduces; each knob can be set by itself."""
 
