@@ -50,8 +50,9 @@ def check_architecture(config: Config) -> None:
             "link_rate_bits_per_s paces foreprop's own connections; architecture="
             f"{config.architecture!r} uses torch.distributed's"
         )
-    if config.node_rates is not None:
-        _check_node_rates(config)
+    for name in ("node_rates", "late_nodes"):
+        if getattr(config, name) is not None:
+            _check_uneven_nodes(config, name)
     if config.rebalance_s is not None:
         _check_rebalancing(config)
 
@@ -75,15 +76,16 @@ def _check_rebalancing(config: Config) -> None:
             )
 
 
-def _check_node_rates(config: Config) -> None:
-    from foreprop.core.linkshares import parse_node_rates
+def _check_uneven_nodes(config: Config, name: str) -> None:
+    from foreprop.core.linkshares import parse_late_nodes, parse_node_rates
 
-    parse_node_rates(config.node_rates or "")
+    value = getattr(config, name)
+    parse_node_rates(value) if name == "node_rates" else parse_late_nodes(value)
     if config.dedicated_servers or config.placement == "kvstore":
         raise ConfigError(
-            f"node_rates is {config.node_rates!r}, which is for servers beside the workers that"
-            f" own what suits their links; dedicated_servers is {config.dedicated_servers},"
-            f" placement {config.placement!r}"
+            f"{name} is {value!r}, which is for servers beside the workers that own what suits"
+            f" their nodes; dedicated_servers is {config.dedicated_servers}, placement"
+            f" {config.placement!r}"
         )
 
 

@@ -113,6 +113,11 @@ class Config:
         "links that are not as fast as the others', as 3:0.5,2:0.8: node and share of their rate;"
         " what its servers own suits it. By default all alike; architecture=auto measures them",
     )
+    late_nodes: str | None = _setting(
+        None,
+        "nodes whose workers compute for longer than the others', as 3,5: their servers own half as"
+        " much. By default none; architecture=auto measures it",
+    )
     rebalance_s: float | None = _setting(
         None,
         "measure links again when one has become slow for good, and move slices to suit them; at"
@@ -215,8 +220,8 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        chosen = self.architecture, self.dedicated_servers, self.node_rates, self.rebalance_s
-        if any(chosen) or self.slice_elems == "auto":
+        chosen = [self.architecture, self.dedicated_servers, self.node_rates, self.rebalance_s]
+        if any(chosen) or self.late_nodes is not None or self.slice_elems == "auto":
             from foreprop.config.checks import check_architecture
 
             check_architecture(self)
@@ -312,11 +317,12 @@ class Config:
 
     def shares(self, servers: int) -> tuple[int, ...]:
         """What each server owns, relative to the others; empty if all own as much."""
-        if self.node_rates is None:
+        if self.node_rates is None and self.late_nodes is None:
             return ()
         from foreprop.core.linkshares import plan_shares
 
-        return plan_shares(self.node_rates, servers=servers, per_node=self.servers_per_node)
+        late, per_node = self.late_nodes, self.servers_per_node
+        return plan_shares(self.node_rates, servers=servers, per_node=per_node, late=late)
 
     def keeps_whole_tables(self, rank: int) -> bool:
         """Whether this rank gets all rows of tables, in a checkpoint: see ``whole_tables``."""
