@@ -171,7 +171,7 @@ def test_links_are_really_measured() -> None:
     ("ranks", "local_size", "told"),
     [
         (2, 1, "of 2 node(s) no server can own what spares a link"),
-        *long_cases((6, 2, "all-reduce and local aggregation do not show whose link is slow")),
+        pytest.param(6, 2, "local aggregation do not show whose link", marks=pytest.mark.long),
     ],
 )
 def test_where_nothing_can_move_that_is_told(
