@@ -16,13 +16,11 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 8))
 
 
-def train(world: World, begun: torch.nn.Module, node_rates: str | None) -> list[torch.Tensor]:
+def train(world: World, begun: torch.nn.Module, settings: dict[str, str]) -> list[torch.Tensor]:
     model = copy.deepcopy(begun)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(world.rank))
-    session = foreprop.parallelize(
-        model, optimizer, world=world, slice_elems=1000, node_rates=node_rates
-    )
+    session = foreprop.parallelize(model, optimizer, world=world, slice_elems=1000, **settings)
     with session:
         for batch in data:
             optimizer.zero_grad()
@@ -32,11 +30,17 @@ def train(world: World, begun: torch.nn.Module, node_rates: str | None) -> list[
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_placement_by_links_changes_no_bits() -> None:
+def test_placement_by_links_and_compute_changes_no_bits() -> None:
     begun = make_model()  # once: ranks are threads, which share the random numbers
     even, *others = (
-        run_cluster(3, lambda world, rates=rates: train(world, begun, rates))
-        for rates in (None, "2:0.7", "1:0.3")  # the last one owns nothing
+        run_cluster(3, lambda world, settings=settings: train(world, begun, settings))
+        for settings in (
+            {},
+            {"node_rates": "2:0.7"},
+            {"node_rates": "1:0.3"},  # it owns nothing
+            {"late_nodes": "0"},
+            {"late_nodes": "0", "node_rates": "2:0.7"},
+        )
     )
     for uneven in others:
         for of_rank in uneven:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,10 +12,13 @@ from foreprop.config import Config
 from foreprop.core.linkshares import (
     WHOLE,
     deal,
+    late_nodes_of,
+    parse_late_nodes,
     parse_node_rates,
     plan_shares,
     ready_in,
     shares_of,
+    spare,
 )
 from foreprop.core.slicing import Partition, plan_slices, usual_slice_elems
 from foreprop.errors import ConfigError
@@ -98,3 +103,63 @@ def test_the_order_of_two_equal_shares_is_the_usual_one() -> None:
     sizes = [7, 7, 3, 9, 1, 7, 7]
     usual = plan_slices(sizes, [4] * 7, Partition(servers=3, slice_elems=100))
     assert deal([size * 4 for size in sizes], [1, 1, 1]) == [piece.server for piece in usual]
+
+
+# Nodes that compute for longer.
+def test_a_late_nodes_server_owns_half_as_much() -> None:
+    assert spare([2500] * 4, [3]) == [2917, 2917, 2917, 1250]
+    assert plan_shares(None, servers=8, per_node=2, late="3") == (2917,) * 6 + (1250,) * 2
+    assert plan_shares("0:0.5", servers=4, per_node=1, late="3") == (0, 4166, 4166, 1666)
+
+
+@given(
+    st.lists(st.integers(0, WHOLE), min_size=3, max_size=8).filter(any), st.sets(st.integers(0, 7))
+)
+def test_sparing_gives_away_no_more_and_no_less_than_there_is(
+    shares: list[int], late: set[int]
+) -> None:
+    spared = spare(shares, late)
+    assert sum(spared) == pytest.approx(sum(shares), abs=len(shares))
+    if spared != shares:
+        assert all(spared[n] <= shares[n] / 2 + 1 for n in range(len(shares)) if n in late)
+        assert all(spared[n] >= shares[n] for n in range(len(shares)) if n not in late)
+
+
+def test_where_sparing_changes_nothing() -> None:
+    assert spare([5000, 5000], [1]) == [5000, 5000]
+    assert spare([3000, 3000, 4000], [0, 1, 2]) == [3000, 3000, 4000]
+    assert plan_shares(None, servers=2, per_node=1, late="1") == ()
+
+
+LATE: dict[str, Any] = {"compute_s": [1.0, 1.0, 1.0, 1.5], "rates": [1.0] * 4}
+
+
+def test_who_is_late_if_there_is_something_to_gain() -> None:
+    """Simulated: Sockeye with a slow node gains, at balance 1.0 and at 1.5 (a model in 0.7 s and
+    1.05 s); ResNet-50 does not, at neither."""
+    assert late_nodes_of(**LATE, model_s=0.7, step_s=1.9) == (3,)
+    assert late_nodes_of(**LATE, model_s=1.05, step_s=2.2) == (3,)
+    assert late_nodes_of(**LATE, model_s=0.7, step_s=1.51) == ()  # compute is all there is
+    assert late_nodes_of(**LATE, model_s=1.05, step_s=1.64) == ()  # the others would be late
+    nearly = [1.0, 1.05, 1.1, 1.14]
+    assert late_nodes_of(nearly, [1.0] * 4, model_s=0.7, step_s=1.9) == ()
+
+
+def test_a_slow_link_is_reckoned_with() -> None:
+    late = {"compute_s": LATE["compute_s"], "model_s": 0.7}
+    rates = [0.4, 1.0, 1.0, 1.0]
+    assert late_nodes_of(rates=rates, step_s=1.8, **late) == ()  # it needs 1.75 s for its pushes
+    assert late_nodes_of(rates=rates, step_s=1.9, **late) == (3,)
+
+
+@pytest.mark.parametrize("text", ["", "x", "3,3", "-1", "3:0.5", "1,,2"])
+def test_what_is_no_late_node_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="late_nodes has"):
+        parse_late_nodes(text)
+
+
+def test_late_nodes_that_are_not_there_are_told() -> None:
+    with pytest.raises(ConfigError, match="late_nodes has node 4; there are 0 to 3"):
+        Config(late_nodes="4").knobs(4)
+    with pytest.raises(ConfigError, match="late_nodes is '3', which is for servers beside"):
+        Config(late_nodes="3", dedicated_servers=2)

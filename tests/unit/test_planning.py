@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +32,7 @@ from foreprop.simulate.slicesize import (
 )
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.limit import HEADER_FACTOR
-from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 from tests.tiers import long_cases
 
 AUTO = Config(architecture="auto")
@@ -240,6 +241,23 @@ def test_servers_own_what_suits_links_that_differ() -> None:
     assert even.node_rates is None
     given = Config(architecture="p2p", slice_elems="auto", node_rates="3:0.7")
     assert plan_session(slow, given, (), node_rates=rates).node_rates is None
+
+
+def test_servers_of_nodes_that_compute_for_longer_own_less_where_it_pays() -> None:
+    late, even = (1.0, 1.0, 1.0, 1.5), (1.0,) * 4
+    profile = load_profile("sockeye")  # whose first layer is the largest
+    slow = setting(profile=profile, nodes=4, compute_s=1.5, rate_bits_per_s=1.33e9)
+
+    def plan(computed_s: Sequence[float], **settings: Any) -> Plan:
+        config = Config(architecture="p2p", slice_elems=50_000, **settings)
+        return plan_session(slow, config, (), computed_s=computed_s)
+
+    found = plan(late)
+    assert found.late_nodes == "3"
+    assert "late_nodes=3" in found.text
+    assert found.applied_to(Config()).shares(4) == (2917, 2917, 2917, 1250)
+    assert plan(even).late_nodes is None
+    assert plan(late, late_nodes="2").late_nodes is None  # a setting says it
 
 
 def test_who_could_not_measure_is_told() -> None:

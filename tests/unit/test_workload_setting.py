@@ -143,3 +143,21 @@ def test_the_limit_of_links_that_differ_is_that_of_the_better_placement() -> Non
     uneven = LabSetting(**settings, balance=4.0, link_rates=rates, iterations=2)
     even = LabSetting(**settings, balance=4.0, iterations=2)
     assert uneven.limit_s == pytest.approx(even.limit_s * 4 / 3, rel=0.03)
+
+
+def test_the_limit_with_a_slow_node_is_that_of_the_better_placement() -> None:
+    """Where links are full, its server had better own less: its gradients are the last ones."""
+    settings: dict[str, Any] = {
+        "profile": load_profile("sockeye"),
+        "systems": ("p3",),
+        "compute_s": 0.1,
+        "slow_nodes": 1,
+        "slowdown": 0.5,
+        "iterations": 8,
+    }
+    for balance, gains in [(1.0, False), (2.0, True)]:
+        uneven = LabSetting(**settings, balance=balance)
+        even_s = uneven._placed_limit_s(uneven.layers, ())
+        spared_s = uneven._placed_limit_s(uneven.layers, (2917, 2917, 2917, 1250))
+        assert (spared_s < even_s) == gains, (balance, spared_s, even_s)
+        assert uneven.limit_s == min(spared_s, even_s)

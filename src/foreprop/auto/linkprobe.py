@@ -56,11 +56,30 @@ def measure_links(
     session: str,
     config: Config | None = None,
 ) -> Links:
-    """Called by one process on each node at about the same time; takes about a second.
+    """`conclude` from what `exchange_reports` returns. The slowest link counts, because each step
+    waits for it. Raises `TransportError`.
+    """
+    return conclude(
+        exchange_reports(
+            board, node=node, nodes=nodes, address=address, session=session, config=config
+        )
+    )
+
+
+def exchange_reports(
+    board: Board,
+    *,
+    node: int,
+    nodes: int,
+    address: str,
+    session: str,
+    config: Config | None = None,
+) -> list[Report]:
+    """All nodes' measurements. Called by one process on each node at about the same time; takes
+    about a second.
 
     Every node sends to the next one, in a ring, so each link is full both ways, as in training.
-    Then all send to the node before: what is slow both times is that node's link. The slowest
-    counts, because each step waits for it. Raises `TransportError`.
+    Then all send to the node before: what is slow both times is that node's link.
     """
     config = config or Config()
     token = _token(session, config.secret_file)
@@ -93,7 +112,7 @@ def measure_links(
         ]
     finally:
         listener.close()
-    return conclude([msgspec.json.decode(text, type=Report) for text in told])
+    return [msgspec.json.decode(text, type=Report) for text in told]
 
 
 def _token(session: str, secret_file: str | None) -> bytes:

@@ -22,11 +22,15 @@ import msgspec
 from foreprop.auto.linkprobe import Links, measure_links
 from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
+from foreprop.auto.unevennodes import (
+    as_if_even,
+    late_as_setting,
+    rates_as_setting,
+    with_touched_rows,
+)
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
-from foreprop.config.checks import UNEVEN_LEFT_OUT
-from foreprop.core.linkshares import ready_in, shares_of
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.parallax import Topology
 from foreprop.link.stream import local_address
@@ -60,6 +64,8 @@ class Plan(msgspec.Struct, frozen=True):
     text: str = ""
     node_rates: str | None = None
     """As the setting, if links differ."""
+    late_nodes: str | None = None
+    """Likewise, if compute does."""
 
     def outlook(self) -> Outlook | None:
         return None if self.step_s is None else Outlook(self.step_s)
@@ -69,6 +75,8 @@ class Plan(msgspec.Struct, frozen=True):
         changes: dict[str, Any] = {"slice_elems": self.slice_elems or begun_with}
         if self.node_rates is not None:
             changes["node_rates"] = self.node_rates
+        if self.late_nodes is not None:
+            changes["late_nodes"] = self.late_nodes
         if self.architecture is not None:
             changes["architecture"] = self.architecture
         return config.replace(**changes)
@@ -137,7 +145,8 @@ class Planning:
         compute_s = 0.0 if profile is None else profile.measured_s or 0.0
         told = board.exchange("compute", json.dumps(compute_s), "time of a step")
         if self._world.rank == 0:
-            slowest_s = max(json.loads(text) for text in told)
+            computed_s = [json.loads(text) for text in told]
+            slowest_s = max(computed_s)
             plan = Plan(row_wise, text=table)
             if profile is not None and slowest_s > 0 and links is not None:
                 setting = self._setting(profile, slowest_s, links)
@@ -148,9 +157,15 @@ class Planning:
                     table,
                     servable=self._servable,
                     node_rates=links.node_rates,
+                    computed_s=self._by_node(computed_s),
                 )
             board.publish("plan", msgspec.json.encode(plan).decode())
         return msgspec.json.decode(board.lookup("plan", "rank 0's plan"), type=Plan)
+
+    def _by_node(self, computed_s: Sequence[float]) -> list[float]:
+        """The slowest rank's on each."""
+        starts = range(0, len(computed_s), self._per_node)
+        return [max(computed_s[start : start + self._per_node]) for start in starts]
 
     def _choose_tables(self, shares: Mapping[str, float]) -> tuple[frozenset[str], str]:
         """The names of what goes by rows, and a table about it."""
@@ -209,19 +224,21 @@ def plan_session(
     *,
     servable: bool = True,
     node_rates: Sequence[float] = (),
+    computed_s: Sequence[float] = (),
 ) -> Plan:
     """Predict what this session could go on with, and choose; pure.
 
     The simplest of those within 5 % of the fastest, as `foreprop plan` recommends, but for plain
     DDP, which is another program: if it would do, the text says so. Servers are left out if the
-    optimizer is not ``servable``. They own what suits the links, if ``node_rates`` differ.
+    optimizer is not ``servable``. They own what suits the links, if ``node_rates`` differ, and less
+    on nodes that compute for longer (``computed_s``, by node).
     """
     slices = None
-    rates_text = _as_setting(node_rates, config)
-    suited = setting if rates_text is None else _as_if_even(setting, node_rates)
+    rates_text = rates_as_setting(node_rates, config)
+    suited = setting if rates_text is None else as_if_even(setting, node_rates)
     if config.slice_elems == "auto" and servable:
         slices = choose_slice_elems(
-            _with_touched_rows(setting),
+            with_touched_rows(setting),
             compute_s=setting.compute_s,
             nodes=setting.nodes,
             rate_bits_per_s=suited.rate_bits_per_s,
@@ -241,45 +258,18 @@ def plan_session(
     }
     chosen = choose_candidate({candidate: steps_s[candidate] for candidate in candidates})
     is_served = chosen == served
+    late = late_as_setting(setting, config, computed_s, node_rates, steps_s[chosen])
+    uneven = {"node_rates": rates_text, "late_nodes": late}
+    told = "".join(f"; {name}={text}" for name, text in uneven.items() if is_served and text)
     return Plan(
         row_wise=frozenset(row_wise),
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
         node_rates=rates_text if is_served else None,
+        late_nodes=late if is_served else None,
         step_s=steps_s[chosen],
-        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table)
-        + (f"; node_rates={rates_text}" if is_served and rates_text else ""),
+        text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table) + told,
     )
-
-
-def _as_setting(node_rates: Sequence[float], config: Config) -> str | None:
-    """Of the nodes whose links are slower; None if there are none, or a setting says it."""
-    if config.node_rates is not None or config.placement in UNEVEN_LEFT_OUT:
-        return None
-    slower = [f"{node}:{rate:g}" for node, rate in enumerate(node_rates) if rate < 1]
-    return ",".join(slower) or None
-
-
-def _as_if_even(setting: PlanSetting, node_rates: Sequence[float]) -> PlanSetting:
-    """With the rate of even links on which even shares take as long as the suited ones do here."""
-    even = ready_in([1.0] * len(node_rates), [1.0] * len(node_rates))
-    share = even / ready_in(node_rates, shares_of(node_rates)) / min(node_rates)
-    return replace(setting, rate_bits_per_s=setting.rate_bits_per_s * share)
-
-
-def _with_touched_rows(setting: PlanSetting) -> Profile:
-    """Tables as arrays of the rows that a step touches: so many bytes are sent."""
-    arrays = [
-        msgspec.structs.replace(
-            array,
-            shape=(max(1, round(array.rows * (array.alpha or 0.0))), array.row_elems),
-            alpha=None,
-        )
-        if setting.is_table(array)
-        else array
-        for array in setting.profile.arrays
-    ]
-    return replace(setting.profile, arrays=tuple(arrays))
 
 
 def preset_of(config: Config) -> str:

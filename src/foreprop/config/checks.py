@@ -146,19 +146,43 @@ def _check_architecture(config: Config) -> None:
             "link_rate_bits_per_s paces foreprop's own connections; architecture="
             f"{config.architecture!r} uses torch.distributed's"
         )
-    if config.node_rates is not None:
-        _check_node_rates(config)
+    for name in ("node_rates", "late_nodes"):
+        if getattr(config, name) is not None:
+            _check_uneven_nodes(config, name)
+    if config.rebalance_s is not None:
+        _check_rebalancing(config)
 
 
-def _check_node_rates(config: Config) -> None:
-    from foreprop.core.linkshares import parse_node_rates
+def _check_rebalancing(config: Config) -> None:
+    """Slices must be able to move to servers beside the workers, and links be seen as they are."""
+    excluded = {
+        "architecture": config.architecture in ("ps", "ring", "hybrid"),
+        "dedicated_servers": config.dedicated_servers > 0,
+        "placement": config.placement in UNEVEN_LEFT_OUT,
+        "local_aggregation": config.local_aggregation == "on",
+        "link_rate_bits_per_s": config.link_rate_bits_per_s is not None,
+        "wire_dtype": config.wire_dtype is not None,
+        "compression": config.compression is not None,
+    }
+    for name, is_excluded in excluded.items():
+        if is_excluded:
+            raise ConfigError(
+                f"rebalance_s is {config.rebalance_s:g}, which moves slices between servers beside"
+                f" the workers; that does not go with {name}={getattr(config, name)!r}; leave out"
+                " one of them"
+            )
 
-    parse_node_rates(config.node_rates or "")
+
+def _check_uneven_nodes(config: Config, name: str) -> None:
+    from foreprop.core.linkshares import parse_late_nodes, parse_node_rates
+
+    value = getattr(config, name)
+    parse_node_rates(value) if name == "node_rates" else parse_late_nodes(value)
     if config.dedicated_servers or config.placement in UNEVEN_LEFT_OUT:
         raise ConfigError(
-            f"node_rates is {config.node_rates!r}, which is for servers beside the workers that"
-            f" own what suits their links; dedicated_servers is {config.dedicated_servers},"
-            f" placement {config.placement!r}"
+            f"{name} is {value!r}, which is for servers beside the workers that own what suits"
+            f" their nodes; dedicated_servers is {config.dedicated_servers}, placement"
+            f" {config.placement!r}"
         )
 
 

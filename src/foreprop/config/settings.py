@@ -53,7 +53,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture node_rates clip_grad_norm clip_grad_value ema trace_steps table_init port_range"
+    "architecture node_rates late_nodes rebalance_s clip_grad_norm clip_grad_value ema trace_steps"
+    " table_init port_range"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -136,6 +137,17 @@ class Config:
         None,
         "links that are not as fast as the others', as 3:0.5,2:0.8: node and share of their rate;"
         " what its servers own suits it. By default all alike; architecture=auto measures them",
+    )
+    late_nodes: str | None = _setting(
+        None,
+        "nodes whose workers compute for longer than the others', as 3,5: their servers own half as"
+        " much. By default none; architecture=auto measures it",
+    )
+    rebalance_s: float | None = _setting(
+        None,
+        "measure links again when one has become slow for good, and move slices to suit them; at"
+        " most once in so many seconds. By default never",
+        0.1,
     )
     unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
     push_window_bytes: int = _setting(
@@ -326,11 +338,12 @@ class Config:
 
     def shares(self, servers: int) -> tuple[int, ...]:
         """What each server owns, relative to the others; empty if all own as much."""
-        if self.node_rates is None:
+        if self.node_rates is None and self.late_nodes is None:
             return ()
         from foreprop.core.linkshares import plan_shares
 
-        return plan_shares(self.node_rates, servers=servers, per_node=self.servers_per_node)
+        late, per_node = self.late_nodes, self.servers_per_node
+        return plan_shares(self.node_rates, servers=servers, per_node=per_node, late=late)
 
     def keeps_whole_tables(self, rank: int) -> bool:
         """Whether this rank gets all rows of tables, in a checkpoint: see ``whole_tables``."""

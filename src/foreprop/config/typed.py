@@ -41,6 +41,8 @@ class Settings(TypedDict, total=False):
     secret_file: str | None
     link_rate_bits_per_s: float | None
     node_rates: str | None
+    late_nodes: str | None
+    rebalance_s: float | None
     unsent_bytes: int
     push_window_bytes: int
     chunk_elems: int

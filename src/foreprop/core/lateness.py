@@ -65,6 +65,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """Of it, what the worker did not wait for others."""
     order: tuple[int, ...] | None = None
     """Rank 0's new order of first use (`core.useorder`), if it has changed for good."""
+    measure: bool = False
+    """Rank 0's: all are to measure their links (`core.linkwatch`)."""
 
 
 class WindowReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what only some sessions need
     from foreprop.session.automatic import Automatic
     from foreprop.session.checkpoints import Checkpoints
     from foreprop.session.figures import Follower
+    from foreprop.session.rebalancing import Rebalancing
     from foreprop.session.relearning import UseWatch
     from foreprop.tables.remote import RemoteTable
     from foreprop.tables.rowparameter import RowParameter
@@ -86,6 +87,7 @@ class Training:
         self._checkpoints: Checkpoints | None = None
         self._compiled: CompiledEntry | None = None
         self.uses: UseWatch | None = None
+        self.rebalancing: Rebalancing | None = None
         self.norm_before: float | None = None  # of the last step before the backend was connected
         self.trace: TraceRecorder | None = None
         self.follower: Follower | None = None
@@ -369,6 +371,10 @@ class Training:
             self.buffers.publish(step)
         for engine in self.backends.engines:
             engine.end_step(rounds)
+        if self.config.rebalance_s is not None and step % PACE_STEPS == 0:
+            from foreprop.session.rebalancing import rebalance
+
+            rebalance(self, self.config.rebalance_s)
         if self.world.rank == 0 and step >= PACE_STEPS and step % PACE_STEPS <= 1:
             from foreprop.session.relearning import look_at_order
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from foreprop.config import PRESETS
-from foreprop.core.linkshares import shares_of
+from foreprop.core.linkshares import shares_of, spare
 from foreprop.core.slicing import usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
@@ -249,7 +249,7 @@ class LabSetting:
         layers = self.layers
         if self.is_even:
             return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=self.rate)
-        return min(self._placed_limit_s(layers, shares) for shares in {(), self._suited_shares})
+        return min(self._placed_limit_s(layers, shares) for shares in self._placements)
 
     def _placed_limit_s(self, layers: Sequence[Layer], shares: tuple[int, ...]) -> float:
         """If servers own such shares; without, about even ones."""
@@ -263,10 +263,13 @@ class LabSetting:
         )
 
     @property
-    def _suited_shares(self) -> tuple[int, ...]:
-        """Of servers, so that slow links have the least to carry; empty if all are alike."""
-        shares = shares_of([self.network.left_of(node) for node in range(self.nodes)])
-        return tuple(shares) if len(set(shares)) > 1 else ()
+    def _placements(self) -> set[tuple[int, ...]]:
+        """Shares of servers: even ones; such that slow links have the least to carry; and such that
+        nodes that compute for longer have less."""
+        suited = shares_of([self.network.left_of(node) for node in range(self.nodes)])
+        late = range(self.nodes - self.slow_nodes, self.nodes) if self.slowdown else ()
+        uneven = {tuple(shares) for shares in (suited, spare(suited, late))}
+        return {(), *(shares for shares in uneven if len(set(shares)) > 1)}
 
     @property
     def unevenness(self) -> Unevenness:

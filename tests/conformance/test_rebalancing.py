@@ -1,0 +1,185 @@
+"""Slices that move while training goes on change no bits: values, optimizer state and averages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from foreprop.auto.linkprobe import Report
+from foreprop.core.frames import PACE_STEPS
+from foreprop.core.lateness import Straggler
+from foreprop.session import rebalancing
+from foreprop.stragglers.pace import PaceKeeper
+from tests.conformance.parity import (
+    Build,
+    Trained,
+    batches_of,
+    check_same_bits,
+    check_same_optimizer_state,
+    run_foreprop,
+    small_model,
+    train_classifier,
+    with_sgd,
+)
+from tests.tiers import long_cases
+
+RANKS, STEPS = 3, 24 * PACE_STEPS
+SETTINGS = {"architecture": "p2p", "slice_elems": 4}
+SLOW = Straggler(rank=1, late_s=0.5, since_step=1, cause="link")
+
+
+def with_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = small_model()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def with_batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def measured(*node_rates: float, error: str | None = None) -> list[Report]:
+    """What nodes would tell of links with these rates."""
+    nodes = range(len(node_rates))
+    to_next = [min(node_rates[node], node_rates[(node + 1) % RANKS]) for node in nodes]
+    return [
+        Report(
+            sent_bits_per_s=1e9 * to_next[node],
+            round_trip_s=1e-4,
+            error=error,
+            sent_back_bits_per_s=1e9 * to_next[node - 1],
+        )
+        for node in nodes
+    ]
+
+
+def has_slow_link(monkeypatch: pytest.MonkeyPatch, *reports: Sequence[Report]) -> Counter[int]:
+    """Have rank 1's link be named, and each measurement find the next of these.
+
+    Returns how often each node has measured.
+    """
+    monkeypatch.setattr(PaceKeeper, "straggler", SLOW)
+    asked: Counter[int] = Counter()
+
+    def exchange(board: Any, *, node: int, **_: Any) -> Sequence[Report]:
+        number = asked[node]
+        asked[node] += 1
+        return reports[min(number, len(reports) - 1)]
+
+    monkeypatch.setattr(rebalancing, "exchange_reports", exchange)
+    return asked
+
+
+def train(build: Build, **settings: Any) -> list[Trained]:
+    batches = batches_of(RANKS, count=STEPS)
+    return run_foreprop(build, train_classifier, batches, **SETTINGS, **settings)
+
+
+def check_same(moved: Sequence[Trained], stayed: Sequence[Trained]) -> None:
+    for got, wanted in zip(moved, stayed, strict=True):
+        check_same_bits(got.model, wanted.model)
+        check_same_optimizer_state(got.optimizer, wanted.optimizer)
+        assert got.stats["steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    "build",
+    [with_sgd(), with_adam, *long_cases(with_sgd(with_batch_norm))],
+    ids=["sgd", "adamw", "batch norm"],
+)
+def test_moving_slices_there_and_back_changes_no_bits(
+    build: Build, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stayed = train(build)
+    asked = has_slow_link(monkeypatch, measured(1, 0.5, 1), measured(1, 1, 1))
+    moved = train(build, rebalance_s=0.1)
+    check_same(moved, stayed)
+    assert asked[0] == asked[1] == asked[2] >= 2
+    told = capfd.readouterr().err
+    assert "node 1's server owns 0% instead of 33%: its link has 0.5 of the fastest" in told
+    assert "node 1's server owns 33% instead of 0%: its link is as fast as any" in told
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"ema": 0.9}, *long_cases({"update": "workers"}, {"clip_grad_norm": 0.1}, {"reply": "pull"})],
+    ids=str,
+)
+def test_whoever_updates_and_however_bits_stay(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stayed = train(with_sgd(), **settings)
+    asked = has_slow_link(monkeypatch, measured(1, 0.5, 1))
+    moved = train(with_sgd(), rebalance_s=0.1, **settings)
+    check_same(moved, stayed)
+    assert asked[0] >= 1
+
+
+def servers_of(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, int]]:
+    """By connection, as rank 0 makes them: how many slices each server owns."""
+    owned: list[dict[int, int]] = []
+    connect: Callable[..., None] = rebalancing.reconnect
+
+    def reconnect(training: Any, row_wise: Any) -> None:
+        connect(training, row_wise)
+        if training.world.rank == 0:
+            owned.append(Counter(s.server for s in training.backends.engines[0].slices))
+
+    monkeypatch.setattr(rebalancing, "reconnect", reconnect)
+    return owned
+
+
+def test_a_slow_links_server_owns_less_and_the_others_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owned = servers_of(monkeypatch)
+    has_slow_link(monkeypatch, measured(1, 0.5, 1))
+    train(with_sgd(), rebalance_s=0.1)
+    (slices,) = owned  # once: afterwards what is measured is what they have
+    assert set(slices) == {0, 2}
+    assert abs(slices[0] - slices[2]) <= 1
+
+
+def test_links_that_could_not_be_measured_move_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    owned = servers_of(monkeypatch)
+    asked = has_slow_link(monkeypatch, measured(1, 0.5, 1, error="no route"))
+    train(with_sgd(), rebalance_s=0.1)
+    assert asked[0] >= 1
+    assert not owned
+    told = capfd.readouterr().err
+    assert "slices stay where they are: node 0 could not measure its links: no route" in told
+
+
+def test_links_are_really_measured() -> None:
+    """On loopback, where all are about as fast: whatever is found, the same bits."""
+    batches = batches_of(RANKS, count=STEPS)
+    settings = {**SETTINGS, "node_rates": "2:0.5"}
+    runs = [
+        run_foreprop(with_sgd(), train_classifier, batches, **settings, **more)
+        for more in ({}, {"rebalance_s": 0.1})
+    ]
+    check_same(runs[1], runs[0])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local_size", "told"),
+    [
+        (2, 1, "of 2 node(s) no server can own what spares a link"),
+        pytest.param(6, 2, "local aggregation do not show whose link", marks=pytest.mark.long),
+    ],
+)
+def test_where_nothing_can_move_that_is_told(
+    ranks: int, local_size: int, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batches = batches_of(ranks, count=PACE_STEPS)
+    settings = {**SETTINGS, "rebalance_s": 0.1}
+    run_foreprop(with_sgd(), train_classifier, batches, local_size=local_size, **settings)
+    lines = capfd.readouterr().err
+    assert lines.count("rebalance_s does nothing here") == 1
+    assert told in lines
