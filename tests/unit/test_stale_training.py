@@ -25,7 +25,8 @@ def test_as_many_steps_are_made_as_the_closed_form_says(staleness: Staleness, sl
     trained = train(staleness=staleness, strength=0.0, workers=4, slow=slow, rounds=12)
     closed = closed_steps(staleness, workers=4, slow=slow, rounds=12)
     assert sum(trained.steps) == closed
-    assert trained.most_ahead <= (12 * (slow - 1) if staleness == "async" else staleness)
+    # without a bound: what the slow one lacks, and a step that ends at the same moment
+    assert trained.most_ahead <= (12 * (slow - 1) + 1 if staleness == "async" else staleness)
 
 
 def test_what_it_writes(tmp_path: Path) -> None:
