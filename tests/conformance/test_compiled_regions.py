@@ -20,7 +20,10 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.compiled import tracing
 from foreprop.compiled.operators import running
+from foreprop.config import Config
 from foreprop.errors import ConfigError
+from foreprop.path.worker import WorkerEngine
+from foreprop.session.session import connect
 from tests.cluster import worlds
 from tests.conformance.parity import Batch, check_same_bits, make_batches
 from tests.tiers import long_cases
@@ -149,6 +152,57 @@ def test_a_gradient_leaves_while_the_backward_graph_runs(backend: str) -> None:
         _train(call, optimizer, batches[2:3])
     assert seen[0][0] == ["second.bias", "second.weight"]
     assert seen[0][1] >= before
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_is_pushed_while_the_backward_graph_runs(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer's have left for the servers before the first layer's are computed."""
+    model, optimizer = _seeded()
+    names = [name for name, _ in model.named_parameters()]
+    pushed: list[str] = []
+    seen: list[list[str]] = []
+    push = WorkerEngine.push
+
+    def noted(engine: WorkerEngine, number: int, *args: Any, **options: Any) -> None:
+        pushed.append(names[number])
+        push(engine, number, *args, **options)
+
+    monkeypatch.setattr(WorkerEngine, "push", noted)
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    with connect(model, optimizer, Config(), world=worlds(1)[0]):
+        _train(call, optimizer, make_batches(2))
+        _looks["backward"] = lambda: seen.append(sorted(pushed))
+        for batch in make_batches(4):
+            pushed.clear()
+            _train(call, optimizer, [batch])
+            assert sorted(pushed) == sorted(names)
+    assert seen == [["second.bias", "second.weight"]] * 4
+
+
+def test_hooks_of_others_run_once_in_each_pass() -> None:
+    """Autograd runs them for the None that it gets in a gradient's place, too."""
+    model, optimizer = _seeded()
+    ran: list[str] = []
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda _: ran.append(name)
+
+    parameters = dict(model.named_parameters())
+    handles = [p.register_post_accumulate_grad_hook(hook(n)) for n, p in parameters.items()]
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        for batch in make_batches(4):
+            ran.clear()
+            _train(call, optimizer, [batch])
+            assert sorted(ran) == sorted(parameters)
+        for handle in handles:
+            handle.remove()
+        ran.clear()
+        _train(call, optimizer, make_batches(1))
+    assert ran == []
 
 
 def _whole(model: nn.Module, backend: str) -> Any:
