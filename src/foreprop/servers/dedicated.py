@@ -228,8 +228,10 @@ class Supervisor:
             claimed = store.add(f"{key}/claimed", self._count)
             for index in range(max(0, claimed - self._count), min(claimed, published.servers)):
                 name = f"{key}/server/{index}"
-                value: Any = self._start_or_refuse(published, index)  # torch's annotations: str
-                store.set(name, value if self._seal is None else self._seal.sign(name, value))
+                made: Any = self._start_or_refuse(published, index)  # torch's annotations: str
+                if self._seal is not None:
+                    made = self._seal.sign(name, made)
+                store.set(name, made)
         except (dist.DistError, RuntimeError, msgspec.MsgspecError, HandshakeError) as error:
             self._failed.append(f"session {number}")
             self._report(f"cannot join session {number}: {error}")
