@@ -18,13 +18,13 @@ import pytest
 from foreprop.core.sendbound import SendBound
 from foreprop.errors import ConfigError, TransportError
 from foreprop.link import stream
+from foreprop.link.announced import check_reachable
 from foreprop.link.local import connected_pair
 from foreprop.link.pacing import Link, NodeLinks, PacedStream
 from foreprop.link.stream import (
     TCP_NOTSENT_LOWAT,
     TCP_USER_TIMEOUT,
     SocketStream,
-    check_reachable,
     connect,
     listen,
     local_address,

@@ -18,7 +18,8 @@ from foreprop.cluster.world import World, within
 from foreprop.config import Config
 from foreprop.core.ring_machine import most_collectives
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
-from foreprop.link.stream import check_reachable, local_address
+from foreprop.link.announced import check_reachable
+from foreprop.link.stream import local_address
 
 _Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
 _ALIVE_S = 2.0

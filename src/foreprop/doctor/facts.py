@@ -17,7 +17,8 @@ from foreprop.config import Config
 from foreprop.config.otherhosts import foreign_setting
 from foreprop.doctor.records import Facts, Introduce, Resolved
 from foreprop.errors import ForepropError
-from foreprop.link.stream import check_reachable, local_address
+from foreprop.link.announced import check_reachable
+from foreprop.link.stream import local_address
 from foreprop.run.plan import own_addresses
 from foreprop.version import __version__
 

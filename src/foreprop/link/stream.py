@@ -48,21 +48,6 @@ def local_address(rendezvous_host: str, interface: str | None = None) -> str:
     )
 
 
-def check_reachable(address: str, rendezvous_host: str) -> None:
-    """Refuse to announce a loopback address to other machines.
-
-    It happens where the rendezvous host's own name stands for 127.0.1.1 on itself. Whoever names
-    a loopback address as the rendezvous means one machine, and is not refused.
-    """
-    if is_loopback(rendezvous_host):
-        return
-    if is_loopback(address):
-        raise ConfigError(
-            f"interface: the rendezvous host {rendezvous_host!r} is {address} on this machine,"
-            " which others cannot reach. Set FOREPROP_INTERFACE to the interface or address to use"
-        )
-
-
 def is_loopback(text: str) -> bool:
     """Whether an address is this machine's own to itself, or a name says so."""
     try:

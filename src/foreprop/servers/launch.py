@@ -19,7 +19,6 @@ from foreprop.link.connection import greeting
 from foreprop.link.stream import (
     SocketStream,
     Stream,
-    check_reachable,
     connect,
     listen,
     local_address,
@@ -58,6 +57,8 @@ class Connections:
         self.workers_per_push = self._plan_local_aggregation()
         self.address = local_address(world.host, config.interface)
         if world.size > world.local_size:
+            from foreprop.link.announced import check_reachable
+
             check_reachable(self.address, world.host)
         self.links: NodeLinks | None = None
         self.session_id = ""
