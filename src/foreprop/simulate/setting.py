@@ -64,6 +64,12 @@ class SimulatedSetting(LabSetting):
         "How many stand for all, if it is symmetric; 4 are more exact.", 1
     )
     """For the nodes that are not slow."""
+    compression: str | None = option(
+        "Codec of the presets' frames, as int8 or lossless:0.7; auto; or PATTERN=CODEC, separated"
+        " by commas.",
+        None,
+    )
+    """The rate that follows from ``balance`` is that of float32."""
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
     most_nodes: ClassVar[int] = 65_536
@@ -78,6 +84,10 @@ class SimulatedSetting(LabSetting):
             )
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
+        if self.compression is not None:
+            from foreprop.simulate.compressed import check_compression
+
+            check_compression(self)
 
     def _check_symmetric(self) -> None:
         if self.workers_per_node > 1 and self.symmetric:
