@@ -104,8 +104,8 @@ _BLOCK_BYTES = _FLOAT_BYTES / _BLOCK_ELEMS
 _TABLE: Mapping[str, _Row] = {
     NONE: _Row(4, 0, 0.0, 0.0, 0, 0.0, exact=True),
     LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 1.7, 0.9, 0, 0.0, exact=True),
-    "bf16": _Row(2, 0, 0.2, 0.2, 0, 1e-6),
-    "fp16": _Row(2, 0, 0.2, 0.2, 0, 1e-7),
+    "bf16": _Row(2, 0, 0.2, 0.2, 0, 2.3e-6),
+    "fp16": _Row(2, 0, 0.2, 0.2, 0, 3.6e-8),
     "int8": _Row(1 + _BLOCK_BYTES, 0, 0.9, 0.6, 1, 4.6e-5),
     "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.2, 0.8, 1, 1.5e-2),
     "1bit": _Row(1 / 8, 8, 1.0, 0.5, 1, 0.36),

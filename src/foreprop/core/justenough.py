@@ -202,7 +202,8 @@ def checked_enough(
 ) -> Enough:
     """`just_enough` by the steps that ``step_s`` gives: a model or a simulation, with queues.
 
-    If a step comes out too long, the choice is made again with less to spare. All stays exact where
+    If a step comes out too long, the choice is made again with less to spare. If all do, it is the
+    least lossy of the quickest. All stays exact where
     exact steps are within `TOLERANCE` of the compute, or hardly longer than the best choice's. The
     result's step is ``step_s``'s.
     """
@@ -220,12 +221,11 @@ def checked_enough(
 
 
 def _best(tried: Sequence[Enough]) -> Enough:
-    """The least lossy of the quickest, or of those in time, if it is worth it; the first is exact."""
+    """The least lossy of the quickest, if it is worth it; the first is exact."""
     quickest_s = min(each.step_s for each in tried)
     if quickest_s > _WORTHWHILE * tried[0].step_s:
         return tried[0]
-    enough_s = max(_AS_QUICK * quickest_s, (1 + TOLERANCE) * tried[0].compute_s)
-    good = [each for each in tried if each.step_s <= enough_s]
+    good = [each for each in tried if each.step_s <= _AS_QUICK * quickest_s]
     return min(good, key=lambda each: each.loss)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from foreprop.config import Config
 from foreprop.core.codecfacts import AUTO_CODECS, Coded, KnownCodec, codec_named
@@ -87,15 +88,19 @@ def choose_codecs(
     *,
     hosts: Hosts | None = None,
     allowed: Sequence[str] = AUTO_CODECS,
+    **changes: Any,
 ) -> CodecChoice:
-    """Just enough for p3 in this setting; deterministic. ``allowed``: see `just_enough`."""
+    """Just enough for p3 in this setting; deterministic. ``allowed``: see `just_enough`.
+
+    ``changes`` are fields of `Config`.
+    """
     hosts = hosts or Hosts()
     arrays = arrays_in_order(setting.profile)
     names = [array.name for array in arrays]
 
     def step_s(codecs: Sequence[KnownCodec]) -> float:
         asked = replace(setting, systems=(_P3,), compression=patterns_text(names, codecs))
-        steps = simulate_system(_P3, asked, hosts, steps=_STEPS)
+        steps = simulate_system(_P3, asked, hosts, steps=_STEPS, **changes)
         return statistics.median(s for node in steps.step_s for s in node[_UNCOUNTED_STEPS:])
 
     enough = checked_enough(
