@@ -13,7 +13,7 @@ from foreprop.core.codecfacts import AUTO_CODECS, CODEC_NAMES, UNCODED, codec_na
 from foreprop.errors import ConfigError
 
 ELEMS = 51_200
-"""Two hundred blocks."""
+"""Four hundred blocks."""
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,13 @@ ELEMS = 51_200
         ("none", 4 * ELEMS, 4 * ELEMS),
         ("lossless:0.5", 2 * ELEMS, 2 * ELEMS),
         ("bf16", 2 * ELEMS, 2 * ELEMS),
-        ("int8", ELEMS + 800, ELEMS + 800),  # a scale of four bytes for each block
-        ("int4", ELEMS // 2 + 800, ELEMS // 2 + 800),
+        ("int8", ELEMS + 1600, ELEMS + 1600),  # a scale of four bytes for each block
+        ("int4", ELEMS // 2 + 1600, ELEMS // 2 + 1600),
         ("1bit", 6_400 + 8, 6_400 + 8),  # two means
         ("terngrad", 12_800 + 4, 12_800 + 4),
+        ("qsgd", ELEMS + 400, ELEMS + 400),
+        ("qsgd:7", ELEMS // 2 + 400, ELEMS // 2 + 400),
+        ("qsgd:1", ELEMS // 4 + 400, ELEMS // 4 + 400),
         ("topk:0.01", 512 * 8, 4 * 512 * 8),  # the union of four ranks
         ("topk:0.5", 25_600 * 8, 4 * ELEMS),  # all of them: as it is
         ("randomk:0.01", 512 * 4, 512 * 4),  # all draw the same places
@@ -67,11 +70,14 @@ def test_a_session_is_not_told_what_lossless_saves() -> None:
     assert codec_named("topk:0.1").session_name == "topk:0.1"
 
 
-@pytest.mark.parametrize("name", ["int7", "int8:4", "none:1", "", "topk:", "dgc:0", "topk:1.5"])
+@pytest.mark.parametrize(
+    "name", ["int7", "int8:4", "none:1", "", "topk:", "dgc:0", "topk:1.5", "qsgd:128"]
+)
 def test_a_wrong_name_says_what_there_is(name: str) -> None:
     with pytest.raises(ConfigError, match=f"codec '{name}'") as raised:
         codec_named(name)
-    assert "topk" in str(raised.value) or "at most 1" in str(raised.value)
+    allowed = ("topk:R", "at most 1", "from 1 to 127")
+    assert any(text in str(raised.value) for text in allowed)
 
 
 # Losses of the table, from draws.
@@ -114,8 +120,8 @@ def test_losses_are_those_of_normal_gradients(
 ) -> None:
     draws = random.Random(0)
     lost = whole = 0.0
-    for _ in range(60):
-        block = [draws.gauss(0, 1) for _ in range(256)]
+    for _ in range(120):
+        block = [draws.gauss(0, 1) for _ in range(128)]
         lost += sum((a - b) ** 2 for a, b in zip(block, decoded(block), strict=True))
         whole += sum(value**2 for value in block)
     assert codec_named(name).loss == pytest.approx(lost / whole, rel=0.1)

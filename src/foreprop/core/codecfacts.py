@@ -20,7 +20,7 @@ NONE = "none"
 """Float32 as it is."""
 LOSSLESS = "lossless"
 _FLOAT_BYTES = 4
-_BLOCK_ELEMS = 256
+_BLOCK_ELEMS = 128
 """Of int8 and int4: one scale for so many."""
 _ENTRY_BYTES = 8
 """Of a sparse codec: a value and its place."""
@@ -28,7 +28,12 @@ LOSSLESS_SHARE = 0.85
 """Of the bytes what is left: byte planes of weights, the worst of what was tried, had 0.84."""
 _KEPT = {"topk": 0.01, "randomk": 0.01, "dgc": 0.001}
 """Of the elements, if the name does not say it."""
-_PARAMETERS = {LOSSLESS: "share of the bytes", **dict.fromkeys(_KEPT, "share of the elements")}
+_SHARE_OF = {LOSSLESS: "share of the bytes", **dict.fromkeys(_KEPT, "share of the elements")}
+_QSGD = "qsgd"
+_QSGD_ELEMS = 512
+"""Of a norm."""
+_QSGD_BITS = {1: 2, 7: 4, 127: 8}
+"""Of an element, by the most levels that go into them."""
 _GB = 1e9
 
 
@@ -106,17 +111,17 @@ _TABLE: Mapping[str, _Row] = {
     LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 1.7, 0.9, 0, 0.0, exact=True),
     "bf16": _Row(2, 0, 0.2, 0.2, 0, 2.3e-6),
     "fp16": _Row(2, 0, 0.2, 0.2, 0, 3.6e-8),
-    "int8": _Row(1 + _BLOCK_BYTES, 0, 0.9, 0.6, 1, 4.6e-5),
-    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.2, 0.8, 1, 1.5e-2),
+    "int8": _Row(1 + _BLOCK_BYTES, 0, 0.9, 0.6, 1, 4.0e-5),
+    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.2, 0.8, 1, 1.3e-2),
     "1bit": _Row(1 / 8, 8, 1.0, 0.5, 1, 0.36),
     "sign": _Row(1 / 8, 4, 0.8, 0.5, 1, 0.36),
     "terngrad": _Row(2 / 8, 4, 2.0, 0.6, 0, 0.99),
-    "qsgd": _Row(1, 4, 2.0, 0.6, 0, 1.76),
+    _QSGD: _Row(1, 0, 2.0, 0.6, 0, 0.0),
     "topk": _Row(_ENTRY_BYTES, 0, 2.0, 0.3, 1, 0.0),
     "randomk": _Row(_FLOAT_BYTES, 0, 1.0, 0.3, 1, 0.0),
     "dgc": _Row(_ENTRY_BYTES, 0, 2.5, 0.5, 2, 0.0),
 }
-"""Of a sparse one, bytes of each element that is kept. QSGD's are 8 bits."""
+"""Of a sparse one, bytes of each element that is kept; QSGD's follow from its levels."""
 CODEC_NAMES = tuple(_TABLE)
 
 AUTO_CODECS = (NONE, LOSSLESS, "bf16", "int8", "int4")
@@ -132,17 +137,33 @@ def codec_named(name: str) -> KnownCodec:
     """
     family, mark, text = name.partition(":")
     row = _TABLE.get(family)
-    if row is None or (mark and family not in _PARAMETERS):
+    if row is None or (mark and family not in (*_SHARE_OF, _QSGD)):
         raise ConfigError(
             f"compression names the codec {name!r}; there are {', '.join(CODEC_NAMES)}, and"
-            " topk:R, randomk:R, dgc:R with the share R of the elements that is sent"
+            " topk:R, randomk:R, dgc:R with the share R of the elements that is sent, qsgd:LEVELS"
         )
+    if family == _QSGD:
+        return _qsgd(name, text if mark else "127", row)
     share = _share(name, family, text) if mark else _KEPT.get(family, LOSSLESS_SHARE)
     if family == LOSSLESS:
         row = row._replace(bytes_per_elem=_FLOAT_BYTES * share)
     kept = share if family in _KEPT else None
     loss = row.loss if kept is None else 1 - kept
     return KnownCodec(name, _facts(row, kept), loss, kept, family == "randomk")
+
+
+def _qsgd(name: str, text: str, row: _Row) -> KnownCodec:
+    """Alistarh et al., section 3.1: variance at most min(d / s^2, sqrt(d) / s) of norms of d."""
+    levels = int(text) if text.isdecimal() else 0
+    if not 1 <= levels <= 127:
+        raise ConfigError(
+            f"compression names the codec {name!r}; after {_QSGD}: come its levels, from 1 to 127"
+        )
+    bits = next(bits for most, bits in _QSGD_BITS.items() if levels <= most)
+    elems = _QSGD_ELEMS
+    row = row._replace(bytes_per_elem=bits / 8 + _FLOAT_BYTES / elems)
+    loss = min(elems / levels**2, math.sqrt(elems) / levels)
+    return KnownCodec(name, _facts(row, None), loss)
 
 
 def _share(name: str, family: str, text: str) -> float:
@@ -152,7 +173,7 @@ def _share(name: str, family: str, text: str) -> float:
         share = math.nan
     if not 0 < share <= 1:
         raise ConfigError(
-            f"compression names the codec {name!r}; after {family}: comes a {_PARAMETERS[family]},"
+            f"compression names the codec {name!r}; after {family}: comes a {_SHARE_OF[family]},"
             " more than 0 and at most 1"
         )
     return share

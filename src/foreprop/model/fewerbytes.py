@@ -23,8 +23,8 @@ _MOST_CORES = 4
 """Threads that encode or decode at once, one for each peer."""
 _NOT_EXACT: Mapping[str, str] = {
     "bf16": "bf16 keeps 8 bits of each mantissa",
-    "int8": "int8 rounds to 1/127 of the largest element of 256, and sends the error a step later",
-    "int4": "int4 rounds to 1/7 of the largest element of 256, and sends the error a step later",
+    "int8": "int8 rounds to 1/127 of the largest element of 128, and sends the error a step later",
+    "int4": "int4 rounds to 1/7 of the largest element of 128, and sends the error a step later",
     _DGC: "DGC sends the largest 0.1% of a gradient, and the rest as it adds up over the steps",
 }
 
