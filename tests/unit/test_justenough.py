@@ -171,16 +171,16 @@ EVEN = [(100_000, 0.01, 0.02)] * 10
 def test_small_and_urgent_arrays_stay_exact_and_large_ones_are_made_small() -> None:
     layers = [(2_000, 0.05, 0.1), (2_000, 0.05, 0.1), (400_000, 0.05, 0.1), (2_000, 0.05, 0.1)]
     needs = needs_of(layers)
-    enough, _ = enough_of(needs, carriers_of(8e6), compute_of(layers), SOME)
+    enough, _ = enough_of(needs, carriers_of(5e6), compute_of(layers), SOME)
     assert [codec.name for codec in enough.codecs] == ["none", "none", "bf16", "none"]
 
 
 def test_the_smallest_raise_that_is_enough() -> None:
-    layers = [(10_000, 0.0, 0.0), (100_000, 0.1, 0.2), (500_000, 0.1, 0.2)]
+    layers = [(10_000, 0.3, 0.3), (100_000, 0.1, 0.2), (500_000, 0.1, 0.2)]
     needs, compute_s = needs_of(layers), compute_of(layers)
     exact_s = sum(carriers_of(1.0).load_s(need.elems, NONE) for need in needs)
     saved_s = carriers_of(1.0).load_s(100_000, NONE) - carriers_of(1.0).load_s(100_000, BF16)
-    rate = (exact_s - 0.9 * saved_s) / (1.05 * compute_s)  # all but a little would fit
+    rate = (exact_s - 0.9 * saved_s) / (0.9 + 0.05 * compute_s)  # the last one's window
     enough, _ = enough_of(needs, carriers_of(rate), compute_s, SOME)
     assert [codec.name for codec in enough.codecs][2] == "none"
     assert not enough.is_exact
@@ -255,8 +255,8 @@ def test_exact_steps_that_are_short_enough_are_asked_for_once() -> None:
 
 
 def test_queues_leave_less_to_spare() -> None:
-    calm, _ = checked(1.5e7, 1.0)
-    busy, asked = checked(1.5e7, 1.5)
+    calm, _ = checked(2.5e7, 1.0)
+    busy, asked = checked(2.5e7, 1.5)
     assert not calm.is_exact
     assert max(calm.step_s, busy.step_s) <= 1.05 * 0.3
     assert busy.loss > calm.loss

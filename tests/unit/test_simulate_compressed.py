@@ -29,7 +29,7 @@ MODEL = Profile(
     name="small",
     arrays=tuple(
         array
-        for i, elems in enumerate((3_000, 40_000, 200_000, 90_000, 150_000))
+        for i, elems in enumerate((20_000, 200_000, 400_000, 800_000, 1_000_000))
         for array in (
             ProfiledArray(name=f"{i}.weight", shape=(elems // 100, 100), forward_flops=elems),
             ProfiledArray(name=f"{i}.bias", shape=(100,), forward_flops=0.0),
@@ -43,8 +43,7 @@ def setting(**changes: object) -> SimulatedSetting:
         "profile": MODEL,
         "systems": ("p3",),
         "scale": 1,
-        "slice_elems": 5_000,
-        "compute_s": 0.5,
+        "compute_s": 2.0,
         "iterations": 3,
         "warm_up": 1,
     }
@@ -68,7 +67,7 @@ def test_without_a_codec_nothing_changes(system: str) -> None:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(
-    ("compression", "least", "most"), [("bf16", 0.5, 0.52), ("int4", 0.12, 0.15)]
+    ("compression", "least", "most"), [("bf16", 0.49, 0.52), ("int4", 0.12, 0.15)]
 )
 def test_links_carry_what_is_left(
     compression: str, least: float, most: float, symmetric: bool
@@ -100,9 +99,11 @@ def test_no_step_beats_the_limit_of_the_bytes_that_are_left(
     assert made.limit_s <= setting(balance=balance).limit_s
 
 
-def test_ring_and_ddp_send_float32_beside_them() -> None:
-    exact = simulate_lab(setting(systems=("p3", "ring", "ddp"), balance=2.0))
-    coded = simulate_lab(setting(systems=("p3", "ring", "ddp"), balance=2.0, compression="int8"))
+def test_ddp_sends_float32_beside_them() -> None:
+    exact = simulate_lab(setting(systems=("p3", "ddp"), balance=2.0, iterations=1))
+    coded = simulate_lab(
+        setting(systems=("p3", "ddp"), balance=2.0, iterations=1, compression="int8")
+    )
     assert coded[1:] == exact[1:]
     assert coded[0].iteration_s.median < 0.7 * exact[0].iteration_s.median
 
@@ -148,12 +149,12 @@ def test_codecs_that_are_slower_than_the_link_make_steps_longer() -> None:
 
 
 # Just enough.
-@pytest.mark.parametrize("balance", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("balance", long_cases(1.0, 2.0))
 def test_auto_is_in_time_where_exact_is_not(balance: float) -> None:
     chosen = choose_codecs(setting(balance=balance))
-    assert chosen.enough.step_s <= 1.05 * 0.5
+    assert chosen.enough.step_s <= 1.05 * 2.0
     assert not chosen.enough.is_exact or "lossless" in chosen.compression
-    assert record(balance=balance).iteration_s.median > 1.05 * 0.5
+    assert record(balance=balance).iteration_s.median > 1.05 * 2.0
     made = record(balance=balance, compression="auto")
     assert made.iteration_s.median == pytest.approx(chosen.enough.step_s, rel=0.01)
     assert made.compression == "auto"
@@ -163,6 +164,12 @@ def test_auto_is_exact_where_exact_is_in_time() -> None:
     chosen = choose_codecs(setting(balance=0.2))
     assert chosen.compression == "none"
     assert chosen.enough.is_exact
+
+
+def test_auto_can_be_asked_for_nothing_lossier() -> None:
+    names = {codec.name for codec in array_codecs(setting(balance=4.0, compression="auto:int8"))}
+    assert "int8" in names
+    assert names <= {"none", "lossless", "bf16", "int8"}
 
 
 def test_auto_leaves_biases_exact_and_takes_the_least_lossy_that_is_allowed() -> None:
@@ -186,6 +193,7 @@ def test_auto_leaves_biases_exact_and_takes_the_least_lossy_that_is_allowed() ->
         ("conv*=int8", "pattern 'conv\\*', which no array of small matches"),
         ("=int8", "in front of ="),
         ("topk:2", "at most 1"),
+        ("auto:int7", "after auto: comes the lossiest codec"),
     ],
 )
 def test_what_cannot_be_is_named(compression: str, what: str) -> None:
@@ -221,7 +229,7 @@ def test_the_command_says_what_is_not_exact(tmp_path: Path) -> None:
     assert (kept["compression"], kept["coded"]) == ("int8", "all of the bytes in int8")
     wrong = CliRunner().invoke(app, [*arguments, "--compression", "int7"])
     assert wrong.exit_code != 0
-    assert "int7" in str(wrong.exception or wrong.output)
+    assert "there are none, lossless" in wrong.output
     CliRunner().invoke(app, arguments)
     (exact,) = json.loads((tmp_path / "results.json").read_text())
     assert not {"compression", "coded"} & exact.keys()
@@ -231,10 +239,10 @@ def test_the_command_says_what_is_not_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8", "dgc", "*.weight=int4"])
 @pytest.mark.parametrize("balance", [1.0, 4.0])
 def test_the_model_says_what_the_simulator_does(compression: str, balance: float) -> None:
-    asked = setting(balance=balance, compression=compression, slice_elems=None, iterations=2)
+    asked = setting(balance=balance, compression=compression, iterations=2)
     (simulated,) = simulate_lab(asked)
     plan = PlanSetting(
-        profile=MODEL, compute_s=0.5, nodes=4, rate_bits_per_s=asked.rate, latency_s=100e-6
+        profile=MODEL, compute_s=2.0, nodes=4, rate_bits_per_s=asked.rate, latency_s=100e-6
     )
     deployment = deployment_for(plan, Candidate("p2p", "p3"))
     modelled_s = step_s(replace(deployment, codecs=array_codecs(asked)))
@@ -246,7 +254,7 @@ def test_the_model_says_what_the_simulator_does(compression: str, balance: float
 @pytest.mark.parametrize("model", ["resnet50", "inceptionv3", "sockeye", "vgg19"])
 def test_just_enough_for_the_models_of_the_lab(model: str) -> None:
     """Issue 25: at most 1.05 of the compute at balances up to 4; at 16 DGC is 6.5 times as fast."""
-    shape = {"profile": load_profile(model), "scale": 16, "slice_elems": None, "compute_s": 2.0}
+    shape = {"profile": load_profile(model), "scale": 16, "compute_s": 2.0}
     for balance in (1.0, 2.0, 4.0):
         assert record(**shape, balance=balance, compression="auto").iteration_s.median <= 2.1
     exact, dgc = (

@@ -109,8 +109,8 @@ _BLOCK_BYTES = _FLOAT_BYTES / _BLOCK_ELEMS
 _TABLE: Mapping[str, _Row] = {
     NONE: _Row(4, 0, 0.0, 0.0, 0, 0.0, exact=True),
     LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 1.7, 0.9, 0, 0.0, exact=True),
-    "bf16": _Row(2, 0, 0.2, 0.2, 0, 2.3e-6),
-    "fp16": _Row(2, 0, 0.2, 0.2, 0, 3.6e-8),
+    "bf16": _Row(2, 0, 0.2, 0.2, 0, 2.7e-6),
+    "fp16": _Row(2, 0, 0.2, 0.2, 0, 4.3e-8),
     "int8": _Row(1 + _BLOCK_BYTES, 0, 0.9, 0.6, 1, 4.0e-5),
     "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.2, 0.8, 1, 1.3e-2),
     "1bit": _Row(1 / 8, 8, 1.0, 0.5, 1, 0.36),
@@ -124,9 +124,30 @@ _TABLE: Mapping[str, _Row] = {
 """Of a sparse one, bytes of each element that is kept; QSGD's follow from its levels."""
 CODEC_NAMES = tuple(_TABLE)
 
-AUTO_CODECS = (NONE, LOSSLESS, "bf16", "int8", "int4")
-"""What ``compression="auto"`` may use, in the order of loss: an error in every element that is
-small against it. Codecs that leave elements out, or keep signs, are for who asks for them."""
+AUTO = "auto"
+_LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "1bit", "dgc")
+"""In the order of loss."""
+AUTO_CODECS = _LADDER[: _LADDER.index("int4") + 1]
+"""What ``auto`` may use: errors are small against every element. Codecs that keep signs, or leave
+elements out, are for who asks for them."""
+
+
+def allowed_by(text: str) -> tuple[str, ...] | None:
+    """Codecs of ``auto``, or of ``auto:int8``: none that loses more; None: it is not automatic.
+
+    Raises `ConfigError`.
+    """
+    word, mark, most = text.partition(":")
+    if word != AUTO:
+        return None
+    if not mark:
+        return AUTO_CODECS
+    if most not in _LADDER:
+        raise ConfigError(
+            f"compression is {text!r}; after {AUTO}: comes the lossiest codec that may be chosen,"
+            f" one of {', '.join(_LADDER)}"
+        )
+    return _LADDER[: _LADDER.index(most) + 1]
 
 
 @functools.cache

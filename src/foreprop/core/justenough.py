@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,8 +31,8 @@ TOLERANCE = 0.05
 _AS_GOOD = 0.5
 """Raises that buy at least this share of the best one's seconds per loss are as good."""
 _ROUNDING_S = 1e-12
-_SPARE = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-"""Of the tolerance what the windows may use: queues need the rest."""
+_PACES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Of the links' rate what is counted on: what is urgent waits behind less on links that idle."""
 _WORTHWHILE = 0.95
 """Of the exact step: a choice with steps no shorter than that is not worth its loss."""
 _AS_QUICK = 1.01
@@ -79,6 +79,15 @@ class Carriers:
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; at least {least}")
+
+    def slowed(self, pace: float) -> Carriers:
+        """With links of this share of the rate."""
+        server_rate = self.server_rate_bytes_per_s
+        return replace(
+            self,
+            rate_bytes_per_s=pace * self.rate_bytes_per_s,
+            server_rate_bytes_per_s=None if server_rate is None else pace * server_rate,
+        )
 
     def load_s(self, elems: int, codec: KnownCodec) -> float:
         """How long a step keeps the busiest resource busy with so many elements."""
@@ -202,7 +211,7 @@ def checked_enough(
 ) -> Enough:
     """`just_enough` by the steps that ``step_s`` gives: a model or a simulation, with queues.
 
-    If a step comes out too long, the choice is made again with less to spare. If all do, it is the
+    If a step comes out too long, the choice is made again as for slower links. If all do, it is the
     least lossy of the quickest. All stays exact where
     exact steps are within `TOLERANCE` of the compute, or hardly longer than the best choice's. The
     result's step is ``step_s``'s.
@@ -210,11 +219,10 @@ def checked_enough(
     elems = tuple(need.elems for need in needs)
     exact = tuple(allowed[:1]) * len(needs)
     tried = [Enough(exact, step_s(exact), compute_s, elems)]
-    for share in _SPARE:
+    for pace in _PACES:
         if tried[-1].step_s <= (1 + TOLERANCE) * compute_s:
             return tried[-1]
-        tolerance = share * TOLERANCE
-        found = just_enough(needs, carriers, allowed, compute_s=compute_s, tolerance=tolerance)
+        found = just_enough(needs, carriers.slowed(pace), allowed, compute_s=compute_s)
         if all(found.codecs != each.codecs for each in tried):
             tried.append(found._replace(step_s=step_s(found.codecs)))
     return _best(tried)

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import msgspec
 
-from foreprop.core.codecfacts import AUTO_CODECS, LOSSLESS, NONE, KnownCodec, codec_named
+from foreprop.core.codecfacts import AUTO, AUTO_CODECS, LOSSLESS, NONE, KnownCodec, codec_named
 from foreprop.core.justenough import Carriers, checked_enough, shares_text
 from foreprop.model.planner import P3, Candidate, PlanSetting, deployment_for
 from foreprop.model.refined import step_s
 from foreprop.workload import limit
 from foreprop.workload.profile import ProfiledArray
-from foreprop.workload.wirecodecs import AUTO, arrays_in_order, is_flat, needs_of
+from foreprop.workload.wirecodecs import arrays_in_order, is_flat, needs_of
 
 _DGC = "dgc"
 _MOST_CORES = 4

@@ -143,13 +143,13 @@ def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
 
 
 def _compressed(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
-    """Each that is worth so much more than the exact ones, and than what loses less."""
-    before_s = chosen.step_s
+    """Each that is worth so much more than none, and than all that lose less."""
+    least_s = chosen.step_s
     for made in compressed_steps(setting, chosen.candidate):
-        if before_s / made.step_s >= _WORTHWHILE:
+        if least_s / made.step_s >= _WORTHWHILE:
             gain = chosen.step_s / made.step_s
             yield Remedy(kind="compression", compressed=made, step_s=made.step_s, speed_up=gain)
-            before_s = made.step_s
+        least_s = min(least_s, made.step_s)
 
 
 def _on(changed: PlanSetting, chosen: Forecast, **what: Any) -> Iterator[Remedy]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foreprop.config import Config
-from foreprop.core.codecfacts import AUTO_CODECS, Coded, KnownCodec, codec_named
+from foreprop.core.codecfacts import AUTO_CODECS, Coded, KnownCodec, allowed_by, codec_named
 from foreprop.core.justenough import Carriers, Enough, checked_enough
 from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError
@@ -23,7 +23,6 @@ from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload import limit
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.wirecodecs import (
-    AUTO,
     arrays_in_order,
     codecs_by_array,
     needs_of,
@@ -48,8 +47,9 @@ class CodecChoice:
 
 def check_compression(setting: SimulatedSetting) -> None:
     """Raises `ConfigError`."""
-    if setting.compression != AUTO:
-        codecs_by_array(setting.profile, parse_compression(setting.compression or ""))
+    text = setting.compression or ""
+    if allowed_by(text) is None:
+        codecs_by_array(setting.profile, parse_compression(text))
 
 
 def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Slice]) -> list[Coded]:
@@ -71,10 +71,17 @@ def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Sli
 
 def array_codecs(setting: SimulatedSetting) -> list[KnownCodec]:
     """By array, in forward order; ``auto`` is chosen anew."""
-    text = setting.compression or ""
-    if text == AUTO:
-        text = choose_codecs(setting).compression
-    return codecs_by_array(setting.profile, parse_compression(text))
+    chosen = with_chosen_codecs(setting, Hosts())
+    return codecs_by_array(setting.profile, parse_compression(chosen.compression or ""))
+
+
+def with_chosen_codecs(setting: SimulatedSetting, hosts: Hosts) -> SimulatedSetting:
+    """With names and codecs for ``auto``; else as it is."""
+    allowed = allowed_by(setting.compression or "")
+    if allowed is None:
+        return setting
+    chosen = choose_codecs(setting, hosts=hosts, allowed=allowed)
+    return replace(setting, compression=chosen.compression)
 
 
 def coded_limit_s(setting: SimulatedSetting) -> float:

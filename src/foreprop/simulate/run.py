@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,12 +56,12 @@ def _with_codecs(
     setting: SimulatedSetting, hosts: Hosts, progress: Callable[[str], None]
 ) -> SimulatedSetting:
     """With names and codecs for ``auto``."""
-    if setting.compression != "auto":
+    if setting.compression is None:
         return setting
-    from foreprop.simulate.compressed import choose_codecs
+    from foreprop.simulate.compressed import with_chosen_codecs
 
-    progress("auto: choosing codecs")
-    return replace(setting, compression=choose_codecs(setting, hosts=hosts).compression)
+    progress(f"{setting.compression}: codecs")
+    return with_chosen_codecs(setting, hosts)
 
 
 def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts, asked: str | None) -> Record:

@@ -65,8 +65,8 @@ class SimulatedSetting(LabSetting):
     )
     """For the nodes that are not slow."""
     compression: str | None = option(
-        "Codec of the presets' frames, as int8 or lossless:0.7; auto; or PATTERN=CODEC, separated"
-        " by commas.",
+        "Codec of the presets' frames, as int8 or lossless:0.7; auto, or auto:int8 for nothing"
+        " lossier; or PATTERN=CODEC, separated by commas.",
         None,
     )
     """The rate that follows from ``balance`` is that of float32."""

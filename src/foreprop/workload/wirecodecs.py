@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from foreprop.core.codecfacts import NONE, KnownCodec, codec_named
+from foreprop.core.codecfacts import AUTO, NONE, KnownCodec, codec_named
 from foreprop.core.justenough import Need
 from foreprop.errors import ConfigError
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
 
-AUTO = "auto"
 _DENSE_IF_FLAT = "dgc"
 
 
@@ -29,7 +28,7 @@ def parse_compression(text: str) -> dict[str, str]:
         codec_named(name)
     if not patterns:
         raise ConfigError(
-            f"compression is {text!r}; it must be a codec, auto, or PATTERN=CODEC separated by"
+            f"compression is {text!r}; it must be a codec, {AUTO}, or PATTERN=CODEC separated by"
             " commas"
         )
     return patterns
