@@ -12,6 +12,8 @@ import msgspec
 
 from foreprop.core.codecfacts import AUTO, AUTO_CODECS, LOSSLESS, NONE, KnownCodec, codec_named
 from foreprop.core.justenough import Carriers, checked_enough, shares_text
+from foreprop.model import served
+from foreprop.model.deployment import Deployment
 from foreprop.model.planner import P3, Candidate, PlanSetting, deployment_for
 from foreprop.model.refined import step_s
 from foreprop.workload import limit
@@ -37,7 +39,7 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
     candidate: Candidate
     step_s: float
     limit_s: float
-    """What no schedule of these bytes can beat without dedicated servers."""
+    """What no schedule of these bytes can beat."""
     shares: str
     """Of the bytes by codec, in words."""
     not_exact: str
@@ -104,11 +106,18 @@ def _compressed(
         compression=compression,
         candidate=candidate,
         step_s=step_s(deployment),
-        limit_s=limit.limit_s(
-            limit.encoded_layers(deployment.layers, codecs, ranks=setting.nodes),
-            nodes=setting.nodes,
-            rate_bits_per_s=setting.rate_bits_per_s,
-        ),
+        limit_s=_limit_s(deployment),
         shares=shares_text(codecs, sizes),
         not_exact="; ".join(_NOT_EXACT[name] for name in lossy),
+    )
+
+
+def _limit_s(deployment: Deployment) -> float:
+    """Of links to dedicated servers only how long the busiest one is busy."""
+    if deployment.dedicated_servers:
+        return max(limit.compute_s(deployment.layers), *served.link_s(deployment))
+    return limit.limit_s(
+        limit.encoded_layers(deployment.layers, deployment.codecs, ranks=deployment.nodes),
+        nodes=deployment.nodes,
+        rate_bits_per_s=deployment.rate_bits_per_s,
     )
