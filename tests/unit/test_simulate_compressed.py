@@ -24,6 +24,7 @@ from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 from foreprop.workload.records import Record
 from foreprop.workload.wirecodecs import codecs_by_array, parse_compression
+from tests.tiers import long_cases
 
 MODEL = Profile(
     name="small",
@@ -149,7 +150,7 @@ def test_codecs_that_are_slower_than_the_link_make_steps_longer() -> None:
 
 
 # Just enough.
-@pytest.mark.parametrize("balance", long_cases(1.0, 2.0))
+@pytest.mark.parametrize("balance", [1.0, *long_cases(2.0)])
 def test_auto_is_in_time_where_exact_is_not(balance: float) -> None:
     chosen = choose_codecs(setting(balance=balance))
     assert chosen.enough.step_s <= 1.05 * 2.0
@@ -250,14 +251,35 @@ def test_the_model_says_what_the_simulator_does(compression: str, balance: float
     assert modelled_s >= 0.999 * coded_limit_s(asked)
 
 
+LAB: dict[str, object] = {"scale": 16, "compute_s": 2.0}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("balance", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize(
+    ("model", "compression"),
+    [
+        ("resnet50", "auto"),
+        ("inceptionv3", "auto"),
+        ("vgg19", "auto"),
+        ("sockeye", "auto:dgc"),  # a third of its bytes comes last and is needed first
+    ],
+)
+def test_just_enough_for_the_models_of_the_lab(
+    model: str, compression: str, balance: float
+) -> None:
+    """Issue 25: at most 1.05 of the compute."""
+    made = record(**LAB, profile=load_profile(model), balance=balance, compression=compression)
+    assert made.iteration_s.median <= 1.05 * 2.0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["resnet50", "inceptionv3", "sockeye", "vgg19"])
-def test_just_enough_for_the_models_of_the_lab(model: str) -> None:
-    """Issue 25: at most 1.05 of the compute at balances up to 4; at 16 DGC is 6.5 times as fast."""
-    shape = {"profile": load_profile(model), "scale": 16, "compute_s": 2.0}
-    for balance in (1.0, 2.0, 4.0):
-        assert record(**shape, balance=balance, compression="auto").iteration_s.median <= 2.1
+def test_dgc_where_links_are_sixteen_times_too_slow(model: str) -> None:
+    """Issue 25: at least 6.5 times as fast as exact p3."""
+    profile = load_profile(model)
     exact, dgc = (
-        record(**shape, balance=16.0, compression=name).iteration_s.median for name in (None, "dgc")
+        record(**LAB, profile=profile, balance=16.0, compression=name).iteration_s.median
+        for name in (None, "dgc")
     )
     assert exact >= 6.5 * dgc
