@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plan_example import GBIT, setting, sparse_profile
 
 from foreprop.config import PRESETS
+from foreprop.model.fewerbytes import Compressed
 from foreprop.model.planner import (
     TOLERANCE,
     Candidate,
@@ -339,3 +340,51 @@ def test_an_obstacle_is_judged_by_the_links_not_by_devices_that_limit_too() -> N
         limited_by="compute",
     )
     assert obstacle_of(half) == "latency"
+
+
+# Compression.
+def offered(recommendation: Recommendation) -> dict[str, Compressed]:
+    found = (remedy.compressed for remedy in recommendation.remedies)
+    return {made.compression: made for made in found if made is not None}
+
+
+def test_codecs_are_offered_where_the_wire_is_too_slow() -> None:
+    made = recommended(rate_bits_per_s=0.4 * GBIT)
+    auto = offered(made)["auto"]
+    assert auto.candidate == P2P
+    assert auto.limit_s <= auto.step_s < made.step_s / 1.1
+    assert auto.step_s <= 1.05 * 0.14
+    assert auto.code == 'foreprop.parallelize(model, optimizer, compression="auto")'
+    assert f"{auto.code} would give" in text(made)
+    assert auto.shares in text(made)
+    assert "Not exact: " in text(made)
+    assert auto.not_exact
+
+
+def test_the_exact_codec_comes_first_and_says_that_it_is() -> None:
+    made = recommended(rate_bits_per_s=0.1 * GBIT)
+    codecs = offered(made)
+    assert list(codecs) == ["lossless", "auto", "dgc"]
+    assert not codecs["lossless"].not_exact
+    assert "The same bits as without." in text(made)
+    assert codecs["lossless"].step_s > codecs["auto"].step_s > codecs["dgc"].step_s
+    assert "DGC sends the largest 0.1%" in text(made)
+
+
+def test_no_codec_is_offered_that_is_not_worth_it_or_refused() -> None:
+    assert offered(recommended(rate_bits_per_s=100 * GBIT)) == {}
+    fast = recommended(rate_bits_per_s=1.2 * GBIT)
+    assert "dgc" not in offered(fast)
+    slow: dict[str, Any] = {"rate_bits_per_s": 0.1 * GBIT}
+    assert offered(recommended(**slow, profile=sparse_profile())) == {}
+    assert offered(recommended(**slow, workers_per_node=2)) == {}
+    assert offered(recommended(**slow, bytes_per_elem=2)) == {}
+
+
+def test_dedicated_servers_send_by_codecs_too() -> None:
+    made = recommended(rate_bits_per_s=0.1 * GBIT, servers=(4,))
+    assert made.candidate.servers == 4
+    auto = offered(made)["auto"]
+    assert auto.candidate == made.candidate
+    assert "dedicated_servers=4, compression=" in auto.code
+    assert auto.limit_s <= auto.step_s < made.step_s / 2

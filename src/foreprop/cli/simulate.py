@@ -16,12 +16,13 @@ from foreprop.cli.measured import (
     Out,
     ProfileFile,
     completed,
+    compression_lines,
     keep,
     say_environment,
     table,
 )
 from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
-from foreprop.cli.output import console, print_json, print_table
+from foreprop.cli.output import console, print_json, print_table, say
 from foreprop.core.staleness import parse_staleness
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import simulate_lab
@@ -57,12 +58,14 @@ def simulate(
     The presets and ring are foreprop's own state machines, on a simulated clock with simulated
     links; ddp is a model of DistributedDataParallel. The same options give the same records. Many
     nodes are simulated by symmetry, which is exact for ring and ddp, and close for the presets.
+    Codecs are for the presets; ring and ddp send float32 beside them.
 
     Examples:
       foreprop lab simulate --model resnet50 --nodes 16 --rate 10Gbit --compute 180ms --scale 1
       foreprop lab simulate --model vgg19 --nodes 256 --balance 1.0 --latency 50us
       foreprop lab simulate --profile mine.json --rate 25Gbps --scale 1 --json
       foreprop lab simulate --systems p3 --slow-nodes 1 --slowdown 1.0 --staleness async
+      foreprop lab simulate --model vgg19 --balance 4 --compression auto --systems p3,ddp
     """
     setting = SimulatedSetting(**completed(model, profile, given))
     results = writable(out) / "results.json"
@@ -74,5 +77,7 @@ def simulate(
         write_records(results, records)
         return
     print_table(shown, table(setting, records))
+    for line in compression_lines(records):
+        say(shown, line)
     say_environment(shown, setting)
     keep(shown, results, records)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from foreprop.config import PRESETS, Config
+from foreprop.core.codecfacts import KnownCodec
 from foreprop.core.parallax import Topology
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Partition, usual_slice_elems
 from foreprop.errors import ConfigError
@@ -74,6 +75,9 @@ class Deployment:
     chunks_in_flight: int = _DEFAULT.chunks_in_flight
     bucket_bytes: int = BUCKET_BYTES
     hosts: Hosts = _USUAL_HOSTS
+    codecs: Sequence[KnownCodec] = ()
+    """By array, in forward order, for ``p2p`` and ``ps``; empty: all as they are. Tables have none.
+    Each thread that encodes or decodes has a core to itself."""
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(ModelledArchitecture):
@@ -101,6 +105,14 @@ class Deployment:
                 raise ConfigError(f"{name} is {value}; it must be positive")
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
+        arrays = sum(len(layer.sizes_elems) for layer in self.layers)
+        if self.codecs and len(self.codecs) != arrays:
+            raise ConfigError(f"codecs has {len(self.codecs)}; there are {arrays} arrays")
+        if self.codecs and self.architecture not in ("p2p", "ps"):
+            raise ConfigError(
+                f"architecture is {self.architecture!r} and codecs are given; only 'p2p' and 'ps'"
+                " send arrays that are encoded"
+            )
         for layer, elems, row_elems, alpha in self.tables:
             if not 0 <= layer < len(self.layers):
                 raise ConfigError(f"a table's layer is {layer}; there are {len(self.layers)}")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from foreprop.model.fewerbytes import Compressed, compressed_steps
 from foreprop.model.planner import (
     P3,
     Candidate,
@@ -42,10 +43,11 @@ worker pushes to them: measured with two and four workers (docs/plan.md)."""
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     """A change that would make steps shorter."""
 
-    kind: Literal["servers", "rate", "half_precision"]
+    kind: Literal["servers", "rate", "half_precision", "compression"]
     servers: int | None = None
     """Dedicated ones, in all."""
     rate_bits_per_s: float | None = None
+    compressed: Compressed | None = None
     step_s: float
     speed_up: float
     """Over the recommended candidate on the cluster as it is."""
@@ -137,6 +139,17 @@ def _remedies(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
         server_rate_bits_per_s=None if server_rate is None else 2 * server_rate,
     )
     yield from _on(twice, chosen, kind="rate", rate_bits_per_s=rate)
+    yield from _compressed(setting, chosen)
+
+
+def _compressed(setting: PlanSetting, chosen: Forecast) -> Iterator[Remedy]:
+    """Each that is worth so much more than none, and than all that lose less."""
+    least_s = chosen.step_s
+    for made in compressed_steps(setting, chosen.candidate):
+        if least_s / made.step_s >= _WORTHWHILE:
+            gain = chosen.step_s / made.step_s
+            yield Remedy(kind="compression", compressed=made, step_s=made.step_s, speed_up=gain)
+        least_s = min(least_s, made.step_s)
 
 
 def _on(changed: PlanSetting, chosen: Forecast, **what: Any) -> Iterator[Remedy]:
@@ -265,9 +278,9 @@ def _too_slow(chosen: Forecast, obstacle: Obstacle) -> str:
     compute = time_text(chosen.compute_s)
     return (
         f"No schedule helps{enough}: the {what} {times:.1f}x too slow, busy for"
-        f" {time_text(link_s)} of a step in which the devices compute for {compute}. Send less:"
-        f" compress gradients about {math.ceil(times)} times, or make as many local steps between"
-        " synchronisations. Neither is exact."
+        f" {time_text(link_s)} of a step in which the devices compute for {compute}. Send about"
+        f" {math.ceil(times)} times less: by compression, or by as many local steps between"
+        " synchronisations, which are not exact."
     )
 
 
@@ -282,8 +295,19 @@ def remedy_text(remedy: Remedy, chosen: Candidate) -> str:
         return f"{more} dedicated server{many} on machines of their own {gain}"
     if remedy.kind == "rate" and remedy.rate_bits_per_s is not None:
         return f"Links of {rate_text(remedy.rate_bits_per_s)} {gain}"
+    if remedy.compressed is not None:
+        return _compression_text(remedy.compressed, gain)
     how = "bf16_compress_hook" if chosen.architecture == "ddp" else 'wire_dtype="bfloat16"'
     return f"Half the bytes ({how}, which rounds) {gain}"
+
+
+def _compression_text(made: Compressed, gain: str) -> str:
+    exact = f"Not exact: {made.not_exact}." if made.not_exact else "The same bits as without."
+    return (
+        f"{made.code} {gain} {made.shares[0].upper()}{made.shares[1:]}; a step takes"
+        f" {time_text(made.step_s)}, with so many bytes no less than {time_text(made.limit_s)}."
+        f" {exact}"
+    )
 
 
 def _times(factor: float) -> str:

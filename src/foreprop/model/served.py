@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreprop.config import PRESETS
+from foreprop.core.codecfacts import Coded
 from foreprop.core.parallax import ROW_NUMBER_BYTES
 from foreprop.core.slicing import plan_slices
 from foreprop.core.wire import HEADER_BYTES
@@ -22,13 +23,27 @@ from foreprop.model.lanes import Lanes
 
 
 class Piece(NamedTuple):
-    """What one message carries: a slice of an array, or a server's share of a table's rows."""
+    """What one push carries: a slice of an array, or a server's share of a table's rows."""
 
     parameter: int
     server: int
     elems: float
     size_bytes: float
     is_rows: bool = False
+    coded: Coded | None = None
+    """What its codec makes of it, if it has one."""
+
+    @property
+    def reply_bytes(self) -> float:
+        return self.size_bytes if self.coded is None else self.coded.reply_bytes
+
+    @property
+    def encode_s(self) -> float:
+        return 0.0 if self.coded is None else self.coded.encode_s
+
+    @property
+    def decode_s(self) -> float:
+        return 0.0 if self.coded is None else self.coded.decode_s
 
 
 def arrays_of(deployment: Deployment) -> list[int]:
@@ -42,7 +57,16 @@ def pieces_of(deployment: Deployment) -> list[Piece]:
     width = deployment.bytes_per_elem
     slices = plan_slices(sizes, [width] * len(sizes), deployment.partition())
     pieces = [Piece(s.parameter, s.server, s.elems, s.elems * width) for s in slices]
+    if deployment.codecs:
+        pieces = [_encoded(deployment, piece) for piece in pieces]
     return pieces + rows_of(deployment, first=len(sizes), servers=deployment.servers)
+
+
+def _encoded(deployment: Deployment, piece: Piece) -> Piece:
+    pushers = deployment.nodes * deployment.pushes_per_node
+    codec = deployment.codecs[piece.parameter]
+    coded = codec.coded(int(piece.elems), ranks=pushers)
+    return piece._replace(size_bytes=coded.push_bytes, coded=coded)
 
 
 def rows_of(deployment: Deployment, *, first: int, servers: int) -> list[Piece]:
@@ -100,15 +124,21 @@ def _to_dedicated(deployment: Deployment) -> tuple[list[float], NDArray[np.float
 
 def link_s(deployment: Deployment) -> tuple[float, float]:
     """How long a step keeps the busiest node's link busy, and the busiest dedicated server's."""
-    held_bytes = np.zeros(deployment.servers)
+    pushed_bytes, replied_bytes = np.zeros(deployment.servers), np.zeros(deployment.servers)
     for piece in pieces_of(deployment):
-        held_bytes[piece.server] += piece.size_bytes
+        pushed_bytes[piece.server] += piece.size_bytes
+        replied_bytes[piece.server] += piece.reply_bytes
     each, nodes = deployment.pushes_per_node, deployment.nodes
-    node_s, most, whole = 1 / deployment.link_bytes_per_s(), held_bytes.max(), held_bytes.sum()
-    if not deployment.dedicated_servers:  # its workers' pushes, and its server's replies
-        return float(node_s * each * (whole - most + (nodes - 1) * most)), 0.0
+    node_s, ways = 1 / deployment.link_bytes_per_s(), (pushed_bytes, replied_bytes)
+    if not deployment.dedicated_servers:  # what its workers push, and its server sends; or gets
+        out_bytes, in_bytes = (
+            mine.sum() - mine.max() + (nodes - 1) * others.max()
+            for mine, others in (ways, ways[::-1])
+        )
+        return float(node_s * each * max(out_bytes, in_bytes)), 0.0
+    most = max(way.max() for way in ways)
     server_s = nodes * each * most / deployment.link_bytes_per_s(server=True)
-    return float(node_s * each * whole), float(server_s)
+    return float(node_s * each * max(way.sum() for way in ways)), float(server_s)
 
 
 def updates_s(deployment: Deployment) -> float:
@@ -164,6 +194,7 @@ class _Exchange:
         self._asked: set[int] = set()
         self._busy_until_s = [0.0] * self._servers
         self._sent = 0
+        self._coding_until_s: dict[tuple[str, int], float] = {}
         self._priorities = priorities(deployment)
         order = sorted(range(len(ready_s)), key=lambda p: (ready_s[p], self._priorities[p]))
         for parameter in order:
@@ -174,8 +205,23 @@ class _Exchange:
 
     def _push(self, parameter: int) -> None:
         for number in self._parts[parameter]:
-            size_bytes = self._pieces[number].size_bytes
-            self._send(number, False, size_bytes, self._pushed)
+            piece = self._pieces[number]
+            send = partial(self._send, number, False, piece.size_bytes, self._received)
+            self._after("encode pushes", piece.server, piece.encode_s, send)
+
+    def _after(self, what: str, server: int, seconds: float, then: Callable[[], None]) -> None:
+        """When a thread has done its work for this server, one thing after the other."""
+        if not seconds:
+            then()
+            return
+        begins_s = max(self.lanes.now_s, self._coding_until_s.get((what, server), 0.0))
+        self._coding_until_s[what, server] = begins_s + seconds
+        self.lanes.at(begins_s + seconds, then)
+
+    def _received(self, number: int) -> None:
+        piece = self._pieces[number]
+        decoded = partial(self._pushed, number)
+        self._after("decode pushes", piece.server, piece.decode_s, decoded)
 
     def _send(
         self, number: int, back: bool, size_bytes: float, done: Callable[[int], None]
@@ -223,7 +269,14 @@ class _Exchange:
             self._answer(number)
 
     def _answer(self, number: int) -> None:
-        self._send(number, True, self._pieces[number].size_bytes, self._arrived)
+        piece = self._pieces[number]
+        send = partial(self._send, number, True, piece.reply_bytes, self._answered)
+        self._after("encode replies", piece.server, piece.encode_s, send)
+
+    def _answered(self, number: int) -> None:
+        piece = self._pieces[number]
+        arrive = partial(self._arrived, number)
+        self._after("decode replies", piece.server, piece.decode_s, arrive)
 
     def _arrived(self, number: int) -> None:
         parameter = self._pieces[number].parameter

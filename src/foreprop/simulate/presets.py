@@ -36,6 +36,10 @@ def simulate_preset(
     config = simulated_config(name, setting, **changes)
     _check_staleness(name, config, setting)
     agreement = agree(config, setting)
+    if setting.compression is not None:
+        from foreprop.simulate.compressed import coded_slices
+
+        agreement = replace(agreement, coded=coded_slices(config, setting, agreement.slices))
     site, hosts = Site(cluster.clock, cluster.hosts, agreement), cluster.hosts
     workers = [
         ServedWorker(site, rank, _processor(cluster, hosts.worker_frame_s))
@@ -46,7 +50,7 @@ def simulate_preset(
         for index in agreement.busy_servers
     }
     ends = _ends(cluster, workers, servers)
-    if _is_relayed(config, setting):
+    if is_relayed(config, setting):
         ends = _ends_at_relays(cluster, site, workers, servers)
     kernels = _kernels(config, setting, cluster, pushers=agreement.workers)
     if not cluster.is_symmetric:
@@ -87,7 +91,7 @@ def _check_staleness(name: str, config: Config, setting: SimulatedSetting) -> No
     """Raises `ConfigError` for what needs all workers' gradients of a step together."""
     if not setting.staleness:
         return
-    if _is_relayed(config, setting):
+    if is_relayed(config, setting):
         raise ConfigError(
             f"staleness is {setting.staleness!r}, but the {setting.workers_per_node} workers of a"
             f" node push as one with {name}: ask for workers_per_node=1, or set"
@@ -105,13 +109,13 @@ def bytes_per_elem(config: Config) -> int:
     return ITEMSIZE_BYTES[wire_dtype_of("float32", config.wire_dtype)]
 
 
-def _is_relayed(config: Config, setting: SimulatedSetting) -> bool:
+def is_relayed(config: Config, setting: SimulatedSetting) -> bool:
     return setting.workers_per_node > 1 and config.local_aggregation != "off"
 
 
 def agree(config: Config, setting: SimulatedSetting) -> Agreement:
     """What the manifest of such a session would say."""
-    pushers_per_node = 1 if _is_relayed(config, setting) else setting.workers_per_node
+    pushers_per_node = 1 if is_relayed(config, setting) else setting.workers_per_node
     sizes = [size for layer in setting.layers for size in layer.sizes_elems]
     partition = Partition(
         granularity=config.granularity,

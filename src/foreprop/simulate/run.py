@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from foreprop.config import PRESETS
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link, own_links
 from foreprop.simulate.collective import simulate_ddp
 from foreprop.simulate.presets import simulate_preset
@@ -25,6 +26,7 @@ from foreprop.workload.setting import (
     DISCARDED_STEPS,
     RING,
     RING_STEPS,
+    SIZE_MARK,
     best_bucket,
 )
 
@@ -45,13 +47,27 @@ def simulate_lab(
     the records are 0.
     """
     records = []
+    asked, setting = setting.compression, _with_codecs(setting, hosts or Hosts(), progress)
     for name in setting.systems:
         progress(f"{name}: simulating")
-        records.append(_simulate(name, setting, hosts or Hosts()))
+        records.append(_simulate(name, setting, hosts or Hosts(), asked))
     return records
 
 
-def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts) -> Record:
+def _with_codecs(
+    setting: SimulatedSetting, hosts: Hosts, progress: Callable[[str], None]
+) -> SimulatedSetting:
+    """With names and codecs for ``auto``."""
+    if setting.compression is None:
+        return setting
+    from foreprop.simulate.compressed import with_chosen_codecs
+
+    progress(f"{setting.compression}: codecs")
+    return with_chosen_codecs(setting, hosts)
+
+
+def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts, asked: str | None) -> Record:
+    """``asked``: for which codecs."""
     uncounted = max(DISCARDED_STEPS, setting.warm_up, RING_STEPS if name == RING else 0)
     bucket_bytes = setting.scaled(BUCKET_BYTES) if name == DDP else None
     if name == DDP_TUNED:
@@ -65,7 +81,19 @@ def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts) -> Record:
         bucket_bytes=bucket_bytes,
         first_step=1 - uncounted,
     )
-    return _record(name, setting, simulated, uncounted, bucket_bytes)
+    has_codecs = setting.compression is not None and name.partition(SIZE_MARK)[0] in PRESETS
+    coded = _coded(setting, asked) if has_codecs else {}
+    return _record(name, setting, simulated, uncounted, bucket_bytes, coded)
+
+
+def _coded(setting: SimulatedSetting, asked: str | None) -> dict[str, Any]:
+    """What a record says of codecs."""
+    from foreprop.core.justenough import shares_text
+    from foreprop.simulate.compressed import array_codecs, coded_limit_s
+
+    sizes = [size for layer in setting.layers for size in layer.sizes_elems]
+    shares = shares_text(array_codecs(setting), sizes)
+    return {"compression": asked, "coded": shares, "limit_s": coded_limit_s(setting)}
 
 
 def _tuning_step_s(setting: SimulatedSetting, hosts: Hosts, candidate: int, size: int) -> float:
@@ -121,6 +149,7 @@ def _record(
     simulated: SimulatedSteps,
     uncounted: int,
     bucket_bytes: int | None,
+    coded: dict[str, Any],
 ) -> Record:
     crowds = setting.crowds
     members = [crowd.members for crowd in crowds for _ in range(setting.workers_per_node)]
@@ -143,4 +172,5 @@ def _record(
         staleness=setting.staleness or UNSET,
         representatives=len(crowds) if len(crowds) < setting.nodes else None,
         versions={"foreprop": __version__, "python": platform.python_version()},
+        **coded,
     )

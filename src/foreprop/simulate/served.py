@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foreprop.core.barrier import NormCombiner, StepBarrier
 from foreprop.core.collect import SliceSummed, SliceUpdated, SumSlice, UpdateSlice
@@ -42,6 +42,10 @@ from foreprop.simulate.device import no_device
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.network import wire_bytes
 
+if TYPE_CHECKING:
+    from foreprop.core.codecfacts import Coded
+    from foreprop.simulate.coder import Coder
+
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
 
@@ -69,6 +73,8 @@ class Agreement:
     """Updates wait for the norm of all gradients (`core.barrier`)."""
     staleness: Staleness = 0
     """How many steps a worker may be ahead (`core.staleness`)."""
+    coded: Sequence[Coded] | None = None
+    """By slice, what its codec makes of it; None: no codec, elements as they are."""
 
     @property
     def workers(self) -> int:
@@ -98,6 +104,10 @@ class Agreement:
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
             return HEADER_BYTES
+        if self.coded is not None:
+            coded = self.coded[frame.slice]
+            is_push = frame.kind == Kind.PUSH
+            return HEADER_BYTES + (coded.push_bytes if is_push else coded.reply_bytes)
         return HEADER_BYTES + self.slices[frame.slice].elems * self.bytes_per_elem
 
     def copies(self, crowd: int, frame: SendFrame) -> int:
@@ -162,8 +172,20 @@ class Exchange:
         self._processor = processor
         self._handle = handle
         self._crowds = crowds
+        self._coder = _coder(site.agreement, shared=crowds)
 
     def send(self, sender: int, frame: SendFrame) -> None:
+        if self._coder is not None:
+            encoded_s = self._coder.encoded_s(frame, self._clock.now_s)
+            if encoded_s > self._clock.now_s:
+                self._clock.at(encoded_s, self._encoded, (sender, frame))
+                return
+        self._pass_on(sender, frame)
+
+    def _encoded(self, message: Message) -> None:
+        self._pass_on(*message)
+
+    def _pass_on(self, sender: int, frame: SendFrame) -> None:
         if self._processor is None:
             self._hand_over((sender, frame))
             return
@@ -187,7 +209,17 @@ class Exchange:
             copies = self._agreement.copies(sender, frame) if self._crowds else 1
             size_bytes = self._agreement.frame_bytes(frame)
             at_s = max(at_s, self._processor.received_s(copies, size_bytes))
+        if self._coder is not None:
+            at_s = self._coder.decoded_s(*message, at_s)
         self._clock.at(at_s, noticed, message)
+
+
+def _coder(agreement: Agreement, *, shared: bool) -> Coder | None:
+    if agreement.coded is None:
+        return None
+    from foreprop.simulate.coder import Coder
+
+    return Coder(agreement.coded, shared=shared)
 
 
 class ServedWorker:

@@ -72,6 +72,12 @@ class SimulatedSetting(LabSetting):
         0,
     )
     """See `core.staleness`; for presets that broadcast."""
+    compression: str | None = option(
+        "Codec of the presets' frames, as int8 or lossless:0.7; auto, or auto:int8 for nothing"
+        " lossier; or PATTERN=CODEC, separated by commas.",
+        None,
+    )
+    """The rate that follows from ``balance`` is that of float32."""
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
     most_nodes: ClassVar[int] = 65_536
@@ -87,6 +93,10 @@ class SimulatedSetting(LabSetting):
             )
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
+        if self.compression is not None:
+            from foreprop.simulate.compressed import check_compression
+
+            check_compression(self)
 
     def _check_staleness(self) -> None:
         if not most_steps_apart(self.staleness):

@@ -104,12 +104,12 @@ def pick(cost_s: Mapping[int, float]) -> int:
 
 
 def _step_s(setting: SimulatedSetting, config: Config, size: int) -> float:
-    changes = _as_simulated(config, size)
+    changes = as_simulated(config, size)
     steps = simulate_system("p3", setting, Hosts(), steps=_STEPS, **changes)
     return statistics.median(step for node in steps.step_s for step in node[_UNCOUNTED_STEPS:])
 
 
-def _as_simulated(config: Config, slice_elems: int) -> dict[str, Any]:
+def as_simulated(config: Config, slice_elems: int) -> dict[str, Any]:
     """Every setting, so that none comes from the environment."""
     settings = {spec.name: getattr(config, spec.name) for spec in fields(config)}
     return settings | {

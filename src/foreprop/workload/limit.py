@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from foreprop.workload.profile import Layer
+
+if TYPE_CHECKING:
+    from foreprop.core.codecfacts import KnownCodec
 
 PACKET_BYTES = 1448
 """What TCP with timestamps carries in a packet of an MTU of 1500 bytes."""
@@ -17,6 +22,22 @@ BYTES_PER_ELEM = 4
 
 def model_bytes(layers: Sequence[Layer]) -> int:
     return BYTES_PER_ELEM * sum(sum(layer.sizes_elems) for layer in layers)
+
+
+def encoded_layers(
+    layers: Sequence[Layer], codecs: Sequence[KnownCodec], *, ranks: int
+) -> list[Layer]:
+    """With so many elements of float32 as have the bytes of both ways; ``codecs`` by array."""
+    codec_of = iter(codecs)
+
+    def equivalent(size: int) -> int:
+        coded = next(codec_of).coded(size, ranks=ranks)
+        return (coded.push_bytes + coded.reply_bytes) // (2 * BYTES_PER_ELEM)
+
+    made = []
+    for layer in layers:
+        made.append(replace(layer, sizes_elems=tuple(map(equivalent, layer.sizes_elems))))
+    return made
 
 
 def wire_s(size_bytes: float, *, nodes: int, rate_bits_per_s: float) -> float:

@@ -84,6 +84,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Of the steps, where they are to differ: then `limit_s` is of the mean."""
     environment: dict[str, Any] | UnsetType = UNSET
     """foreprop's settings that came from there, of the unscaled model; left out if none did."""
+    compression: str | UnsetType = UNSET
+    """Codecs of foreprop's frames, as they were asked for; left out if there were none. Then
+    `limit_s` is of the bytes that are left."""
+    coded: str | UnsetType = UNSET
+    """What share of the bytes went by which of them."""
 
     @property
     def typical_s(self) -> float:
@@ -105,8 +110,12 @@ def record_of(
     waited_s: Sequence[float],
     **measured: Any,
 ) -> Record:
-    """What follows from the setting and its steps; ``measured`` are the record's other fields."""
-    compute_s, limit_s, wire_s = limit.compute_s(setting.layers), setting.limit_s, setting.wire_s
+    """What follows from the setting and its steps; ``measured`` are the record's other fields.
+
+    A ``limit_s`` among them comes before the setting's.
+    """
+    compute_s, wire_s = limit.compute_s(setting.layers), setting.wire_s
+    limit_s = measured.pop("limit_s") if "limit_s" in measured else setting.limit_s
     spread = Spread.of(step_s)
     ours = not system.startswith(DDP) and system not in MXNET
     found = honoured_settings(setting) if ours else {}

@@ -246,7 +246,10 @@ class LabSetting:
     @property
     def limit_s(self) -> float:
         """What no schedule can beat; where steps differ, of the mean of those that are measured."""
-        layers = self.layers
+        return self.limit_of(self.layers)
+
+    def limit_of(self, layers: Sequence[Layer]) -> float:
+        """The same for layers of other sizes, that take as long."""
         if self.is_even:
             return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=self.rate)
         return min(self._placed_limit_s(layers, shares) for shares in self._placements)

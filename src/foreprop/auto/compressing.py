@@ -1,0 +1,47 @@
+"""``compression="auto"``: just enough for what a session has measured of itself and its links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foreprop.config import Config
+from foreprop.core.codec import NONE
+from foreprop.core.codecfacts import AUTO_CODECS
+from foreprop.model.planner import PlanSetting
+from foreprop.simulate.compressed import choose_codecs
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.simulate.slicesize import as_simulated
+from foreprop.workload.wirecodecs import arrays_in_order
+
+_MOST_NODES_EACH = 4
+"""Of more, one worker stands for all, as where slices are chosen."""
+
+
+def choose_compression(
+    setting: PlanSetting, config: Config, *, allowed: Sequence[str] = AUTO_CODECS
+) -> dict[str, str]:
+    """Codecs by parameter, as the setting ``compression`` takes them; pure, deterministic.
+
+    Parameters that are not in it go as they are: an empty dict says that exact is fast enough, or
+    that nothing is faster; or that a session refuses codecs, for a model with tables or for several
+    workers on a node. ``allowed``: codecs in the order of loss, the first one exact; of
+    ``lossless:0.7`` 70 % of the bytes were measured to be left. Raises `ConfigError` for others.
+    """
+    if setting.tables or setting.workers_per_node > 1:
+        return {}
+    slice_elems = config.cut_elems(setting.nodes)
+    simulated = SimulatedSetting(
+        profile=setting.profile,
+        systems=("p3",),
+        nodes=setting.nodes,
+        scale=1,
+        compute_s=setting.compute_s,
+        rate_bits_per_s=setting.rate_bits_per_s,
+        latency_s=setting.latency_s,
+        slice_elems=slice_elems,
+        symmetric=setting.nodes > _MOST_NODES_EACH,
+    )
+    changes = as_simulated(config, slice_elems)
+    chosen = choose_codecs(simulated, allowed=allowed, **changes)
+    pairs = zip(arrays_in_order(setting.profile), chosen.enough.codecs, strict=True)
+    return {array.name: codec.session_name for array, codec in pairs if codec.name != NONE}

@@ -1,0 +1,124 @@
+"""What codecs would make of a step, by the refined model: what a plan offers where links are slow.
+
+Sizes and costs are those of `core.codecfacts`; no gradient is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from foreprop.core.codec import NONE
+from foreprop.core.codecfacts import AUTO, AUTO_CODECS, LOSSLESS, KnownCodec, codec_named
+from foreprop.core.justenough import Carriers, checked_enough, shares_text
+from foreprop.model import served
+from foreprop.model.deployment import Deployment
+from foreprop.model.planner import P3, Candidate, PlanSetting, deployment_for
+from foreprop.model.refined import step_s
+from foreprop.workload import limit
+from foreprop.workload.profile import ProfiledArray
+from foreprop.workload.wirecodecs import arrays_in_order, is_flat, needs_of
+
+_DGC = "dgc"
+_MOST_CORES = 4
+"""Threads that encode or decode at once, one for each peer."""
+_NOT_EXACT: Mapping[str, str] = {
+    "bf16": "bf16 keeps 8 bits of each mantissa",
+    "int8": "int8 rounds to 1/127 of the largest element of 128, and sends the error a step later",
+    "int4": "int4 rounds to 1/7 of the largest element of 128, and sends the error a step later",
+    _DGC: "DGC sends the largest 0.1% of a gradient, and the rest as it adds up over the steps",
+}
+
+
+class Compressed(msgspec.Struct, frozen=True, kw_only=True):
+    """p3 with codecs, seconds."""
+
+    compression: str
+    """As the setting."""
+    candidate: Candidate
+    step_s: float
+    limit_s: float
+    """What no schedule of these bytes can beat."""
+    shares: str
+    """Of the bytes by codec, in words."""
+    not_exact: str
+    """What is lost, in words; empty if nothing is."""
+
+    @property
+    def code(self) -> str:
+        more = f', compression="{self.compression}")'
+        return self.candidate.code.removesuffix(")") + more
+
+
+def compressed_steps(setting: PlanSetting, candidate: Candidate) -> Iterator[Compressed]:
+    """``lossless``, ``auto`` and ``dgc`` with p3, on as many servers as ``candidate`` has.
+
+    Nothing where sessions refuse codecs: tables, relays of several workers, and half precision.
+    """
+    is_half = setting.bytes_per_elem != limit.BYTES_PER_ELEM
+    if setting.tables or setting.workers_per_node > 1 or is_half:
+        return
+    if not candidate.servers and 0 not in setting.servers:
+        return
+    p3 = Candidate("ps", P3, candidate.servers) if candidate.servers else Candidate("p2p", P3)
+    arrays = arrays_in_order(setting.profile)
+    yield _compressed(setting, p3, LOSSLESS, [codec_named(LOSSLESS)] * len(arrays))
+    yield _compressed(setting, p3, AUTO, choose_codecs(setting, p3))
+    yield _compressed(setting, p3, _DGC, _dgc(arrays))
+
+
+def _dgc(arrays: Sequence[ProfiledArray]) -> list[KnownCodec]:
+    return [codec_named(NONE if is_flat(array) else _DGC) for array in arrays]
+
+
+def choose_codecs(setting: PlanSetting, candidate: Candidate) -> Sequence[KnownCodec]:
+    """Just enough (`core.justenough`), checked by the refined model."""
+    deployment = deployment_for(setting, candidate)
+    layers, hosts = deployment.layers, deployment.hosts
+    server_rate = deployment.link_bytes_per_s(server=True)
+    carriers = Carriers(
+        rate_bytes_per_s=deployment.link_bytes_per_s(),
+        nodes=setting.nodes,
+        dedicated_servers=candidate.servers,
+        server_rate_bytes_per_s=server_rate if candidate.servers else None,
+        slice_elems=deployment.partition().slice_elems,
+        round_trip_s=2 * deployment.message_s + hosts.update_s,
+        cores=min(deployment.servers, _MOST_CORES),
+    )
+    enough = checked_enough(
+        needs_of(layers, arrays_in_order(setting.profile)),
+        carriers,
+        [codec_named(name) for name in AUTO_CODECS],
+        compute_s=setting.compute_s,
+        step_s=lambda codecs: step_s(replace(deployment, codecs=codecs)),
+    )
+    return enough.codecs
+
+
+def _compressed(
+    setting: PlanSetting, candidate: Candidate, compression: str, codecs: Sequence[KnownCodec]
+) -> Compressed:
+    deployment = replace(deployment_for(setting, candidate), codecs=codecs)
+    sizes = [size for layer in deployment.layers for size in layer.sizes_elems]
+    lossy = dict.fromkeys(codec.name for codec in codecs if not codec.facts.exact)
+    return Compressed(
+        compression=compression,
+        candidate=candidate,
+        step_s=step_s(deployment),
+        limit_s=_limit_s(deployment),
+        shares=shares_text(codecs, sizes),
+        not_exact="; ".join(_NOT_EXACT[name] for name in lossy),
+    )
+
+
+def _limit_s(deployment: Deployment) -> float:
+    """Of links to dedicated servers only how long the busiest one is busy."""
+    if deployment.dedicated_servers:
+        return max(limit.compute_s(deployment.layers), *served.link_s(deployment))
+    return limit.limit_s(
+        limit.encoded_layers(deployment.layers, deployment.codecs, ranks=deployment.nodes),
+        nodes=deployment.nodes,
+        rate_bits_per_s=deployment.rate_bits_per_s,
+    )

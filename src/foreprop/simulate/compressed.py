@@ -1,0 +1,130 @@
+"""Codecs in a simulation: what each slice becomes, what is just enough, and the limit that follows.
+
+``auto`` is `core.justenough`'s choice for p3, checked by simulation. Its arithmetic has no queues,
+so if a step comes out too long, it is asked again with less time to spare.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foreprop.config import Config
+from foreprop.core.codecfacts import AUTO_CODECS, Coded, KnownCodec, allowed_by, codec_named
+from foreprop.core.justenough import Carriers, Enough, checked_enough
+from foreprop.core.slicing import Slice
+from foreprop.errors import ConfigError
+from foreprop.model.deployment import ACKNOWLEDGED
+from foreprop.simulate.presets import is_relayed
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload import limit
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.wirecodecs import (
+    arrays_in_order,
+    codecs_by_array,
+    needs_of,
+    parse_compression,
+    patterns_text,
+)
+
+_P3 = "p3"
+_STEPS, _UNCOUNTED_STEPS = 3, 1
+_MOST_CORES = 4
+"""Threads that encode or decode at once, one for each peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """What ``auto`` has chosen; the step of ``enough`` is p3's simulated one."""
+
+    enough: Enough
+    compression: str
+    """As `SimulatedSetting.compression`."""
+
+
+def check_compression(setting: SimulatedSetting) -> None:
+    """Raises `ConfigError`."""
+    text = setting.compression or ""
+    if allowed_by(text) is None:
+        codecs_by_array(setting.profile, parse_compression(text))
+
+
+def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Slice]) -> list[Coded]:
+    """Of all, in order. Raises `ConfigError` for what no session can do."""
+    if is_relayed(config, setting):
+        raise ConfigError(
+            f"compression is {setting.compression!r}, but workers_per_node is"
+            f" {setting.workers_per_node}: relays add up what they can read; leave one of them"
+            " out, or set FOREPROP_LOCAL_AGGREGATION=off"
+        )
+    if config.wire_dtype is not None:
+        raise ConfigError(
+            f"compression is {setting.compression!r}, but wire_dtype is {config.wire_dtype!r}:"
+            " unset FOREPROP_WIRE_DTYPE, and ask for compression='bf16' if that is meant"
+        )
+    codecs = array_codecs(setting)
+    return [codecs[each.parameter].coded(each.elems, ranks=setting.workers) for each in slices]
+
+
+def array_codecs(setting: SimulatedSetting) -> list[KnownCodec]:
+    """By array, in forward order; ``auto`` is chosen anew."""
+    chosen = with_chosen_codecs(setting, Hosts())
+    return codecs_by_array(setting.profile, parse_compression(chosen.compression or ""))
+
+
+def with_chosen_codecs(setting: SimulatedSetting, hosts: Hosts) -> SimulatedSetting:
+    """With names and codecs for ``auto``; else as it is."""
+    allowed = allowed_by(setting.compression or "")
+    if allowed is None:
+        return setting
+    chosen = choose_codecs(setting, hosts=hosts, allowed=allowed)
+    return replace(setting, compression=chosen.compression)
+
+
+def coded_limit_s(setting: SimulatedSetting) -> float:
+    """What no schedule of so many bytes can beat, processors left out."""
+    layers = limit.encoded_layers(setting.layers, array_codecs(setting), ranks=setting.workers)
+    return setting.limit_of(layers)
+
+
+def choose_codecs(
+    setting: SimulatedSetting,
+    *,
+    hosts: Hosts | None = None,
+    allowed: Sequence[str] = AUTO_CODECS,
+    **changes: Any,
+) -> CodecChoice:
+    """Just enough for p3 in this setting; deterministic. ``allowed``: see `just_enough`.
+
+    ``changes`` are fields of `Config`.
+    """
+    hosts = hosts or Hosts()
+    arrays = arrays_in_order(setting.profile)
+    names = [array.name for array in arrays]
+
+    def step_s(codecs: Sequence[KnownCodec]) -> float:
+        asked = replace(setting, systems=(_P3,), compression=patterns_text(names, codecs))
+        steps = simulate_system(_P3, asked, hosts, steps=_STEPS, **changes)
+        return statistics.median(s for node in steps.step_s for s in node[_UNCOUNTED_STEPS:])
+
+    enough = checked_enough(
+        needs_of(setting.layers, arrays),
+        carriers_of(setting, hosts),
+        [codec_named(name) for name in allowed],
+        compute_s=limit.compute_s(setting.layers),
+        step_s=step_s,
+    )
+    return CodecChoice(enough, patterns_text(names, enough.codecs))
+
+
+def carriers_of(setting: SimulatedSetting, hosts: Hosts) -> Carriers:
+    return Carriers(
+        rate_bytes_per_s=setting.rate / 8 / (limit.HEADER_FACTOR + ACKNOWLEDGED),
+        nodes=setting.nodes,
+        slice_elems=setting.slice_elems_of(_P3),
+        round_trip_s=2 * (setting.latency_s + hosts.send_s + hosts.receive_s) + hosts.update_s,
+        cores=min(setting.nodes, _MOST_CORES),
+    )

@@ -1,0 +1,95 @@
+"""Which codec each array of a profile goes by, as somebody writes it; for model and simulator.
+
+``int8`` is for all, ``*.weight=int8,head.*=none`` by patterns of names, the first that matches.
+What matches none goes as it is. DGC leaves biases and norms, arrays of one dimension, exact itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from foreprop.core.codec import NONE
+from foreprop.core.codecfacts import AUTO, KnownCodec, codec_named
+from foreprop.core.justenough import Need
+from foreprop.errors import ConfigError
+from foreprop.workload.profile import Layer, Profile, ProfiledArray
+
+_DENSE_IF_FLAT = "dgc"
+
+
+def parse_compression(text: str) -> dict[str, str]:
+    """Codecs by pattern; not of ``auto``. Raises `ConfigError`."""
+    patterns: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        pattern, equals, name = part.rpartition("=")
+        if equals and not pattern:
+            raise ConfigError(f"compression has {part!r}; in front of = stands a pattern of names")
+        patterns.setdefault(pattern if equals else "*", name)
+        codec_named(name)
+    if not patterns:
+        raise ConfigError(
+            f"compression is {text!r}; it must be a codec, {AUTO}, or PATTERN=CODEC separated by"
+            " commas"
+        )
+    return patterns
+
+
+def codecs_by_array(profile: Profile, patterns: Mapping[str, str]) -> list[KnownCodec]:
+    """Of `arrays_in_order`. Raises `ConfigError` for a pattern that no name matches."""
+    arrays = arrays_in_order(profile)
+    for pattern in patterns:
+        if not any(_matches(array, pattern) for array in arrays):
+            raise ConfigError(
+                f"compression has the pattern {pattern!r}, which no array of {profile.name}"
+                f" matches; there are {_some_names(arrays)}"
+            )
+    return [codec_named(_codec_of(array, patterns)) for array in arrays]
+
+
+def _matches(array: ProfiledArray, pattern: str) -> bool:
+    return array.name == pattern or fnmatchcase(array.name, pattern)
+
+
+def _codec_of(array: ProfiledArray, patterns: Mapping[str, str]) -> str:
+    for pattern, name in patterns.items():
+        if _matches(array, pattern):
+            flat = name.partition(":")[0] == _DENSE_IF_FLAT and is_flat(array)
+            return NONE if flat else name
+    return NONE
+
+
+def patterns_text(names: Sequence[str], codecs: Sequence[KnownCodec]) -> str:
+    """As `parse_compression` reads it: the names of what does not go as it is."""
+    pairs = zip(names, codecs, strict=True)
+    parts = [f"{name}={codec.name}" for name, codec in pairs if codec.name != NONE]
+    return ",".join(parts) or NONE
+
+
+def is_flat(array: ProfiledArray) -> bool:
+    """A bias, or what a norm multiplies with."""
+    return len(array.shape) < 2
+
+
+def _some_names(arrays: Sequence[ProfiledArray]) -> str:
+    names = [array.name for array in arrays[:3]]
+    return ", ".join(names) + ", ..." * (len(arrays) > 3)
+
+
+def arrays_in_order(profile: Profile) -> list[ProfiledArray]:
+    """As the layers have them."""
+    return [array for arrays in profile.arrays_by_layer() for array in arrays]
+
+
+def needs_of(layers: Sequence[Layer], arrays: Sequence[ProfiledArray]) -> list[Need]:
+    """When each of the layers' arrays is ready and needed; biases and norms stay exact."""
+    backward_s = sum(layer.backward_s for layer in layers)
+    forward_s, ready_s = 0.0, backward_s
+    flat = map(is_flat, arrays)
+    needs = []
+    for layer in layers:
+        needed_s = backward_s + forward_s
+        needs += [Need(size, ready_s, needed_s, next(flat)) for size in layer.sizes_elems]
+        forward_s += layer.forward_s
+        ready_s -= layer.backward_s
+    return needs

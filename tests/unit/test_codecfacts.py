@@ -1,0 +1,127 @@
+"""What planners know of codecs, beside the formats' own arithmetic and draws of normal numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from foreprop.core.codecfacts import AUTO_CODECS, CODEC_NAMES, UNCODED, codec_named
+from foreprop.errors import ConfigError
+
+ELEMS = 51_200
+"""Four hundred blocks."""
+
+
+@pytest.mark.parametrize(
+    ("name", "push_bytes", "reply_bytes"),
+    [
+        ("none", 4 * ELEMS, 4 * ELEMS),
+        ("lossless:0.5", 2 * ELEMS, 2 * ELEMS),
+        ("bf16", 2 * ELEMS, 2 * ELEMS),
+        ("int8", ELEMS + 1600, ELEMS + 1600),  # a scale of four bytes for each block
+        ("int4", ELEMS // 2 + 1600, ELEMS // 2 + 1600),
+        ("1bit", 6_400 + 8, 6_400 + 8),  # two means
+        ("terngrad", 12_800 + 4, 12_800 + 4),
+        ("qsgd", ELEMS + 400, ELEMS + 400),
+        ("qsgd:7", ELEMS // 2 + 400, ELEMS // 2 + 400),
+        ("qsgd:1", ELEMS // 4 + 400, ELEMS // 4 + 400),
+        ("topk:0.01", 512 * 8, 4 * 512 * 8),  # the union of four ranks
+        ("topk:0.5", 25_600 * 8, 4 * ELEMS),  # all of them: as it is
+        ("randomk:0.01", 512 * 4, 512 * 4),  # all draw the same places
+        ("dgc", 52 * 8, 4 * 52 * 8),
+        ("dgc:0.25", 12_800 * 8, 4 * ELEMS),
+    ],
+)
+def test_bytes_both_ways(name: str, push_bytes: int, reply_bytes: int) -> None:
+    coded = codec_named(name).coded(ELEMS, ranks=4)
+    assert (coded.push_bytes, coded.reply_bytes) == (push_bytes, reply_bytes)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_no_codec_makes_a_large_slice_larger(name: str) -> None:
+    coded = codec_named(name).coded(ELEMS, ranks=64)
+    assert 0 < coded.push_bytes <= 4 * ELEMS
+    assert 0 < coded.reply_bytes <= 4 * ELEMS
+    assert codec_named(name).coded(0, ranks=4) == UNCODED
+
+
+def test_a_core_that_is_twice_as_fast_needs_half_the_time() -> None:
+    usual, fast = (codec_named("int8").coded(ELEMS, ranks=4, cpu=cpu) for cpu in (1.0, 2.0))
+    assert fast.encode_s == usual.encode_s / 2 > 0
+    assert fast.decode_s == usual.decode_s / 2 > 0
+
+
+def test_what_is_called_exact_loses_nothing_and_the_rest_does() -> None:
+    for codec in map(codec_named, CODEC_NAMES):
+        assert codec.facts.exact == (codec.loss == 0) == (codec.name in ("none", "lossless"))
+
+
+def test_auto_has_its_codecs_in_the_order_of_loss() -> None:
+    losses = [codec_named(name).loss for name in AUTO_CODECS]
+    assert losses == sorted(losses)
+
+
+def test_a_session_is_not_told_what_lossless_saves() -> None:
+    assert codec_named("lossless:0.7").session_name == "lossless"
+    assert codec_named("topk:0.1").session_name == "topk:0.1"
+
+
+@pytest.mark.parametrize(
+    "name", ["int7", "int8:4", "none:1", "", "topk:", "dgc:0", "topk:1.5", "qsgd:128"]
+)
+def test_a_wrong_name_says_what_there_is(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"codec '{name}'") as raised:
+        codec_named(name)
+    allowed = ("topk:R", "at most 1", "from 1 to 127")
+    assert any(text in str(raised.value) for text in allowed)
+
+
+# Losses of the table, from draws.
+def _bf16(value: float) -> float:
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    (back,) = struct.unpack("<f", struct.pack("<I", rounded))
+    return float(back)
+
+
+def _each(round_one: Callable[[float], float]) -> Callable[[list[float]], list[float]]:
+    return lambda block: [round_one(value) for value in block]
+
+
+def _to_levels(most: int) -> Callable[[list[float]], list[float]]:
+    def rounded(block: list[float]) -> list[float]:
+        scale = max(map(abs, block)) / most
+        return [round(value / scale) * scale for value in block]
+
+    return rounded
+
+
+def _two_means(block: list[float]) -> list[float]:
+    mean = math.sqrt(2 / math.pi)
+    return [math.copysign(mean, value) for value in block]
+
+
+@pytest.mark.parametrize(
+    ("name", "decoded"),
+    [
+        ("bf16", _each(_bf16)),
+        ("fp16", _each(lambda value: struct.unpack("<e", struct.pack("<e", value))[0])),
+        ("int8", _to_levels(127)),
+        ("int4", _to_levels(7)),
+        ("1bit", _two_means),
+    ],
+)
+def test_losses_are_those_of_normal_gradients(
+    name: str, decoded: Callable[[list[float]], list[float]]
+) -> None:
+    draws = random.Random(0)
+    lost = whole = 0.0
+    for _ in range(120):
+        block = [draws.gauss(0, 1) for _ in range(128)]
+        lost += sum((a - b) ** 2 for a, b in zip(block, decoded(block), strict=True))
+        whole += sum(value**2 for value in block)
+    assert codec_named(name).loss == pytest.approx(lost / whole, rel=0.1)
