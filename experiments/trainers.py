@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import foreprop
-from foreprop.lab.layers import WAITS, LayersSetting, real_profile
-from foreprop.lab.reallayers import DEVICE, MODELS
+from experiments.layers.models import DEVICE, MODELS
+from experiments.layers.training import WAITS, LayersSetting, real_profile
 from foreprop.lab.run import run_lab
 from foreprop.lab.systems import Steps, System
 from foreprop.workload.records import Record
