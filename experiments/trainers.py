@@ -300,4 +300,6 @@ def main(nodes: int, steps: int, compute_s: float) -> list[Record]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    from experiments import trainers  # by the name under which the nodes find it
+
+    trainers.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
