@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import foreprop
-from foreprop.lab.layers import WAITS, LayersSetting, real_profile
-from foreprop.lab.reallayers import DEVICE, MODELS
+from experiments.layers.models import DEVICE, MODELS
+from experiments.layers.training import WAITS, LayersSetting, real_profile
 from foreprop.lab.run import run_lab
 from foreprop.lab.systems import Steps, System
 from foreprop.workload.records import Record
@@ -300,4 +300,6 @@ def main(nodes: int, steps: int, compute_s: float) -> list[Record]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    from experiments import trainers  # by the name under which the nodes find it
+
+    trainers.main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

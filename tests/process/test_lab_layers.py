@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import trainers
+from experiments.layers.training import LAYERS_SYSTEMS
 from foreprop.cli.app import app
-from foreprop.lab.layers import LAYERS_SYSTEMS
 from foreprop.workload.records import read_records
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.alone, pytest.mark.lab]

@@ -25,7 +25,7 @@ WORK = {
     "top": ["foreprop.cli.top.live_page"],
     "lab run": ["foreprop.cli.lab.run_lab"],
     "lab simulate": ["foreprop.cli.simulate.simulate_lab"],
-    "lab layers": ["foreprop.cli.layers.run_lab"],
+    "lab layers": ["experiments.layers.command.run_lab"],
     "lab mlp": ["experiments.mlp.command.run_mlp"],
     "lab language": ["experiments.language.command.Text"],
     "lab figures": ["experiments.figures.command.make_figures"],

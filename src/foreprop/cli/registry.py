@@ -113,8 +113,9 @@ COMMANDS = (
     ),
     Entry(
         "lab layers",
-        "foreprop.cli.layers:layers",
+        "experiments.layers.command:layers",
         "Measure real layers, eager and compiled, in one cluster; write results.json.",
+        from_clone=True,
     ),
     Entry(
         "lab mlp",

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments.layers.training import LAYERS_SYSTEMS, LayersSetting, build_system, real_profile
 from foreprop.cli.measured import EGRESS_ONLY, Out, keep, say_environment, say_notices, table
 from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
 from foreprop.cli.output import console, print_table
-from foreprop.lab.layers import LAYERS_SYSTEMS, LayersSetting, build_system, real_profile
 from foreprop.lab.run import run_lab
 from foreprop.workload.setting import UNEVEN
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional as F
 
+from experiments.layers.models import DEVICE, MODELS, RealModel, profile_of
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
-from foreprop.lab.reallayers import DEVICE, MODELS, RealModel, profile_of
 from foreprop.lab.systems import Steps, System, train
 from foreprop.path.worker import WorkerEngine
 from foreprop.session.session import connect

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from experiments.layers import models, training
+from experiments.layers.models import MODELS, RealModel, Timed, profile_of
 from foreprop.errors import ConfigError
-from foreprop.lab import layers, reallayers
-from foreprop.lab.reallayers import MODELS, RealModel, Timed, profile_of
 from foreprop.workload.limit import compute_s
 
 
@@ -25,7 +25,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         def occupy(self, seconds: float) -> None:
             found.append(seconds)
 
-    monkeypatch.setattr(reallayers, "DEVICE", Clock())
+    monkeypatch.setattr(models, "DEVICE", Clock())
     return found
 
 
@@ -100,7 +100,7 @@ def test_compiled_code_takes_the_same_times_in_the_same_order(
 
 def test_an_unknown_model_is_named_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match=r"^model is 'vgg19'; there are transformer, resnet$"):
-        layers.real_profile("vgg19")
+        training.real_profile("vgg19")
 
 
 def test_blocks_of_one_kind_have_one_time() -> None:

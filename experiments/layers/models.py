@@ -2,7 +2,8 @@
 
 What they compute is real and small; the time for it is the device's. An operator of torch's takes
 that time, behind each layer and in its backward pass. It is opaque to compilers, so that compiled
-graphs have it in the same places as eager code.
+graphs have it in the same places as eager code. It is no part of the package, whose own code is
+never compiled.
 """
 
 from __future__ import annotations

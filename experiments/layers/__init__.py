@@ -1,0 +1,1 @@
+"""Real layers of torch on emulated accelerators, eager and compiled."""
