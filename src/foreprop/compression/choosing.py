@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from foreprop.compression.codecs import TensorCodec, make
+from foreprop.compression.codecs import TensorCodec, make, make_for_replies
 from foreprop.config import Config
 from foreprop.core.codec import EXACT, NONE, Choice, codec_of, is_exact
 from foreprop.core.manifest import Manifest, ParameterInfo
@@ -27,17 +27,41 @@ class SliceCodec:
     is, and so are values to begin from.
     """
 
-    __slots__ = ("codec", "dtype", "elems", "most_bytes", "piece", "raw_bytes")
+    __slots__ = (
+        "codec",
+        "dtype",
+        "elems",
+        "most_bytes",
+        "most_reply_bytes",
+        "piece",
+        "raw_bytes",
+        "reply_codec",
+    )
 
-    def __init__(self, piece: Slice, codec: TensorCodec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, piece: Slice, codec: TensorCodec, reply_codec: TensorCodec, dtype: torch.dtype
+    ) -> None:
         self.piece = piece
         self.codec = codec
+        self.reply_codec = reply_codec
         self.dtype = dtype
         self.elems = piece.elems
         self.raw_bytes = piece.elems * dtype.itemsize
-        self.most_bytes = self.raw_bytes - 1
-        if not codec.exact:
-            self.most_bytes = min(codec.most_bytes(piece.elems), self.most_bytes)
+        self.most_bytes = self._bound(codec)
+        self.most_reply_bytes = self._bound(reply_codec)
+
+    def _bound(self, codec: TensorCodec) -> int:
+        """Of what crosses as a code: shorter than the array, or the array would cross."""
+        most = self.raw_bytes if codec.exact else codec.most_bytes(self.elems)
+        return min(most, self.raw_bytes - 1)
+
+    @property
+    def gains(self) -> bool:
+        """Whether no code can be as long as the array; of exact codecs that does not matter."""
+        return all(
+            codec.exact or codec.most_bytes(self.elems) < self.raw_bytes
+            for codec in (self.codec, self.reply_codec)
+        )
 
     def tensor_of(self, data: memoryview) -> torch.Tensor:
         """The slice's raw bytes as what they are, in the same memory."""
@@ -48,25 +72,29 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     """By number, those that are encoded. A codec whose bound is no gain leaves tiny ones alone."""
     names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
     dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
-    codecs = {name: make(name) for name in set(names) - {NONE}}
+    workers = manifest.world_size
+    codecs = {name: (make(name), make_for_replies(name, workers)) for name in set(names) - {NONE}}
     found = {}
     for piece in slices:
-        codec = codecs.get(names[piece.parameter])
-        if codec is None:
+        chosen = codecs.get(names[piece.parameter])
+        if chosen is None:
             continue
-        coded = SliceCodec(piece, codec, dtypes[piece.parameter])
-        if codec.exact or codec.most_bytes(piece.elems) < coded.raw_bytes:
+        coded = SliceCodec(piece, *chosen, dtypes[piece.parameter])
+        if coded.gains:
             found[piece.number] = coded
     return found
 
 
-def too_long(header: Header, coded: SliceCodec) -> RemoteProtocolError:
-    """What to say of a code that its codec cannot have given."""
-    return RemoteProtocolError(
-        f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes} bytes;"
-        f" {coded.codec.name} gives at most {coded.most_bytes}, and as it is it has"
-        f" {coded.raw_bytes}"
-    )
+def check_code(header: Header, coded: SliceCodec) -> None:
+    """Raises `RemoteProtocolError` for a length that its codec cannot have given."""
+    is_push = header.kind == Kind.PUSH
+    most = coded.most_bytes if is_push else coded.most_reply_bytes
+    if header.payload_bytes > most:
+        codec = coded.codec if is_push else coded.reply_codec
+        raise RemoteProtocolError(
+            f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes}"
+            f" bytes; {codec.name} gives at most {most}, and as it is it has {coded.raw_bytes}"
+        )
 
 
 def lossy_parameters(manifest: Manifest) -> set[int]:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from foreprop.config.environment import did_you_mean
-from foreprop.core.codec import NONE, Codec
+from foreprop.core.codec import Codec
 from foreprop.errors import ConfigError
 
 TensorCodec = Codec[torch.Tensor]
@@ -20,7 +20,7 @@ _CODECS = {
 
 
 def names() -> list[str]:
-    """All that ``compression`` may be, but for `NONE`."""
+    """All codecs, without the parameters that some take."""
     return sorted(_CODECS)
 
 
@@ -29,9 +29,14 @@ def make(name: str) -> TensorCodec:
     known = _CODECS.get(name)
     if known is None:
         raise ConfigError(
-            f"compression: no codec is called {name!r}; there are {[NONE, *names()]}"
+            f"compression: no codec is called {name!r}; there are {names()}"
             + did_you_mean(name, names())
         )
     module, _, class_ = known.partition(":")
     found = importlib.import_module(f"foreprop.compression.{module}")
     return cast("TensorCodec", getattr(found, class_)())
+
+
+def make_for_replies(name: str, world_size: int) -> TensorCodec:
+    """What answers pushes in codec ``name`` on so many ranks: always with an empty state."""
+    return make(name)

@@ -81,7 +81,10 @@ class Codec(Protocol[Array]):
         """Flat arrays of ``elems`` float32 elements by name, as of error feedback; may be empty."""
 
     def encode(self, values: Array, state: Mapping[str, Array], place: Place) -> memoryview:
-        """Does not change ``values``; changes ``state`` in place. Nobody writes to the result."""
+        """Does not change ``values``; changes ``state`` in place. Nobody writes to the result.
+
+        With an empty ``state`` nothing is remembered: a server encodes its differences so.
+        """
 
     def decode(self, data: memoryview, out: Array, place: Place) -> None:
         """Fill ``out``. Raises `RemoteProtocolError` for anything that `encode` cannot give."""
