@@ -187,3 +187,23 @@ def test_values_changed_by_hand_while_steps_are_watched() -> None:
                 parameter.data.clamp_(-0.2, 0.2)
 
     check_world_of_two(with_sgd(), clamp, batches_of(2, count=7), architecture="auto")
+
+
+@pytest.mark.parametrize("codecs", ["*=lossless", None])
+def test_codecs_are_chosen_after_some_steps(
+    codecs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_plan(monkeypatch, compression=codecs)
+    steps = MEASURED_STEPS + 3
+    settings = {"compression": "auto:lossless"}
+    trained = check_world_of_two(
+        with_sgd(), train_classifier, batches_of(2, count=steps), **settings
+    )
+    assert ("raw_pushed_bytes" in trained[0].stats) == (codecs is not None)
+
+
+def test_links_that_are_fast_enough_need_no_codec(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"compression": "auto", "link_rate_bits_per_s": 1e13}
+    steps = MEASURED_STEPS + 3
+    check_world_of_two(with_sgd(), train_classifier, batches_of(2, count=steps), **settings)
+    assert "compression: all of the bytes as they are" in capfd.readouterr().err

@@ -339,3 +339,14 @@ def test_a_server_inherits_nothing_of_torchrun_or_our_settings(
     environment = child_environment()
     assert environment["UNRELATED"] == environment["OMP_NUM_THREADS"] == "1"
     assert not [n for n in environment if "RANK" in n or n.startswith(("FOREPROP", "TORCHELASTIC"))]
+
+
+def test_automatic_codecs_are_checked() -> None:
+    assert Config.resolve(compression="auto").codecs == ()
+    assert Config.resolve(compression="auto:int8").compression == "auto:int8"
+    with pytest.raises(ConfigError, match="after auto: comes the lossiest codec"):
+        Config.resolve(compression="auto:most")
+    with pytest.raises(ConfigError, match="chooses codecs for float32, and wire_dtype is"):
+        Config.resolve(compression="auto", wire_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="which is for servers"):
+        Config.resolve(compression="auto", architecture="ring")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from foreprop.config import Config
 from foreprop.core.codec import NONE
-from foreprop.core.codecfacts import AUTO_CODECS
+from foreprop.core.codecfacts import AUTO_CODECS, allowed_by
+from foreprop.core.manifest import ParameterInfo
 from foreprop.model.planner import PlanSetting
 from foreprop.simulate.compressed import choose_codecs
 from foreprop.simulate.setting import SimulatedSetting
@@ -19,8 +20,10 @@ _MOST_NODES_EACH = 4
 
 def choose_compression(
     setting: PlanSetting, config: Config, *, allowed: Sequence[str] = AUTO_CODECS
-) -> dict[str, str]:
-    """Codecs by parameter, as the setting ``compression`` takes them; pure, deterministic.
+) -> tuple[dict[str, str], str]:
+    """Codecs by parameter, as the setting ``compression`` takes them, and a sentence about them.
+
+    Pure and deterministic.
 
     Parameters that are not in it go as they are: an empty dict says that exact is fast enough, or
     that nothing is faster; or that a session refuses codecs, for a model with tables or for several
@@ -28,7 +31,7 @@ def choose_compression(
     ``lossless:0.7`` 70 % of the bytes were measured to be left. Raises `ConfigError` for others.
     """
     if setting.tables or setting.workers_per_node > 1:
-        return {}
+        return {}, "compression: none, for tables or several workers on a node"
     slice_elems = config.cut_elems(setting.nodes)
     simulated = SimulatedSetting(
         profile=setting.profile,
@@ -44,4 +47,18 @@ def choose_compression(
     changes = as_simulated(config, slice_elems)
     chosen = choose_codecs(simulated, allowed=allowed, **changes)
     pairs = zip(arrays_in_order(setting.profile), chosen.enough.codecs, strict=True)
-    return {array.name: codec.session_name for array, codec in pairs if codec.name != NONE}
+    codecs = {array.name: codec.session_name for array, codec in pairs if codec.name != NONE}
+    return codecs, f"compression: {chosen.enough.sentence}"
+
+
+def codecs_as_setting(
+    setting: PlanSetting, config: Config, slice_elems: int | None, infos: Sequence[ParameterInfo]
+) -> tuple[str | None, str]:
+    """The setting ``compression`` for ``auto``, and a sentence about it. Only for float32."""
+    allowed = allowed_by(str(config.compression)) or AUTO_CODECS
+    if isinstance(config.slice_elems, str):
+        config = config.replace(slice_elems=slice_elems)
+    codecs, sentence = choose_compression(setting, config, allowed=allowed)
+    wide = {info.name for info in infos if info.dtype == "float32"}
+    chosen = {name: codec for name, codec in codecs.items() if name in wide}
+    return ",".join(f"{name}={codec}" for name, codec in chosen.items()) or None, sentence

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from foreprop.auto.compressing import codecs_as_setting
 from foreprop.auto.linkprobe import Links, measure_links
 from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
@@ -31,6 +32,7 @@ from foreprop.auto.unevennodes import (
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import PRESETS, Config
+from foreprop.core.codec import is_automatic
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.parallax import Topology
 from foreprop.link.stream import local_address
@@ -66,6 +68,8 @@ class Plan(msgspec.Struct, frozen=True):
     """As the setting, if links differ."""
     late_nodes: str | None = None
     """Likewise, if compute does."""
+    compression: str | None = None
+    """As the setting, if that is ``"auto"``."""
 
     def outlook(self) -> Outlook | None:
         return None if self.step_s is None else Outlook(self.step_s)
@@ -79,6 +83,8 @@ class Plan(msgspec.Struct, frozen=True):
             changes["late_nodes"] = self.late_nodes
         if self.architecture is not None:
             changes["architecture"] = self.architecture
+        if is_automatic(str(config.compression)):
+            changes["compression"] = self.compression
         return config.replace(**changes)
 
 
@@ -158,6 +164,7 @@ class Planning:
                     servable=self._servable,
                     node_rates=links.node_rates,
                     computed_s=self._by_node(computed_s),
+                    infos=self._infos,
                 )
             board.publish("plan", msgspec.json.encode(plan).decode())
         return msgspec.json.decode(board.lookup("plan", "rank 0's plan"), type=Plan)
@@ -225,13 +232,14 @@ def plan_session(
     servable: bool = True,
     node_rates: Sequence[float] = (),
     computed_s: Sequence[float] = (),
+    infos: Sequence[ParameterInfo] = (),
 ) -> Plan:
     """Predict what this session could go on with, and choose; pure.
 
     The simplest of those within 5 % of the fastest, as `foreprop plan` recommends, but for plain
     DDP, which is another program: if it would do, the text says so. Servers are left out if the
     optimizer is not ``servable``. They own what suits the links, if ``node_rates`` differ, and less
-    on nodes that compute for longer (``computed_s``, by node).
+    on nodes that compute for longer (``computed_s``, by node). Codecs are for float32 of ``infos``.
     """
     slices = None
     rates_text = rates_as_setting(node_rates, config)
@@ -261,12 +269,17 @@ def plan_session(
     late = late_as_setting(setting, config, computed_s, node_rates, steps_s[chosen])
     uneven = {"node_rates": rates_text, "late_nodes": late}
     told = "".join(f"; {name}={text}" for name, text in uneven.items() if is_served and text)
+    codecs = None
+    if is_automatic(str(config.compression)):
+        codecs, sentence = codecs_as_setting(setting, config, slices, infos)
+        told += f"; {sentence}"
     return Plan(
         row_wise=frozenset(row_wise),
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
         node_rates=rates_text if is_served else None,
         late_nodes=late if is_served else None,
+        compression=codecs,
         step_s=steps_s[chosen],
         text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table) + told,
     )

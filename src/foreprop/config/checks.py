@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from foreprop.core.codec import NONE, choices_of
+from foreprop.core.codec import NONE, choices_of, is_automatic
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def check_compression(config: Config) -> None:
             f"compression is {given!r}; it must be a codec's name, or codecs by patterns of"
             " parameters' names: {'*.weight': 'lossless'}"
         )
-    if all(codec == NONE for _, codec in choices_of(text)):
+    if is_automatic(text):
+        _check_automatic_codecs(config, text)
+    elif all(codec == NONE for _, codec in choices_of(text)):
         object.__setattr__(config, "compression", None)
         return
     if config.architecture in ("ring", "hybrid", "auto"):
@@ -103,6 +105,17 @@ def check_compression(config: Config) -> None:
         raise ConfigError(
             f"compression is {text!r}, and check_stale is on, which overwrites the values that"
             " differences are added to; leave compression out while you look for readers"
+        )
+
+
+def _check_automatic_codecs(config: Config, text: str) -> None:
+    from foreprop.core.codecfacts import allowed_by
+
+    allowed_by(text)
+    if config.wire_dtype is not None:
+        raise ConfigError(
+            f"compression is {text!r}, which chooses codecs for float32, and wire_dtype is"
+            f" {config.wire_dtype!r}; leave one of them out"
         )
 
 

@@ -210,8 +210,8 @@ class Config:
     )
     compression: str | Mapping[str, str] | None = _setting(
         None,
-        "a codec for gradients and new values (lossless changes no bit), or codecs by patterns of"
-        " names (*, ?), the first match counts: {'*.weight': 'lossless'}, *.weight=lossless,*=none",
+        "a codec (lossless changes no bit), codecs by patterns of names, of which the first match"
+        " counts ({'*.weight': 'lossless'}, *.weight=lossless,*=none), or auto: just enough",
     )
     wait: Wait = _setting(
         "use",

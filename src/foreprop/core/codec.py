@@ -22,6 +22,7 @@ NONE = "none"
 """The codec of what is sent as it is."""
 EXACT = frozenset({NONE, "lossless"})
 """The codecs that change no bit."""
+AUTO = "auto"
 
 Choice = tuple[str, str]
 """A pattern of parameters' names (*, ?), and the codec of those that match it."""
@@ -29,11 +30,25 @@ Choice = tuple[str, str]
 Array = TypeVar("Array")
 
 
+def is_automatic(text: str) -> bool:
+    """``auto``, or ``auto:int8``: codecs are chosen when some steps have been measured."""
+    return text.partition(":")[0] == AUTO
+
+
+def may_be_lossy(text: str) -> bool:
+    """Whether the setting ``compression`` may change bits of what is trained."""
+    if is_automatic(text):
+        return text.partition(":")[2] not in EXACT
+    return not is_exact(choices_of(text))
+
+
 def choices_of(text: str) -> tuple[Choice, ...]:
     """The setting ``compression``: a codec for all, or PATTERN=CODEC, several with commas.
 
-    Raises `ConfigError` for text that says neither.
+    None yet if it `is_automatic`. Raises `ConfigError` for text that says neither.
     """
+    if is_automatic(text):
+        return ()
     parts = [part.strip() for part in text.split(",")]
     if len(parts) == 1 and parts[0] and "=" not in parts[0]:
         return (("*", parts[0]),)

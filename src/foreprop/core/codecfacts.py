@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from foreprop.core.codec import NONE, CodecFacts
+from foreprop.core.codec import AUTO, NONE, CodecFacts
 from foreprop.errors import ConfigError
 
 LOSSLESS = "lossless"
@@ -122,7 +122,6 @@ _TABLE: Mapping[str, _Row] = {
 """Of a sparse one, bytes of each element that is kept; QSGD's follow from its levels."""
 CODEC_NAMES = tuple(_TABLE)
 
-AUTO = "auto"
 _LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "1bit", "dgc")
 """In the order of loss."""
 AUTO_CODECS = _LADDER[: _LADDER.index("int4") + 1]

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import msgspec
 
-from foreprop.core.codec import NONE
-from foreprop.core.codecfacts import AUTO, AUTO_CODECS, LOSSLESS, KnownCodec, codec_named
+from foreprop.core.codec import AUTO, NONE
+from foreprop.core.codecfacts import AUTO_CODECS, LOSSLESS, KnownCodec, codec_named
 from foreprop.core.justenough import Carriers, checked_enough, shares_text
 from foreprop.model import served
 from foreprop.model.deployment import Deployment

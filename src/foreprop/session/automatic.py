@@ -1,4 +1,4 @@
-"""``architecture="auto"`` and ``slice_elems="auto"``: measure some steps, then go on as planned."""
+"""Architecture, slices or codecs are "auto": measure some steps, then go on as planned."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Automatic:
 
 def needs_another_backend(before: Config, after: Config, nodes: int) -> bool:
     """Whether a session must connect anew for these settings, its parameters being as they are."""
-    if is_served(after) != is_served(before):
+    if is_served(after) != is_served(before) or after.codecs != before.codecs:
         return True
     servers = after.servers_on(nodes)
     cuts = {(config.cut_elems(servers), config.shares(servers)) for config in (before, after)}

@@ -70,10 +70,10 @@ def settled_beforehand(
     asked = [name for name in _ON_SERVERS if getattr(config, name) is not None]
     if scaler:
         asked.append("scaler")
-    if config.codecs:
-        from foreprop.core.codec import is_exact
+    if isinstance(config.compression, str):
+        from foreprop.core.codec import may_be_lossy
 
-        asked += [] if is_exact(config.codecs) else ["compression"]
+        asked += ["compression"] * may_be_lossy(config.compression)
     if optimizer is None:
         _check_applied(asked, config, "parallelize() was given no optimizer")
         if config.update == "servers":

@@ -162,9 +162,10 @@ class Training:
         return self._checkpoints
 
     def begin_planning(self) -> None:
-        """``architecture="auto"``, ``slice_elems="auto"``: from the parameters as they are now."""
-        config = self.config
-        if self.world.size > 1 and "auto" in (config.architecture, config.slice_elems):
+        """What is ``"auto"``: from the parameters as they are now."""
+        chosen = {self.config.architecture, self.config.slice_elems}
+        codecs = str(self.config.compression).partition(":")[0]
+        if self.world.size > 1 and "auto" in chosen | {codecs}:
             from foreprop.session.automatic import Automatic
 
             self._automatic = Automatic(self)

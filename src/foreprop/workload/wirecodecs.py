@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from foreprop.core.codec import NONE
-from foreprop.core.codecfacts import AUTO, KnownCodec, codec_named
+from foreprop.core.codec import AUTO, NONE
+from foreprop.core.codecfacts import KnownCodec, codec_named
 from foreprop.core.justenough import Need
 from foreprop.errors import ConfigError
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
