@@ -97,7 +97,9 @@ def _redraw_throughput(results: Path, name: str) -> Chart:
     path = results / f"{name}.json"
     panels = msgspec.json.decode(path.read_bytes(), type=list[ThroughputPanel])
     undivided = [in_gbit(panel) for panel in panels]
-    write_chart(results, name, throughput_chart(undivided), msgspec.json.encode(undivided))
+    chart = throughput_chart(undivided)
+    write_chart(results, name, chart, msgspec.json.encode(undivided))
+    return chart
 
 
 def in_gbit(panel: ThroughputPanel) -> ThroughputPanel:
