@@ -266,7 +266,7 @@ def test_parallelize_takes_the_typed_settings() -> None:
 @pytest.mark.parametrize("misspelt", ["slice_elem", "slice_elms", "sliceelems"])
 def test_a_misspelt_setting_is_told_which_is_meant(misspelt: str) -> None:
     advice = "; did you mean 'slice_elems'\\?$"
-    with pytest.raises(ConfigError, match=f"no setting is called '{misspelt}'; .*{advice}"):
+    with pytest.raises(ConfigError, match=f"no setting is called '{misspelt}'{advice}"):
         Config.resolve(**{misspelt: 3})
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{misspelt}'{advice}"):
         Config(**{misspelt: 3})

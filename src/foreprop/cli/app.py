@@ -60,7 +60,8 @@ def _told(error: typer.TyperException) -> str:
     """As our own errors are: the option, what was typed, and what is allowed."""
     hint = getattr(error, "param_hint", None)
     if isinstance(hint, str) and error.message:
-        return f"{hint} is {error.message}" if "; " in error.message else f"{hint}: {error.message}"
+        message = error.message.rstrip(".")
+        return f"{hint} is {message}" if "; " in message else f"{hint}: {message}"
     return error.format_message().rstrip(".")
 
 

@@ -62,10 +62,8 @@ def settings_from(texts: list[str]) -> dict[str, Any]:
         if name == "preset":
             raise ConfigError(f"{text!r} is not a setting; write it as --preset {value}")
         if name not in names:
-            advice = did_you_mean(name, names)
-            raise ConfigError(
-                f"no setting is called {name!r}; there are {', '.join(names)}{advice}"
-            )
+            advice = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+            raise ConfigError(f"no setting is called {name!r}{advice}")
         found[name] = parse_setting(name, value, hints[name])
     return found
 

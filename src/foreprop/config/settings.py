@@ -272,10 +272,8 @@ class Config:
         names = {spec.name for spec in fields(cls)}
         for name in explicit:
             if name not in names:
-                raise ConfigError(
-                    f"no setting is called {name!r}; there are {sorted(names)}"
-                    + did_you_mean(name, names)
-                )
+                advice = did_you_mean(name, names) or f"; there are {sorted(names)}"
+                raise ConfigError(f"no setting is called {name!r}{advice}")
         environment = settings_from_environment(typing.get_type_hints(cls))
         name_of_preset = preset or preset_from_environment() or "p3"
         if name_of_preset not in PRESETS:
