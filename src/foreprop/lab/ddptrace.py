@@ -64,7 +64,8 @@ class DdpTrace:
 
         return ready
 
-    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """``bucket``: a ``torch.distributed.GradBucket``, which torch's types do not have."""
         largest = max(bucket.parameters(), key=torch.Tensor.numel)
         values = bucket.buffer()
         handed = _Bucket(
