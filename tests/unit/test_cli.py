@@ -132,7 +132,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "no setting is called 'slice_elem'; did you mean 'slice_elems'?",
         ),
         (["config", "xyz=1"], "no setting is called 'xyz'; there are architecture, "),
-        (["report", "nowhere"], "dir 'nowhere' does not exist; see"),
+        (["report", "nowhere"], "directory: dir 'nowhere' does not exist; see"),
         (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
         (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
         (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),

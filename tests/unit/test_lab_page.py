@@ -174,7 +174,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(page: str, tmp_path: Path) 
         f"document.querySelector('pre').textContent=JSON.stringify({{{script}}})}}</script>"
     )
     found = json.loads(re.findall(r"<pre>(.*?)</pre>", dumped(tmp_path / "frame.html"))[-1])
-    assert found == {"width": PHONE_PX, "requests": 0, "charts": 4 + 2 + 1 + 3}
+    assert found == {"width": PHONE_PX, "requests": 0, "charts": 4 + 3 + 1 + 3}
 
 
 def dumped(path: Path) -> str:
