@@ -225,7 +225,8 @@ class SpentHook:
         self.give_back()
 
     def give_back(self) -> None:
-        if self._hooks.get(self._key) is self:
+        now: object = self._hooks.get(self._key)
+        if now is self:
             self._hooks[self._key] = self._hook
 
 
