@@ -34,6 +34,7 @@ WORK = {
     "bench loopback": ["benchmarks.command.measure_loopback"],
     "bench exchange": ["benchmarks.command.measure_exchange"],
     "bench jitter": ["benchmarks.command.simulate_jitter"],
+    "bench compression": ["benchmarks.command.measure_codecs"],
     "bench tables": ["benchmarks.command.measure_tables"],
 }
 """Where each command's work begins. `plan` only computes: it is run."""
