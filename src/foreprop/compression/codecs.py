@@ -1,33 +1,37 @@
-"""The codecs by name. Each one's module is loaded when it is first made."""
+"""Codecs by name; a codec's module is imported when somebody uses it."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from foreprop.config.environment import did_you_mean
+from foreprop.core.codec import Codec
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from foreprop.compression.dgc import DgcTraining
-    from foreprop.core.codec import Codec
 
-CODECS = {
-    "bf16": "foreprop.compression.sixteenbit:bf16",
-    "fp16": "foreprop.compression.sixteenbit:fp16",
-    "int8": "foreprop.compression.blockwise:int8",
-    "int4": "foreprop.compression.blockwise:int4",
-    "1bit": "foreprop.compression.onebit:one_bit",
-    "sign": "foreprop.compression.onebit:sign",
-    "efsign": "foreprop.compression.onebit:ef_sign",
-    "terngrad": "foreprop.compression.stochastic:terngrad",
-    "qsgd": "foreprop.compression.stochastic:qsgd",
-    "topk": "foreprop.compression.sparse:top_k",
-    "randomk": "foreprop.compression.sparse:random_k",
-    "dgc": "foreprop.compression.dgc:dgc",
+TensorCodec = Codec[torch.Tensor]
+
+_CODECS = {
+    "1bit": "onebit:one_bit",
+    "bf16": "sixteenbit:bf16",
+    "dgc": "dgc:dgc",
+    "efsign": "onebit:ef_sign",
+    "fp16": "sixteenbit:fp16",
+    "int4": "blockwise:int4",
+    "int8": "blockwise:int8",
+    "qsgd": "stochastic:qsgd",
+    "randomk": "sparse:random_k",
+    "sign": "onebit:sign",
+    "terngrad": "stochastic:terngrad",
+    "topk": "sparse:top_k",
 }
+"""By name: module of this folder, and class or function."""
 PARAMETERS = {
     "qsgd": "levels from 1 to 127, as in qsgd:7",
     "topk": "a share above 0 and at most 1, as in topk:0.01",
@@ -35,34 +39,41 @@ PARAMETERS = {
     "dgc": "a share above 0 and at most 1, as in dgc:0.001",
 }
 """What may follow a name and a colon."""
-WANT_TRAINING = {"dgc"}
+_WANT_TRAINING = {"dgc"}
 
 
-def make(name: str, training: DgcTraining | None = None) -> Codec[torch.Tensor]:
-    """The codec called ``name``, for what workers push: ``int8``, ``topk:0.01``.
+def names() -> list[str]:
+    """All codecs, without the parameters that some take."""
+    return sorted(_CODECS)
+
+
+def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
+    """The codec of this name, for what workers push: ``int8``, ``topk:0.01``.
 
     ``training`` is what `foreprop.compression.dgc.Dgc` must know of it; by default neither
-    momentum nor warm-up. Raises `ConfigError` for a name or a parameter that there is not.
+    momentum nor warm-up. Raises `ConfigError` for a name or a parameter that is not there.
     """
     kind, colon, parameter = name.partition(":")
-    if kind not in CODECS:
-        raise ConfigError(f"compression is {name!r}; there are {', '.join(CODECS)}")
+    known = _CODECS.get(kind)
+    if known is None:
+        raise ConfigError(
+            f"compression: no codec is called {name!r}; there are {names()}"
+            + did_you_mean(kind, names())
+        )
     if colon and kind not in PARAMETERS:
         raise ConfigError(f"compression is {name!r}; {kind} takes no parameter: say {kind!r}")
-    module, _, factory = CODECS[kind].partition(":")
-    given: dict[str, Any] = {"training": training} if kind in WANT_TRAINING and training else {}
+    module, _, factory = known.partition(":")
+    found = importlib.import_module(f"foreprop.compression.{module}")
+    given: dict[str, Any] = {"training": training} if kind in _WANT_TRAINING else {}
     try:
-        codec: Codec[torch.Tensor] = getattr(import_module(module), factory)(
-            *[parameter] * bool(colon), **given
-        )
+        return cast("TensorCodec", getattr(found, factory)(*[parameter] * bool(colon), **given))
     except ValueError as error:
         raise ConfigError(f"compression is {name!r}; {kind} takes {PARAMETERS[kind]}") from error
-    return codec
 
 
 def make_for_replies(
     name: str, world_size: int, training: DgcTraining | None = None
-) -> Codec[torch.Tensor]:
+) -> TensorCodec:
     """What answers pushes in codec ``name``: always with an empty state.
 
     What a reply leaves out is in the next difference, so its codec has to bring the image nearer
