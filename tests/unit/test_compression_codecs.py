@@ -188,13 +188,13 @@ def test_what_must_not_answer_does_not_bring_it_nearer(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "elems"), [("topk:0.01", 40), ("dgc:0.01", 40), ("topk:0.5", 1000)]
+    ("name", "elems"), [("topk:0.01", 40), ("dgc:0.01", 40), ("topk:0.5", 500)]
 )
 def test_a_reply_has_room_for_what_all_workers_pushed(name: str, elems: int) -> None:
     """Of disjoint elements, and it is answered without any loss."""
     codec, differences = make_for_replies(name, 4), torch.zeros(1000)
     differences[torch.randperm(1000)[:elems]] = 1.0
-    assert codec.most_bytes(1000) == 8 * elems
+    assert codec.most_bytes(1000) == (8 * elems if elems < 500 else 4 * 1000)
     assert torch.equal(there_and_back(codec, differences), differences)
 
 

@@ -79,7 +79,20 @@ def test_the_warm_up_is_that_of_the_paper() -> None:
     share = SentShare(0.001, warmup_steps=10)
     percents = [share.count(1_000_000, step) / 1e4 for step in (0, 9, 10, 20, 30, 39, 40, 10**9)]
     assert percents == [25, 25, 6.25, 1.5625, 0.3907, 0.3907, 0.1, 0.1]
-    assert share.most(1_000_000) == 250_000
+    codec = TopK("topk", share)
+    assert (
+        codec.most_bytes(1_000_000) == len(codec.encode(noise(1_000_000), {}, PLACE)) == 2_000_000
+    )
+
+
+def test_from_half_of_the_elements_on_all_are_sent_without_indices() -> None:
+    values = noise(1000)
+    for count in (499, 500, 501, 1000):
+        codec = TopK("topk", SentShare(count / 1000))
+        sent = codec.encode(values, {}, PLACE)
+        assert len(sent) == codec.most_bytes(1000) == (8 * 499 if count == 499 else 4000)
+        out = there_and_back(codec, values)
+        assert torch.equal(out, values) == (count > 499)
 
 
 @pytest.mark.parametrize("elems", [1, 2, 10, 1000, 50_003])

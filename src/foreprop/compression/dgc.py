@@ -22,6 +22,7 @@ from foreprop.compression.sparse import (
     encode_sparse,
     largest,
     parse_share,
+    sparse_bytes,
 )
 from foreprop.core.codec import Place
 
@@ -56,7 +57,7 @@ class Dgc:
     exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
-        return 8 * self.share.most(elems)
+        return sparse_bytes(elems, self.share.pairs(elems, 0))
 
     def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
         return {"momentum": torch.zeros(elems), "accumulated": torch.zeros(elems)}
@@ -64,15 +65,14 @@ class Dgc:
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        count = self.share.count(len(values), place.step)
+        count = self.share.pairs(len(values), place.step)
         if not state:
-            indices = largest(values, count)
-            return encode_sparse(indices, values[indices])
+            return encode_sparse(values, largest(values, count))
         u, v = self._accumulate(values, state)
         if not all_finite(v):
-            return encode_sparse(torch.arange(count), torch.full((count,), torch.nan))
+            return encode_sparse(torch.full_like(values, torch.nan), torch.arange(count))
         indices = largest(v, count)
-        data = encode_sparse(indices, v[indices])
+        data = encode_sparse(v, indices)
         u[indices] = 0.0
         v[indices] = 0.0
         for span in spans(len(values)):
@@ -81,7 +81,7 @@ class Dgc:
         return data
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
-        decode_sparse(self.name, data, out, self.share.count(len(out), place.step))
+        decode_sparse(self.name, data, out, self.share.pairs(len(out), place.step))
 
     def _accumulate(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor]

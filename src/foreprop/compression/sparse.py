@@ -45,8 +45,10 @@ class SentShare(NamedTuple):
             share = max(share, 0.25 ** (step // self.warmup_steps + 1))
         return min(elems, self.times * max(1, math.ceil(share * elems - _ROUNDING)))
 
-    def most(self, elems: int) -> int:
-        return self.count(elems, 0)
+    def pairs(self, elems: int, step: int) -> int:
+        """The same, if indices go with the values: from half of the elements on, all are sent."""
+        count = self.count(elems, step)
+        return elems if 2 * count >= elems else count
 
 
 def parse_share(text: str) -> float:
@@ -63,6 +65,8 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     An element of the largest ones lies in one of the ``count`` columns with the largest maxima, so
     only those are looked through: one pass over the values, and few to sort.
     """
+    if count == len(values):
+        return torch.arange(count)
     magnitudes = torch.empty_like(values)
     for span in spans(len(values)):
         torch.abs(values[span], out=magnitudes[span])
@@ -81,24 +85,33 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return looked_at[found].sort().values
 
 
-def encode_sparse(indices: torch.Tensor, values: torch.Tensor) -> memoryview:
-    """int32 indices, rising, then the float32 values, both (count,)."""
+def sparse_bytes(elems: int, count: int) -> int:
+    """If all elements are sent, there are no indices."""
+    return 4 * elems if count == elems else 8 * count
+
+
+def encode_sparse(values: torch.Tensor, indices: torch.Tensor) -> memoryview:
+    """int32 indices, rising, then the float32 values at them, both (count,)."""
+    if len(indices) == len(values):
+        return bytes_of(values.clone())
     data = torch.empty((2, len(indices)), dtype=torch.float32)
     data[0].view(torch.int32).copy_(indices)
-    data[1].copy_(values)
+    data[1].copy_(values[indices])
     return bytes_of(data)
 
 
 def decode_sparse(name: str, data: memoryview, out: torch.Tensor, count: int) -> None:
     """Raises `RemoteProtocolError` if the indices do not rise, or are not of ``out``."""
-    check_size(name, data, len(out), 8 * count)
+    check_size(name, data, len(out), sparse_bytes(len(out), count))
+    if count == len(out):
+        out.copy_(array_of(data, torch.float32, 0, count))
+        return
     indices = array_of(data, torch.int32, 0, count).to(torch.int64)
-    values = array_of(data, torch.float32, 4 * count, count)
-    if count and (int(indices[0]) < 0 or int(indices[-1]) >= len(out)):
+    if int(indices[0]) < 0 or int(indices[-1]) >= len(out):
         raise RemoteProtocolError(f"{name}: an index is not one of {len(out)} elements")
     if not bool((indices[1:] > indices[:-1]).all()):
         raise RemoteProtocolError(f"{name}: the indices do not rise")
-    place_sparse(out, indices, values)
+    place_sparse(out, indices, array_of(data, torch.float32, 4 * count, count))
 
 
 def place_sparse(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -116,7 +129,7 @@ class TopK:
     exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
-        return 8 * self.share.most(elems)
+        return sparse_bytes(elems, self.share.pairs(elems, 0))
 
     def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
         return {}
@@ -124,11 +137,10 @@ class TopK:
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        indices = largest(values, self.share.count(len(values), place.step))
-        return encode_sparse(indices, values[indices])
+        return encode_sparse(values, largest(values, self.share.pairs(len(values), place.step)))
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
-        decode_sparse(self.name, data, out, self.share.count(len(out), place.step))
+        decode_sparse(self.name, data, out, self.share.pairs(len(out), place.step))
 
 
 @dataclass(slots=True)
@@ -143,7 +155,7 @@ class RandomK:
     exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
-        return 4 * self.share.most(elems)
+        return 4 * self.share.count(elems, 0)
 
     def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
         return {}
