@@ -73,19 +73,16 @@ def test_without_momentum_it_is_top_k_with_error_feedback() -> None:
     assert torch.equal(states[0]["accumulated"], states[1]["error"])
 
 
-def test_momentum_correction_sends_what_dense_momentum_would() -> None:
-    """Section 3.1: with all elements sent each time, and no masking, that is plain momentum SGD.
-
-    With all sent, masking clears all momentum; so of one element in two steps: the first is left.
-    """
-    codec = make("dgc:0.5", DgcTraining(momentum=0.5))
-    state = codec.new_state(2)
-    first = there_and_back(codec, torch.tensor([4.0, 1.0]), state)
-    second = there_and_back(codec, torch.tensor([0.0, 1.0]), state)
-    assert first.tolist() == [4.0, 0.0]
-    # u = 1 then 0.5 * 1 + 1 = 1.5; v = 1 + 1.5: both steps' velocities, as momentum SGD moves
-    assert second.tolist() == [0.0, 2.5]
-    assert state["momentum"].tolist() == [0.0, 0.0]
+def test_what_waits_moves_as_far_as_momentum_sgd_would_have_moved_it() -> None:
+    """Section 3.1: v sums velocities, not gradients. Section 3.2: what is sent loses its u."""
+    codec = make("dgc:0.2", DgcTraining(momentum=0.5))
+    state = codec.new_state(5)
+    first = there_and_back(codec, torch.tensor([4.0, 1.0, 0.0, 0.0, 0.0]), state)
+    second = there_and_back(codec, torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]), state)
+    assert first.tolist() == [4.0, 0.0, 0.0, 0.0, 0.0]
+    # u = 1, then 0.5 * 1 + 1 = 1.5; without masking the first would move by 2 more
+    assert second.tolist() == [0.0, 2.5, 0.0, 0.0, 0.0]
+    assert state["momentum"].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_warm_up_on_the_wire() -> None:
