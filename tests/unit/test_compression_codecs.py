@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -163,6 +165,30 @@ def test_every_parameter_is_explained_and_nothing_else() -> None:
                 make(f"{kind}:0.5")
         else:
             assert make(PARAMETERS[kind].rpartition(" ")[2]).most_bytes(100) > 0
+
+
+THREADS = """
+import os, sys, torch
+from foreprop.compression.codecs import make
+from foreprop.core.codec import Place
+
+torch.set_num_threads(1)
+values, out, place = torch.linspace(-1, 1, 50_000), torch.empty(50_000), Place(1, 2, 3)
+torch.set_num_threads(4)
+threads = len(os.listdir("/proc/self/task"))
+for name in sys.argv[1:]:
+    codec = make(name)
+    codec.decode(codec.encode(values, codec.new_state(50_000), place), out, place)
+    codec.decode(codec.encode(values, {}, place), out, place)
+    assert len(os.listdir("/proc/self/task")) == threads, name
+values.clone()  # as much at once as a slice has
+assert len(os.listdir("/proc/self/task")) > threads
+"""
+
+
+def test_kernels_take_one_thread() -> None:
+    """Else each of the threads that send and receive would get a team of its own."""
+    subprocess.run([sys.executable, "-c", THREADS, *NAMES], check=True, timeout=100)
 
 
 # Replies

@@ -26,6 +26,9 @@ _LEAST_SCALE = 2.0**-100
 """Blocks of smaller scales are sent as zeros: dividing by them would lose bits, or overflow."""
 _LARGEST = 3.4e38
 """Somewhat below the largest float32: a scale times L must not round to infinity."""
+_ROUNDS = 1.5 * 2**23
+"""From 2**23 to 2**24 float32 has the whole numbers only: a sum is rounded to the nearest, to even
+if two are as near."""
 
 
 def largest_of(rows: torch.Tensor) -> torch.Tensor:
@@ -116,18 +119,20 @@ class BlockQuantiser:
     def _codes(
         self, rows: torch.Tensor, scales: torch.Tensor, generator: torch.Generator | None
     ) -> torch.Tensor:
-        """q + L, float32 of the shape of ``rows``."""
+        """q + L, as whole parts of float32 of the shape of ``rows``.
+
+        torch's own `round` and `floor` take several threads for any length.
+        """
         codes = rows / torch.where(scales > 0, scales, 1.0)[:, None]
         broken = scales.isnan()
         if bool(broken.any()):
             codes.masked_fill_(broken[:, None], 0.0)
         codes.clamp_(-self.levels, self.levels)
         if generator is None:
-            codes.round_()
-        else:  # floor(x + u) is x on average; a sum just below a whole number may round up to it
-            noise = torch.rand(codes.shape, generator=generator)
-            codes.add_(noise).floor_().clamp_(max=self.levels)
-        return codes.add_(self.levels)
+            return codes.add_(_ROUNDS).sub_(_ROUNDS - self.levels)
+        # the whole part of x + u is x on average; a sum just below a whole number may become it
+        noise = torch.rand(codes.shape, generator=generator)
+        return codes.add_(self.levels).add_(noise).clamp_(max=2 * self.levels)
 
 
 def int8() -> ErrorFeedback:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from foreprop.compression.payloads import all_finite, spans
+from foreprop.compression.payloads import all_finite, copy_parts, spans, zeros
 from foreprop.compression.sparse import (
     SentShare,
     TopK,
@@ -60,7 +60,7 @@ class Dgc:
         return sparse_bytes(elems, self.share.pairs(elems, 0))
 
     def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {"momentum": torch.zeros(elems), "accumulated": torch.zeros(elems)}
+        return {"momentum": zeros(elems), "accumulated": zeros(elems)}
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
@@ -73,11 +73,10 @@ class Dgc:
             return encode_sparse(torch.full_like(values, torch.nan), torch.arange(count))
         indices = largest(v, count)
         data = encode_sparse(v, indices)
-        u[indices] = 0.0
-        v[indices] = 0.0
-        for span in spans(len(values)):
-            state["momentum"][span].copy_(u[span])
-            state["accumulated"][span].copy_(v[span])
+        u.index_fill_(0, indices, 0.0)
+        v.index_fill_(0, indices, 0.0)
+        copy_parts(state["momentum"], u)
+        copy_parts(state["accumulated"], v)
         return data
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foreprop.compression.payloads import all_finite, spans
+from foreprop.compression.payloads import all_finite, spans, zeros
 from foreprop.core.codec import Codec, Place
 
 
@@ -38,7 +38,7 @@ class ErrorFeedback:
         return self.codec.most_bytes(elems)
 
     def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {"error": torch.zeros(elems)}
+        return {"error": zeros(elems)}
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place

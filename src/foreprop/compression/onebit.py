@@ -74,8 +74,11 @@ class OneBit:
             )
         packed = array_of(data, torch.uint8, _LEVELS_BYTES, packed_bytes(len(out), 1))
         is_negative = unpack(packed, 1, len(out)).view(torch.bool)
-        for span in spans(len(out)):
-            out[span].fill_(other).masked_fill_(is_negative[span], negative)
+        for span in spans(
+            len(out)
+        ):  # of two products one is 0; masked_fill_ takes ten times as long
+            ones = out[span].copy_(is_negative[span])
+            ones.mul_(negative).add_(is_negative[span].logical_not(), alpha=other)
 
 
 def _sides(values: torch.Tensor, is_negative: torch.Tensor) -> Sides:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from foreprop.core.codec import Place
@@ -25,6 +26,16 @@ _WORD = (1 << 64) - 1
 def spans(elems: int, at_once: int = AT_ONCE_ELEMS) -> Iterator[slice]:
     for start in range(0, elems, at_once):
         yield slice(start, min(start + at_once, elems))
+
+
+def zeros(elems: int) -> torch.Tensor:
+    return torch.from_numpy(np.zeros(elems, np.float32))
+
+
+def copy_parts(target: torch.Tensor, source: torch.Tensor) -> None:
+    """With the cast that it takes."""
+    for span in spans(len(target)):
+        target[span].copy_(source[span])
 
 
 def all_finite(values: torch.Tensor) -> bool:

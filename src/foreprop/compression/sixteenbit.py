@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foreprop.compression.payloads import array_of, check_size, spans
+from foreprop.compression.payloads import array_of, check_size, copy_parts
 from foreprop.core.codec import Place
 from foreprop.path.memory import bytes_of
 
@@ -30,15 +30,12 @@ class SixteenBit:
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
         narrow = torch.empty(len(values), dtype=self.dtype)
-        for span in spans(len(values)):
-            narrow[span].copy_(values[span])
+        copy_parts(narrow, values)
         return bytes_of(narrow)
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
         check_size(self.name, data, len(out), self.most_bytes(len(out)))
-        narrow = array_of(data, self.dtype, 0, len(out))
-        for span in spans(len(out)):
-            out[span].copy_(narrow[span])
+        copy_parts(out, array_of(data, self.dtype, 0, len(out)))
 
 
 def bf16() -> SixteenBit:

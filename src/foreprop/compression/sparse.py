@@ -19,6 +19,7 @@ from foreprop.compression.payloads import (
     all_finite,
     array_of,
     check_size,
+    copy_parts,
     generator_of,
     spans,
 )
@@ -81,8 +82,8 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     looked_at = torch.cat(
         [(starts[:, None] + chosen).flatten(), torch.arange(rows * columns, len(values))]
     )
-    found = magnitudes[looked_at].topk(count, sorted=False).indices
-    return looked_at[found].sort().values
+    found = magnitudes.index_select(0, looked_at).topk(count, sorted=False).indices
+    return looked_at.index_select(0, found).sort().values
 
 
 def sparse_bytes(elems: int, count: int) -> int:
@@ -93,10 +94,12 @@ def sparse_bytes(elems: int, count: int) -> int:
 def encode_sparse(values: torch.Tensor, indices: torch.Tensor) -> memoryview:
     """int32 indices, rising, then the float32 values at them, both (count,)."""
     if len(indices) == len(values):
-        return bytes_of(values.clone())
+        whole = torch.empty_like(values)
+        copy_parts(whole, values)
+        return bytes_of(whole)
     data = torch.empty((2, len(indices)), dtype=torch.float32)
     data[0].view(torch.int32).copy_(indices)
-    data[1].copy_(values[indices])
+    data[1].copy_(values.index_select(0, indices))
     return bytes_of(data)
 
 
@@ -104,7 +107,7 @@ def decode_sparse(name: str, data: memoryview, out: torch.Tensor, count: int) ->
     """Raises `RemoteProtocolError` if the indices do not rise, or are not of ``out``."""
     check_size(name, data, len(out), sparse_bytes(len(out), count))
     if count == len(out):
-        out.copy_(array_of(data, torch.float32, 0, count))
+        copy_parts(out, array_of(data, torch.float32, 0, count))
         return
     indices = array_of(data, torch.int32, 0, count).to(torch.int64)
     if int(indices[0]) < 0 or int(indices[-1]) >= len(out):
@@ -117,7 +120,7 @@ def decode_sparse(name: str, data: memoryview, out: torch.Tensor, count: int) ->
 def place_sparse(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
     for span in spans(len(out)):
         out[span].zero_()
-    out[indices] = values
+    out.index_copy_(0, indices, values)
 
 
 @dataclass(slots=True)
@@ -164,19 +167,20 @@ class RandomK:
         """Rising, int64 (count,): each subset of so many elements is as likely as any other."""
         count = self.share.count(elems, place.step)
         generator = generator_of(place, of_rank=False)
-        if 4 * count > elems:
-            return torch.randperm(elems, generator=generator)[:count].sort().values
+        if 16 * count > elems:
+            keys = torch.rand(elems, generator=generator)
+            return keys.topk(count, sorted=False).indices.sort().values
         draws, found = 2 * count + 16, torch.empty(0, dtype=torch.int64)
         while len(found) < count:
             drawn = torch.randint(elems, (draws,), generator=generator)
             found = torch.cat([found, drawn]).unique()
         kept = torch.randperm(len(found), generator=generator)[:count]
-        return found[kept.sort().values]
+        return found.index_select(0, kept.sort().values)
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        chosen = values[self.indices(len(values), place)]
+        chosen = values.index_select(0, self.indices(len(values), place))
         return bytes_of(chosen if all_finite(values) else chosen.fill_(torch.nan))
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
