@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from foreprop.compression.codecs import TensorCodec, make
+from foreprop.compression.codecs import TensorCodec, make, make_for_replies, takes
 from foreprop.config import Config
 from foreprop.core.codec import EXACT, NONE, Choice, codec_of, is_exact
 from foreprop.core.manifest import Manifest, ParameterInfo
@@ -23,21 +23,38 @@ from foreprop.path.tensors import DTYPES
 class SliceCodec:
     """How one slice crosses the wire; ``raw_bytes`` is its length as it is.
 
+    ``codec`` is that of pushes, ``replies`` that of differences.
+
     What is exactly that long has not been encoded: so an array that does not shrink is sent as it
     is, and so are values to begin from.
     """
 
-    __slots__ = ("codec", "dtype", "elems", "most_bytes", "piece", "raw_bytes")
+    __slots__ = (
+        "codec",
+        "dtype",
+        "elems",
+        "most_bytes",
+        "most_reply_bytes",
+        "piece",
+        "raw_bytes",
+        "replies",
+    )
 
-    def __init__(self, piece: Slice, codec: TensorCodec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, piece: Slice, codec: TensorCodec, replies: TensorCodec, dtype: torch.dtype
+    ) -> None:
         self.piece = piece
         self.codec = codec
+        self.replies = replies
         self.dtype = dtype
         self.elems = piece.elems
         self.raw_bytes = piece.elems * dtype.itemsize
-        self.most_bytes = self.raw_bytes - 1
-        if not codec.exact:
-            self.most_bytes = min(codec.most_bytes(piece.elems), self.most_bytes)
+        self.most_bytes = self._bound(codec)
+        self.most_reply_bytes = self._bound(replies)
+
+    def _bound(self, codec: TensorCodec) -> int:
+        shorter = self.raw_bytes - 1
+        return shorter if codec.exact else min(codec.most_bytes(self.elems), shorter)
 
     def tensor_of(self, data: memoryview) -> torch.Tensor:
         """The slice's raw bytes as what they are, in the same memory."""
@@ -48,24 +65,27 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     """By number, those that are encoded. A codec whose bound is no gain leaves tiny ones alone."""
     names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
     dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
-    codecs = {name: make(name) for name in set(names) - {NONE}}
+    codecs = {
+        name: (make(name), make_for_replies(name, manifest.world_size))
+        for name in set(names) - {NONE}
+    }
     found = {}
     for piece in slices:
-        codec = codecs.get(names[piece.parameter])
-        if codec is None:
+        name, info = names[piece.parameter], manifest.parameters[piece.parameter]
+        if name == NONE or not takes(name, info.shape):
             continue
-        coded = SliceCodec(piece, codec, dtypes[piece.parameter])
+        codec, replies = codecs[name]
+        coded = SliceCodec(piece, codec, replies, dtypes[piece.parameter])
         if codec.exact or codec.most_bytes(piece.elems) < coded.raw_bytes:
             found[piece.number] = coded
     return found
 
 
-def too_long(header: Header, coded: SliceCodec) -> RemoteProtocolError:
+def too_long(header: Header, codec: str, most_bytes: int, raw_bytes: int) -> RemoteProtocolError:
     """What to say of a code that its codec cannot have given."""
     return RemoteProtocolError(
         f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes} bytes;"
-        f" {coded.codec.name} gives at most {coded.most_bytes}, and as it is it has"
-        f" {coded.raw_bytes}"
+        f" {codec} gives at most {most_bytes}, and as it is it has {raw_bytes}"
     )
 
 

@@ -80,7 +80,7 @@ class ReplyCodecs:
         if size_bytes >= coded.raw_bytes:
             return self._inner.room(peer, header)
         if size_bytes > coded.most_bytes:
-            raise too_long(header, coded)
+            raise too_long(header, coded.codec.name, coded.most_bytes, coded.raw_bytes)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._inner.room(peer, whole)
         if peer.number not in self._scratch:
@@ -158,7 +158,7 @@ class ReplyCodecs:
 
     def _difference(self, answer: _Answer, values: torch.Tensor, place: Place) -> memoryview | None:
         """Encode it, and move the image; None if the values are to go as they are."""
-        codec, image = answer.coded.codec, self._image_of(answer)
+        codec, image = answer.coded.replies, self._image_of(answer)
         if not answer.is_image_known:
             np.copyto(bits_of(image), bits_of(values))
             answer.is_image_known = True
@@ -172,7 +172,10 @@ class ReplyCodecs:
         if not np.isfinite(change.numpy()).all():
             np.copyto(bits_of(image), bits_of(values))
             return None
-        data = codec.encode(change, codec.new_state(change.numel()), place)
+        data = codec.encode(change, {}, place)
+        if len(data) >= answer.coded.raw_bytes:  # values as they are say more
+            np.copyto(bits_of(image), bits_of(values))
+            return None
         codec.decode(data, change, place)
         move_image(image, change, exact=False)
         return data

@@ -68,7 +68,11 @@ class Place(NamedTuple):
 
 
 class Codec(Protocol[Array]):
-    """Encodes flat float32 arrays. It has no state of its own: `new_state` is kept per slice."""
+    """Encodes flat float32 arrays. It has no state of its own: `new_state` is kept per slice.
+
+    What is not finite never becomes finite: of a codec that is not exact it may become NaN, and
+    make its whole slice NaN. The state does not remember it.
+    """
 
     name: str
     exact: bool
@@ -81,7 +85,10 @@ class Codec(Protocol[Array]):
         """Flat arrays of ``elems`` float32 elements by name, as of error feedback; may be empty."""
 
     def encode(self, values: Array, state: Mapping[str, Array], place: Place) -> memoryview:
-        """Does not change ``values``; changes ``state`` in place. Nobody writes to the result."""
+        """Does not change ``values``; changes ``state`` in place. Nobody writes to the result.
+
+        With an empty ``state`` nothing is remembered: a server encodes its differences so.
+        """
 
     def decode(self, data: memoryview, out: Array, place: Place) -> None:
         """Fill ``out``. Raises `RemoteProtocolError` for anything that `encode` cannot give."""
