@@ -28,12 +28,13 @@ class Coarse:
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        total = values + state["residual"]
+        total = values + state.get("residual", torch.zeros(1))
         scale = float(total.abs().max()) / 127 or 1.0
         head = _SCALE.pack(scale)
         (scale,) = _SCALE.unpack(head)
         whole = (total / scale).round()
-        state["residual"].copy_(total - whole * scale)
+        if state:
+            state["residual"].copy_(total - whole * scale)
         return memoryview(bytearray(head) + whole.to(torch.int8).numpy().tobytes())
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
@@ -56,10 +57,12 @@ class Drawn:
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        total, chosen = values + state["residual"], _draw(values.numel(), place)
+        total = values + state.get("residual", torch.zeros(1))
+        chosen = _draw(values.numel(), place)
         sent = total[chosen].contiguous()
         total[chosen] = 0
-        state["residual"].copy_(total)
+        if state:
+            state["residual"].copy_(total)
         return memoryview(bytearray(sent.numpy().tobytes()))
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
@@ -81,3 +84,8 @@ def make_any(name: str) -> Codec[torch.Tensor]:
         if codec.name == name:
             return codec()
     return make(name)
+
+
+def make_any_for_replies(name: str, world_size: int) -> Codec[torch.Tensor]:
+    """As `foreprop.compression.codecs.make_for_replies`."""
+    return make_any(name)

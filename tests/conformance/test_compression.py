@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from torch.nn import functional as F
 import foreprop
 from foreprop import PRESETS
 from foreprop.cluster.world import World
+from foreprop.core.frames import Stage
 from foreprop.errors import ConfigError, HandshakeError, TrainingLoopError
+from foreprop.observe.trace import CodecStage
+from foreprop.report.tracefile import read_folder
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import (
     MODELS,
@@ -304,6 +308,21 @@ def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
 
     first = run("lossless")
     check_same_bits(run("lossless", first)[0], run(None, run(None))[0])
+
+
+def test_a_trace_has_what_is_encoded_and_decoded(tmp_path: Path) -> None:
+    """Pushes on the worker's side, answers on the server's, and each on the other one's."""
+    settings: dict[str, Any] = {"compression": "lossless", "trace": str(tmp_path)}
+    run_foreprop(with_wide(), train_classifier, batches_of(2), **settings)
+    for trace in read_folder(tmp_path):
+        spans = [(span["cat"], span["args"]["step"], span["args"]["slice"]) for span in trace.spans]
+        for stage in CodecStage:
+            own = {span[1:] for span in spans if span[0] == stage.value}
+            assert {step for step, _ in own} >= {2, 3, 4}, (trace.process, stage)
+        sent = Stage.PUSH_SENT if trace.rank is not None else Stage.REPLY_SENT
+        assert {span[1:] for span in spans if span[0] == sent.value} >= {
+            span[1:] for span in spans if span[0] == CodecStage.ENCODED.value
+        }
 
 
 # What is said and refused.

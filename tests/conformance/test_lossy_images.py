@@ -21,7 +21,7 @@ from foreprop.errors import ConfigError
 from foreprop.path.tensors import IMAGE, MASTER, decode_state
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
-from tests.conformance.coarse_codecs import Coarse, Drawn, make_any
+from tests.conformance.coarse_codecs import Coarse, Drawn, make_any, make_any_for_replies
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -44,6 +44,7 @@ both = pytest.mark.parametrize("codec", LOSSY)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """These codecs are there, in the processes of this test, which are threads."""
     monkeypatch.setattr(choosing, "make", make_any)
+    monkeypatch.setattr(choosing, "make_for_replies", make_any_for_replies)
     return
 
 
@@ -155,8 +156,7 @@ def emulate(build: Build, by_rank: Sequence[Sequence[Batch]]) -> tuple[Values, A
         optimizer.step()
         with torch.no_grad():
             for image, full in zip(shown.parameters(), master.parameters(), strict=True):
-                fresh = codec.new_state(full.numel())
-                image.add_(through(full - image, fresh)) if step else image.copy_(full)
+                image.add_(through(full - image, {})) if step else image.copy_(full)
         values.append(values_of(shown))
     return values, values_of(master), states
 

@@ -38,6 +38,7 @@ from foreprop.core.ring_machine import (
     RingMachine,
     UpdateParameter,
     UseNorm,
+    most_collectives,
 )
 from foreprop.errors import ForepropError, InternalError, StepTimeout, own_error
 from foreprop.numerics.norms import GradientNorms
@@ -86,7 +87,7 @@ class RingEngine:
         self._machine = RingMachine(
             self.chunks,
             parameters=len(names),
-            in_flight=config.most_collectives,
+            in_flight=most_collectives(config.chunks_in_flight),
             in_flight_elems=config.chunks_in_flight * config.chunk_elems,
             needs_norm=self._aggregation.needs_norm,
             shares_norm=self._send_sum is not None,
@@ -100,7 +101,7 @@ class RingEngine:
         self._finished = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, name=f"foreprop-ring-{i}", daemon=True)
-            for i in range(config.most_collectives + 1)  # one can always update
+            for i in range(most_collectives(config.chunks_in_flight) + 1)  # one can always update
         ]
         for thread in self._threads:
             thread.start()

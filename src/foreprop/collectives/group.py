@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 from foreprop.cluster.rendezvous import Look, session_board, step_board
 from foreprop.cluster.world import World, within
 from foreprop.config import Config
+from foreprop.core.ring_machine import most_collectives
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
 from foreprop.link.stream import check_reachable, local_address
 
@@ -53,7 +54,7 @@ class Group:
     def open(self, gpu: torch.device | None = None) -> None:
         """Meet the other ranks; raises what keeps one of them from coming."""
         options = _Gloo._Options()
-        options._threads = self._config.most_collectives
+        options._threads = most_collectives(self._config.chunks_in_flight)
         options._timeout = timedelta(seconds=self._config.step_timeout_s + _GRACE_S)
         options._devices = [self._device()]
         store = PrefixStore(f"{self.board.key}/gloo", self._world.store)

@@ -23,8 +23,6 @@ from foreprop.path.tensors import DTYPES
 class SliceCodec:
     """How one slice crosses the wire; ``raw_bytes`` is its length as it is.
 
-    ``codec`` is that of pushes, ``replies`` that of differences.
-
     What is exactly that long has not been encoded: so an array that does not shrink is sent as it
     is, and so are values to begin from.
     """
@@ -37,24 +35,33 @@ class SliceCodec:
         "most_reply_bytes",
         "piece",
         "raw_bytes",
-        "replies",
+        "reply_codec",
     )
 
     def __init__(
-        self, piece: Slice, codec: TensorCodec, replies: TensorCodec, dtype: torch.dtype
+        self, piece: Slice, codec: TensorCodec, reply_codec: TensorCodec, dtype: torch.dtype
     ) -> None:
         self.piece = piece
         self.codec = codec
-        self.replies = replies
+        self.reply_codec = reply_codec
         self.dtype = dtype
         self.elems = piece.elems
         self.raw_bytes = piece.elems * dtype.itemsize
         self.most_bytes = self._bound(codec)
-        self.most_reply_bytes = self._bound(replies)
+        self.most_reply_bytes = self._bound(reply_codec)
 
     def _bound(self, codec: TensorCodec) -> int:
-        shorter = self.raw_bytes - 1
-        return shorter if codec.exact else min(codec.most_bytes(self.elems), shorter)
+        """Of what crosses as a code: shorter than the array, or the array would cross."""
+        most = self.raw_bytes if codec.exact else codec.most_bytes(self.elems)
+        return min(most, self.raw_bytes - 1)
+
+    @property
+    def gains(self) -> bool:
+        """Whether no code of a gradient is as long as it; of exact codecs that does not matter.
+
+        An answer whose code is no shorter goes as it is.
+        """
+        return self.codec.exact or self.codec.most_bytes(self.elems) < self.raw_bytes
 
     def tensor_of(self, data: memoryview) -> torch.Tensor:
         """The slice's raw bytes as what they are, in the same memory."""
@@ -65,28 +72,29 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     """By number, those that are encoded. A codec whose bound is no gain leaves tiny ones alone."""
     names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
     dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
-    codecs = {
-        name: (make(name), make_for_replies(name, manifest.world_size))
-        for name in set(names) - {NONE}
-    }
+    workers = manifest.world_size
+    codecs = {name: (make(name), make_for_replies(name, workers)) for name in set(names) - {NONE}}
     found = {}
     for piece in slices:
-        name, info = names[piece.parameter], manifest.parameters[piece.parameter]
-        if name == NONE or not takes(name, info.shape):
+        chosen = codecs.get(names[piece.parameter])
+        if chosen is None:
             continue
-        codec, replies = codecs[name]
-        coded = SliceCodec(piece, codec, replies, dtypes[piece.parameter])
-        if codec.exact or codec.most_bytes(piece.elems) < coded.raw_bytes:
+        coded = SliceCodec(piece, *chosen, dtypes[piece.parameter])
+        if coded.gains:
             found[piece.number] = coded
     return found
 
 
-def too_long(header: Header, codec: str, most_bytes: int, raw_bytes: int) -> RemoteProtocolError:
-    """What to say of a code that its codec cannot have given."""
-    return RemoteProtocolError(
-        f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes} bytes;"
-        f" {codec} gives at most {most_bytes}, and as it is it has {raw_bytes}"
-    )
+def check_code(header: Header, coded: SliceCodec) -> None:
+    """Raises `RemoteProtocolError` for a length that its codec cannot have given."""
+    is_push = header.kind == Kind.PUSH
+    most = coded.most_bytes if is_push else coded.most_reply_bytes
+    if header.payload_bytes > most:
+        codec = coded.codec if is_push else coded.reply_codec
+        raise RemoteProtocolError(
+            f"{Kind(header.kind).name} of slice {header.slice} carries {header.payload_bytes}"
+            f" bytes; {codec.name} gives at most {most}, and as it is it has {coded.raw_bytes}"
+        )
 
 
 def lossy_parameters(manifest: Manifest) -> set[int]:

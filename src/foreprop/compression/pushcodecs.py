@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from foreprop.compression.choosing import SliceCodec, coded_slices, describe, too_long
+from foreprop.compression.choosing import SliceCodec, check_code, coded_slices, describe
 from foreprop.compression.images import bits_of, move_image, word_sum
 from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import Place
@@ -93,9 +93,7 @@ class PushCodecs:
         is_raw = header.step == 0 or header.flags & Flag.UNCHANGED
         if coded is None or is_raw or size_bytes >= coded.raw_bytes:
             return self._inner.room(peer, header)
-        most_bytes = max(coded.most_bytes, coded.most_reply_bytes)  # averages are as pushes
-        if size_bytes > most_bytes:
-            raise too_long(header, coded.codec.name, most_bytes, coded.raw_bytes)
+        check_code(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._inner.room(peer, whole)
         return self._scratch_of(peer.number)[:size_bytes]
@@ -103,8 +101,9 @@ class PushCodecs:
     def _scratch_of(self, server: int) -> memoryview:
         scratch = self._scratch.get(server)
         if scratch is None:
-            own = [coded for coded in self._slices.values() if coded.piece.server == server]
-            most = max(max(coded.most_bytes, coded.most_reply_bytes) for coded in own)
+            most = max(
+                c.most_reply_bytes for c in self._slices.values() if c.piece.server == server
+            )
             scratch = self._scratch[server] = np.empty(most, np.uint8).data
         return scratch
 
@@ -127,16 +126,15 @@ class PushCodecs:
         self, coded: SliceCodec, target: memoryview, payload: memoryview, header: Header
     ) -> None:
         started_ns = 0 if self._trace is None else self._trace.now_ns()
-        number, out = header.slice, coded.tensor_of(target)
+        number, codec, out = header.slice, coded.reply_codec, coded.tensor_of(target)
         if self._averaged.get(number, False):
-            coded.codec.decode(payload, out, Place(header.step, number, header.rank))
+            codec.decode(payload, out, Place(header.step, number, header.rank))
         else:
             image = self._image_of(coded, out, header)
             change = torch.empty_like(image)
             world_size = self._engine.manifest.world_size
-            replies = coded.replies
-            replies.decode(payload, change, Place(header.step, number, world_size))
-            move_image(image, change, exact=replies.exact)
+            codec.decode(payload, change, Place(header.step, number, world_size))
+            move_image(image, change, exact=codec.exact)
             if image is not out:
                 np.copyto(bits_of(out), bits_of(image))
             else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from foreprop.compression.choosing import SliceCodec, coded_slices, too_long
+from foreprop.compression.choosing import SliceCodec, check_code, coded_slices
 from foreprop.compression.images import ImageStore, bits_of, move_image
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
@@ -79,8 +79,7 @@ class ReplyCodecs:
         coded = answer.coded
         if size_bytes >= coded.raw_bytes:
             return self._inner.room(peer, header)
-        if size_bytes > coded.most_bytes:
-            raise too_long(header, coded.codec.name, coded.most_bytes, coded.raw_bytes)
+        check_code(header, coded)
         whole = header._replace(payload_bytes=coded.raw_bytes)
         self._targets[peer.number] = self._inner.room(peer, whole)
         if peer.number not in self._scratch:
@@ -138,14 +137,14 @@ class ReplyCodecs:
         if len(raw) != coded.raw_bytes:  # in full: there has been no update that would be cast
             answer.is_image_known = False
             return raw
-        if answer.is_average and not coded.codec.exact:
+        if answer.is_average and not coded.reply_codec.exact:
             return raw
         started_ns = 0 if self._trace is None else self._trace.now_ns()
         values = coded.tensor_of(raw)
         data: memoryview | None
         if answer.is_average:
             place = Place(frame.step, frame.slice, self._server)
-            data = coded.codec.encode(values, {}, place)
+            data = coded.reply_codec.encode(values, {}, place)
         else:
             place = Place(frame.step, frame.slice, self._workers)
             data = self._difference(answer, values, place)
@@ -158,7 +157,7 @@ class ReplyCodecs:
 
     def _difference(self, answer: _Answer, values: torch.Tensor, place: Place) -> memoryview | None:
         """Encode it, and move the image; None if the values are to go as they are."""
-        codec, image = answer.coded.replies, self._image_of(answer)
+        codec, image = answer.coded.reply_codec, self._image_of(answer)
         if not answer.is_image_known:
             np.copyto(bits_of(image), bits_of(values))
             answer.is_image_known = True
@@ -183,7 +182,7 @@ class ReplyCodecs:
     def _image_of(self, answer: _Answer) -> torch.Tensor:
         if answer.image is None:
             number, coded = answer.coded.piece.number, answer.coded
-            if coded.codec.exact:
+            if coded.reply_codec.exact:
                 answer.image = torch.empty(coded.elems, dtype=coded.dtype)
             else:
                 answer.image = self._store.image_of(number)

@@ -340,11 +340,6 @@ class Config:
         return keepers[self.whole_tables or "all"]
 
     @property
-    def most_collectives(self) -> int:
-        """So many may be under way at once, if their chunks are small."""
-        return 2 * self.chunks_in_flight
-
-    @property
     def aggregation(self) -> Aggregation:
         """What happens to gradients between their sum and the optimizer."""
         return Aggregation(

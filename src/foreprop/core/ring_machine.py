@@ -89,6 +89,11 @@ RingInstruction = (
 )
 
 
+def most_collectives(chunks_in_flight: int) -> int:
+    """So many may be under way at once, if their chunks are small."""
+    return 2 * chunks_in_flight
+
+
 class RingMachine:
     """Decides what a rank issues next and when a parameter is complete. Not thread-safe."""
 

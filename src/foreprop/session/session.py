@@ -86,17 +86,14 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What this rank alone has: what lossy codecs have kept back of its gradients so far.
+        """A copy of what lossy codecs have kept back of this rank's gradients. Save every rank's.
 
-        Empty with exact codecs. A copy, between steps; save every rank's.
+        Any rank may ask by itself, between steps.
         """
 
     @abc.abstractmethod
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what `state_dict` gave: all ranks', in order, on every rank.
-
-        Those of ranks that are no more are added to rank 0's, so that nothing is lost.
-        """
+        """Go on from what all ranks' `state_dict` gave, in their order; on every rank."""
 
     @abc.abstractmethod
     def rows(self, name: str, numbers: torch.Tensor) -> torch.Tensor:

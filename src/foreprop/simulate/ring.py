@@ -19,6 +19,7 @@ from foreprop.core.ring_machine import (
     RingMachine,
     UpdateParameter,
     UseNorm,
+    most_collectives,
 )
 from foreprop.errors import InternalError
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
@@ -79,7 +80,7 @@ class RingWorker:
         self._machine = RingMachine(
             self._chunks,
             parameters=len(sizes_elems),
-            in_flight=config.most_collectives,
+            in_flight=most_collectives(config.chunks_in_flight),
             in_flight_elems=config.chunks_in_flight * config.chunk_elems,
             needs_norm=config.aggregation.needs_norm,
         )
