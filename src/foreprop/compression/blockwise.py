@@ -86,11 +86,11 @@ class BlockQuantiser:
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
         check_size(self.name, data, len(out), self.most_bytes(len(out)))
-        blocks = self._blocks(len(out))
-        scales = array_of(data, torch.float32, 0, blocks)
+        count = self._blocks(len(out))
+        scales = array_of(data, torch.float32, 0, count)
         if bool(((scales < 0) | (scales > self._largest_scale())).any()):
             raise RemoteProtocolError(f"{self.name}: a scale is negative or infinite")
-        packed = array_of(data, torch.uint8, 4 * blocks, packed_bytes(len(out), self.bits))
+        packed = array_of(data, torch.uint8, 4 * count, packed_bytes(len(out), self.bits))
         codes = unpack(packed, self.bits, len(out))
         if any(int(codes[span].max()) > 2 * self.levels for span in spans(len(out))):
             raise RemoteProtocolError(f"{self.name}: a code is above {2 * self.levels}")
