@@ -18,14 +18,11 @@ def packed(codes: list[int], bits: int) -> torch.Tensor:
 
 
 @given(bits=st.sampled_from([1, 2, 4, 8]), data=st.data())
-def test_byte_j_has_the_codes_at_j_and_then_every_length(bits: int, data: st.DataObject) -> None:
+def test_a_byte_has_codes_that_follow_each_other(bits: int, data: st.DataObject) -> None:
     codes = data.draw(st.lists(st.integers(0, 2**bits - 1), max_size=100))
     found = packed(codes, bits)
-    length = -(-len(codes) * bits // 8)
-    expected = [0] * length
-    for position, code in enumerate(codes):
-        expected[position % length] += code << bits * (position // length)
-    assert found.tolist() == expected
+    number = sum(code << bits * position for position, code in enumerate(codes))
+    assert bytes(found.tolist()) == number.to_bytes(len(found), "little")
     assert unpack(found, bits, len(codes)).tolist() == codes
 
 

@@ -73,9 +73,7 @@ def test_the_bytes_are_those_of_the_formula(name: str, elems: int) -> None:
     if name == "int8":
         assert sent == head + bytes(codes)
     else:
-        half = (elems + 1) // 2
-        upper = codes[half:] + [0] * (2 * half - elems)
-        pairs = zip(codes[:half], upper, strict=True)
+        pairs = zip(codes[::2], [*codes[1::2], *[0] * (elems % 2)], strict=True)
         assert sent == head + bytes(low + 16 * high for low, high in pairs)
 
 

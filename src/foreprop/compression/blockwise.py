@@ -72,20 +72,25 @@ class BlockQuantiser:
         packed = data[scale_bytes:]
         codes = packed if self.bits == 8 else torch.empty(len(values), dtype=torch.uint8)
         generator = generator_of(place, of_rank=True) if self.stochastic else None
+        divisors = torch.where(scales > 0, scales, 1.0)[:, None]  # of a NaN as well
+        broken = scales.isnan()[:, None]
+        is_broken = bool(broken.any())
         for span, blocks in self._rows(len(values)):
-            rows = values[span].view(blocks.stop - blocks.start, -1)
-            codes[span] = self._codes(rows, scales[blocks], generator).flatten()
+            rows = values[span].view(blocks.stop - blocks.start, -1) / divisors[blocks]
+            if is_broken:
+                rows.masked_fill_(broken[blocks], 0.0)
+            codes[span] = self._rounded(rows, generator).flatten()
         if self.bits < 8:
             pack(codes, self.bits, packed)
         return bytes_of(data)
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
         check_size(self.name, data, len(out), self.most_bytes(len(out)))
-        blocks = self._blocks(len(out))
-        scales = array_of(data, torch.float32, 0, blocks)
+        count = self._blocks(len(out))
+        scales = array_of(data, torch.float32, 0, count)
         if bool(((scales < 0) | (scales > self._largest_scale())).any()):
             raise RemoteProtocolError(f"{self.name}: a scale is negative or infinite")
-        packed = array_of(data, torch.uint8, 4 * blocks, packed_bytes(len(out), self.bits))
+        packed = array_of(data, torch.uint8, 4 * count, packed_bytes(len(out), self.bits))
         codes = unpack(packed, self.bits, len(out))
         if any(int(codes[span].max()) > 2 * self.levels for span in spans(len(out))):
             raise RemoteProtocolError(f"{self.name}: a code is above {2 * self.levels}")
@@ -116,23 +121,17 @@ class BlockQuantiser:
         scales.masked_fill_(scales < _LEAST_SCALE, 0.0)
         return scales.masked_fill_(~limits.isfinite(), torch.nan)
 
-    def _codes(
-        self, rows: torch.Tensor, scales: torch.Tensor, generator: torch.Generator | None
-    ) -> torch.Tensor:
-        """q + L, as whole parts of float32 of the shape of ``rows``.
+    def _rounded(self, quotients: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """q + L, as whole parts of float32; in place.
 
         torch's own `round` and `floor` take several threads for any length.
         """
-        codes = rows / torch.where(scales > 0, scales, 1.0)[:, None]
-        broken = scales.isnan()
-        if bool(broken.any()):
-            codes.masked_fill_(broken[:, None], 0.0)
-        codes.clamp_(-self.levels, self.levels)
         if generator is None:
-            return codes.add_(_ROUNDS).sub_(_ROUNDS - self.levels)
-        # the whole part of x + u is x on average; a sum just below a whole number may become it
-        noise = torch.rand(codes.shape, generator=generator)
-        return codes.add_(self.levels).add_(noise).clamp_(max=2 * self.levels)
+            quotients.add_(_ROUNDS).sub_(_ROUNDS - self.levels)
+        else:  # the whole part of x + u is x on average
+            noise = torch.rand(quotients.shape, generator=generator)
+            quotients.add_(self.levels).add_(noise)
+        return quotients.clamp_(0, 2 * self.levels)
 
 
 def int8() -> ErrorFeedback:

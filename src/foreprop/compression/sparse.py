@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -32,7 +31,8 @@ _ROUNDING = 1e-9
 _MOST_ROWS = 64
 
 
-class SentShare(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SentShare:
     """How many elements of a slice are sent."""
 
     share: float
@@ -173,7 +173,7 @@ class RandomK:
         draws, found = 2 * count + 16, torch.empty(0, dtype=torch.int64)
         while len(found) < count:
             drawn = torch.randint(elems, (draws,), generator=generator)
-            found = torch.cat([found, drawn]).unique()
+            found = torch.unique(torch.cat([found, drawn]))
         kept = torch.randperm(len(found), generator=generator)[:count]
         return found.index_select(0, kept.sort().values)
 

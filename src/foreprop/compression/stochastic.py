@@ -42,7 +42,8 @@ def terngrad() -> BlockQuantiser:
 
 def _norm2(rows: torch.Tensor) -> torch.Tensor:
     """In float64, where squares of float32 neither overflow nor vanish."""
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(torch.float32)
+    wide: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return wide.to(torch.float32)
 
 
 def _clipped(rows: torch.Tensor) -> torch.Tensor:
