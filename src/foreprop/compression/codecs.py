@@ -37,7 +37,7 @@ PARAMETERS = {
     "qsgd": "levels from 1 to 127, as in qsgd:7",
     "topk": "a share above 0 and at most 1, as in topk:0.01",
     "randomk": "a share above 0 and at most 1, as in randomk:0.01",
-    "dgc": "a share above 0 and at most 1, as in dgc:0.001",
+    "dgc": "a share above 0 and at most 1, and steps of a warm-up's stage, as in dgc:0.001:500",
 }
 """What may follow a name and a colon."""
 _WANT_TRAINING = {"dgc"}
@@ -46,6 +46,11 @@ _WANT_TRAINING = {"dgc"}
 def names() -> list[str]:
     """All that ``compression`` may be but `NONE`, without the parameters that some take."""
     return sorted(_CODECS)
+
+
+def kind_of(name: str) -> str:
+    """``topk`` of ``topk:0.01``."""
+    return name.partition(":")[0]
 
 
 def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
@@ -103,4 +108,4 @@ def takes(name: str, shape: Sequence[int]) -> bool:
 
     DGC leaves out biases and the weights of normalisations, which have one dimension.
     """
-    return not name.startswith("dgc") or len(shape) > 1
+    return kind_of(name) != "dgc" or len(shape) > 1

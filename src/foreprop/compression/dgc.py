@@ -112,13 +112,24 @@ class Dgc:
         return limit / norm if norm > limit else 1.0
 
 
-def dgc(share: str = "0.001", training: DgcTraining | None = None) -> Dgc:
-    """Raises ValueError for a share that there is not."""
+def dgc(given: str = "0.001", training: DgcTraining | None = None) -> Dgc:
+    """``given`` is a share, or a share and the steps of a stage of its warm-up: ``0.001:500``.
+
+    Raises ValueError for what is neither.
+    """
     training = training or DgcTraining()
-    return Dgc(f"dgc:{share}", SentShare(parse_share(share), training.warmup_steps), training)
+    return Dgc(f"dgc:{given}", _sent_share(given, training), training)
 
 
-def dgc_replies(share: str, world_size: int, training: DgcTraining | None = None) -> TopK:
+def dgc_replies(given: str, world_size: int, training: DgcTraining | None = None) -> TopK:
     """The largest differences, as many as all workers' pushes have elements."""
-    warmup_steps = (training or DgcTraining()).warmup_steps
-    return TopK(f"dgc:{share}", SentShare(parse_share(share), warmup_steps, world_size))
+    sent = _sent_share(given, training or DgcTraining())
+    return TopK(f"dgc:{given}", SentShare(sent.share, sent.warmup_steps, world_size))
+
+
+def _sent_share(given: str, training: DgcTraining) -> SentShare:
+    share, colon, steps = given.partition(":")
+    warmup_steps = int(steps) if colon else training.warmup_steps
+    if warmup_steps < 0:
+        raise ValueError(given)
+    return SentShare(parse_share(share), warmup_steps)

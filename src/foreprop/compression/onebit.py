@@ -134,7 +134,12 @@ def sign() -> OneBit:
 
 
 def vote(total: torch.Tensor) -> torch.Tensor:
-    """The majority of all workers' signs, of their sum, in place; 0 where they are equally many."""
+    """The majority of all workers' signs, of their sum, in place; 0 where they are equally many.
+
+    What is not finite becomes NaN: ``torch.sign`` would hide it.
+    """
     for span in spans(len(total)):
-        torch.sign(total[span], out=total[span])
+        part = total[span]
+        lost = part * 0.0  # NaN of what is not finite
+        torch.sign(part, out=part).add_(lost)
     return total
