@@ -199,7 +199,7 @@ class Config:
     )
     compression: str | Mapping[str, str] | None = _setting(
         None,
-        "a codec for gradients and new values (lossless changes no bit), or codecs by patterns of"
+        "a codec for gradients and new values (lossless, exact; int8, topk:0.01), or by patterns of"
         " names (*, ?), the first match counts: {'*.weight': 'lossless'}, *.weight=lossless,*=none",
     )
     wait: Wait = _setting(
