@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from benchmarks.compressed import measure_codecs, measure_compression
+from benchmarks.codecs import measure_codecs
+from benchmarks.compressed import measure_compression, measure_on_gradients
 from benchmarks.exchange import Exchange, measure_exchange
 from benchmarks.jitter import simulate_jitter
 from benchmarks.loopback import MODELS, measure_loopback
@@ -155,14 +156,14 @@ def compression(
     """
     if model not in MODELS:
         raise typer.BadParameter(f"no model is called {model!r}; there are {list(MODELS)}")
-    codecs, rates = (
+    names, rates = (
         codec or ["lossless"],
         [parse_rate("rate", one) for one in rate or ["40Mbit", "100Mbit"]],
     )
     alone = Table(title=f"slices of {model}'s training, one thread")
     for heading in ("", "", "encode, s per GB", "decode, s per GB", "bytes left"):
         alone.add_column(heading, justify="right")
-    for cost in measure_codecs(codecs, model=model, steps=rounds * steps):
+    for cost in measure_on_gradients(names, model=model, steps=rounds * steps):
         per_gb = (f"{cost.encode_s_per_gb:.2f}", f"{cost.decode_s_per_gb:.2f}")
         alone.add_row(cost.codec, cost.what, *per_gb, f"{100 * cost.share:.0f} %")
     print_table(console(), alone)
@@ -170,7 +171,7 @@ def compression(
     for heading in ("links", "", "step, ms", "of none's", "bytes left", "CPU, ms"):
         shown.add_column(heading, justify="right")
     for step in measure_compression(
-        model=model, rates_bits_per_s=rates, codecs=codecs, ranks=ranks, rounds=rounds, steps=steps
+        model=model, rates_bits_per_s=rates, codecs=names, ranks=ranks, rounds=rounds, steps=steps
     ):
         shown.add_row(
             rate_text(step.rate_bits_per_s),
@@ -290,4 +291,35 @@ def tables(
         sizes = (cost.table_bytes, cost.start_bytes, cost.peak_bytes)
         in_mb = [f"{size_bytes / 1e6:.1f}" for size_bytes in sizes]
         shown.add_row(cost.optimizer, *in_mb, f"{cost.update_s * 1e3:.1f}")
+    print_table(console(), shown)
+
+
+@bench.command("codecs", cls=CheckedCommand)
+def codecs(
+    slice_elems: Annotated[
+        int, typer.Option(min=1, max=1_000_000_000, help="Elements (4 bytes) per slice.")
+    ] = 50_000,
+    slices: Annotated[int, typer.Option(min=1, max=64, help="Slices of a round.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 9,
+) -> None:
+    """Codecs: CPU seconds to encode and decode a GB of float32, and up to which link they pay.
+
+    Gradients are normal numbers; encoding includes error feedback. "Pays below" is the link rate at
+    which encoding, sending and decoding, one after the other, take as long as sending float32.
+
+    Examples:
+      foreprop bench codecs
+      foreprop bench codecs --slice-elems 200000 --rounds 3
+    """
+    shown = Table(title=f"{slices} slices of {slice_elems} elements, medians of {rounds} rounds")
+    for heading in ("codec", "bytes per element", "encode, s/GB", "decode, s/GB", "pays below"):
+        shown.add_column(heading, justify="right")
+    for cost in measure_codecs(slice_elems=slice_elems, slices=slices, rounds=rounds):
+        shown.add_row(
+            cost.name,
+            f"{cost.bytes_per_elem:.4f}",
+            f"{cost.encode_s_per_gb:.2f}",
+            f"{cost.decode_s_per_gb:.2f}",
+            f"{cost.worth_below_bits_per_s / 1e9:.1f} Gbit/s",
+        )
     print_table(console(), shown)

@@ -30,7 +30,7 @@ _SEED = 1
 
 
 # Codecs by themselves.
-class CodecCost(NamedTuple):
+class TrainedCost(NamedTuple):
     """Of one thread, per GB of float32; ``share``: bytes after over bytes before."""
 
     codec: str
@@ -40,9 +40,9 @@ class CodecCost(NamedTuple):
     share: float
 
 
-def measure_codecs(
+def measure_on_gradients(
     names: Iterable[str], *, model: str, steps: int, repeats: int = _CODEC_REPEATS
-) -> list[CodecCost]:
+) -> list[TrainedCost]:
     """On the gradients and the changes of a model's values after some steps of training."""
     torch.set_num_threads(1)
     gradients, changes = _arrays(model, steps)
@@ -77,7 +77,7 @@ def _slices(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [flat[start : start + _SLICE_ELEMS].contiguous() for start in starts]
 
 
-def _cost(name: str, what: str, arrays: Sequence[torch.Tensor], repeats: int) -> CodecCost:
+def _cost(name: str, what: str, arrays: Sequence[torch.Tensor], repeats: int) -> TrainedCost:
     codec, place = make(name), Place(1, 0, 0)
     states = [codec.new_state(array.numel()) for array in arrays]
     outs = [torch.empty_like(array) for array in arrays]
@@ -94,7 +94,7 @@ def _cost(name: str, what: str, arrays: Sequence[torch.Tensor], repeats: int) ->
         code_bytes = sum(map(len, codes))
     size_bytes = 4 * sum(array.numel() for array in arrays)
     per_gb = 1e9 / size_bytes
-    return CodecCost(
+    return TrainedCost(
         name,
         what,
         statistics.median(encode_s) * per_gb,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,14 +14,13 @@ from torch.nn import functional as F
 import foreprop
 from foreprop import PRESETS
 from foreprop.cluster.world import World
-from foreprop.compression import choosing
+from foreprop.compression.codecs import make, make_for_replies
 from foreprop.core.codec import Place
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError
 from foreprop.path.tensors import IMAGE, MASTER, decode_state
 from tests.cluster import run_cluster, worlds
 from tests.conformance.aggregation_runs import MODELS, Values, data_of, together, values_of
-from tests.conformance.coarse_codecs import Coarse, Drawn, make_any, make_any_for_replies
 from tests.conformance.parity import (
     Batch,
     Build,
@@ -33,19 +32,17 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.scaler_runs import make_scaler
+from tests.tiers import long_cases
 
 pytestmark = servers_only
 
-LOSSY = ("coarse", "drawn")
-both = pytest.mark.parametrize("codec", LOSSY)
-
-
-@pytest.fixture(autouse=True)
-def coarse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """These codecs are there, in the processes of this test, which are threads."""
-    monkeypatch.setattr(choosing, "make", make_any)
-    monkeypatch.setattr(choosing, "make_for_replies", make_any_for_replies)
-    return
+LOSSY = (
+    *("int8", "int4", "1bit", "efsign", "sign", "qsgd", "qsgd:7", "terngrad"),
+    *("topk:0.1", "topk:0.3", "randomk:0.3", "dgc:0.1", "dgc:0.1:2", "bf16", "fp16"),
+)
+SHOWN = ("int8", "topk:0.1")
+"""Where one of each kind is enough: all elements, and a share of them."""
+shown = pytest.mark.parametrize("codec", SHOWN)
 
 
 def train_by(session: Any, model: Any, optimizer: Any, batches: Sequence[Batch]) -> Values:
@@ -97,15 +94,21 @@ def check_alike(runs: Sequence[Any]) -> None:
             check_same_bits(ours, theirs)
 
 
-@both
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
+@pytest.mark.parametrize("codec", LOSSY)
+def test_images_of_every_codec_are_the_same_bits_everywhere(codec: str, ranks: int) -> None:
+    check_alike(run(with_sgd(), batches_of(ranks), compression=codec))
+
+
+@shown
+@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
 @pytest.mark.parametrize("model", MODELS)
 def test_images_are_the_same_bits_everywhere(model: str, ranks: int, codec: str) -> None:
     build, by_rank = data_of(model, ranks)
     check_alike(run(build, by_rank, compression=codec))
 
 
-@both
+@shown
 @pytest.mark.parametrize(
     "settings",
     [
@@ -124,58 +127,64 @@ def test_with_every_setting(settings: dict[str, Any], codec: str) -> None:
         assert any(not torch.equal(masters[name], values[-1][name]) for name in masters)
 
 
-def emulate(build: Build, by_rank: Sequence[Sequence[Batch]]) -> tuple[Values, Any, Any]:
-    """One process with the codec in its loop: values by step, masters, residuals by rank."""
-    codec, nowhere = Coarse(), Place(0, 0, 0)
+def emulate(name: str, build: Build, by_rank: Sequence[Sequence[Batch]]) -> tuple[Values, Any, Any]:
+    """One process with the codecs in its loop: values by step, masters, states by rank."""
+    codec, replies, nowhere = make(name), make_for_replies(name, len(by_rank)), Place(0, 0, 0)
     master, optimizer = build_seeded(build)
-    shown = copy.deepcopy(master)
-    names = [name for name, _ in master.named_parameters()]
-    states = [
-        {name: codec.new_state(p.numel()) for name, p in master.named_parameters()} for _ in by_rank
-    ]
+    image = copy.deepcopy(master)
+    states = [[codec.new_state(p.numel()) for p in master.parameters()] for _ in by_rank]
     values: Values = []
 
-    def through(array: torch.Tensor, state: Any) -> torch.Tensor:
-        flat, out = array.reshape(-1), torch.empty(array.numel())
-        codec.decode(codec.encode(flat, state, nowhere), out, nowhere)
-        return out.view(array.shape)
+    def pushed(gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        out = torch.empty(gradient.numel())
+        codec.decode(codec.encode(gradient.reshape(-1), state, nowhere), out, nowhere)
+        return out.view(gradient.shape)
+
+    def answer(shown: torch.Tensor, full: torch.Tensor) -> None:
+        change = (full - shown).reshape(-1)
+        data = replies.encode(change, {}, nowhere)
+        if len(data) >= 4 * len(change):  # no shorter than the values, which are sent instead
+            shown.copy_(full)
+            return
+        replies.decode(data, change, nowhere)
+        shown.add_(change.view(shown.shape))
 
     for step, batches in enumerate(zip(*by_rank, strict=True)):
         sums: list[torch.Tensor] = []
         for rank, (x, y) in enumerate(batches):
-            shown.zero_grad()
-            F.cross_entropy(shown(x), y).backward()
-            grads = [p.grad for p in shown.parameters()]
-            own = [
-                through(grad, states[rank][name])  # type: ignore[arg-type]
-                for name, grad in zip(names, grads, strict=True)
-            ]
+            image.zero_grad()
+            F.cross_entropy(image(x), y).backward()
+            grads = [p.grad for p in image.parameters() if p.grad is not None]
+            own = [pushed(*of) for of in zip(grads, states[rank], strict=True)]
             sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
         for parameter, total in zip(master.parameters(), sums, strict=True):
-            parameter.grad = total / len(by_rank)
+            parameter.grad = total.sign() if name == "sign" else total / len(by_rank)
         optimizer.step()
         with torch.no_grad():
-            for image, full in zip(shown.parameters(), master.parameters(), strict=True):
-                image.add_(through(full - image, {})) if step else image.copy_(full)
-        values.append(values_of(shown))
+            for shown, full in zip(image.parameters(), master.parameters(), strict=True):
+                answer(shown, full) if step else shown.copy_(full)
+        values.append(values_of(image))
     return values, values_of(master), states
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_step_has_the_bits_of_the_codec_in_the_loop(ranks: int) -> None:
+@pytest.mark.parametrize("codec", ["int8", "int4", "1bit", "efsign", "sign", "bf16", "topk:0.3"])
+@pytest.mark.parametrize("ranks", [*long_cases(1, 2), 3])
+def test_every_step_has_the_bits_of_the_codec_in_the_loop(ranks: int, codec: str) -> None:
+    """Of ``sign``, servers apply the majority's signs."""
     build, by_rank = with_sgd(lambda: nn.Linear(5, 3)), batches_of(ranks, count=8)
-    wanted, masters, states = emulate(build, by_rank)
-    for rank, (values, _, state, master) in enumerate(run(build, by_rank, compression="coarse")):
+    wanted, masters, states = emulate(codec, build, by_rank)
+    for rank, (values, _, state, master) in enumerate(run(build, by_rank, compression=codec)):
         for ours, theirs in zip(values, wanted, strict=True):
             check_same_bits(ours, theirs)
         check_same_bits(master, masters)
-        for name, arrays in states[rank].items():
-            assert torch.equal(state["residuals"][name]["residual"].view(-1), arrays["residual"])
+        for name, arrays in zip(masters, states[rank], strict=True):
+            for key, array in arrays.items():
+                assert torch.equal(state["residuals"][name][key].view(-1), array)
 
 
 def test_what_a_pattern_leaves_out_has_the_bits_of_off() -> None:
     """Of a model's last layer alone: what is before it does not differ in the first step."""
-    settings = {"compression": {"4.*": "coarse", "*": "lossless"}}
+    settings = {"compression": {"4.*": "int8", "*": "lossless"}}
     got = together(with_sgd(), batches_of(2), **settings)
     wanted = together(with_sgd(), batches_of(2))
     check_same_bits(
@@ -189,7 +198,7 @@ def test_what_a_pattern_leaves_out_has_the_bits_of_off() -> None:
 def test_a_change_by_hand_keeps_what_was_not_changed_in_full() -> None:
     def work(world: World) -> dict[str, torch.Tensor]:
         model, optimizer = build_seeded(with_sgd(lr=0.3), seed=world.rank)
-        with foreprop.parallelize(model, optimizer, world=world, compression="coarse") as session:
+        with foreprop.parallelize(model, optimizer, world=world, compression="int8") as session:
             values = train_by(session, model, optimizer, batches_of(2)[world.rank])
             before = session.master_state_dict()
             with torch.no_grad():
@@ -214,7 +223,7 @@ def test_a_scale_that_changes_changes_no_bit() -> None:
 
     def work(world: World, scaler: Any) -> tuple[dict[str, torch.Tensor], Any]:
         model, optimizer = build_seeded(with_sgd(), seed=world.rank)
-        settings: Any = {"compression": "coarse", "update": "servers"}
+        settings: Any = {"compression": "int8", "update": "servers"}
         with foreprop.parallelize(
             model, optimizer, world=world, scaler=scaler, **settings
         ) as session:
@@ -235,7 +244,7 @@ def test_a_scale_that_changes_changes_no_bit() -> None:
     for (ours, residuals), (theirs, others) in zip(scaled, plain, strict=True):
         check_same_bits(ours, theirs)
         for name, arrays in others.items():
-            assert torch.equal(residuals[name]["residual"], arrays["residual"]), name
+            assert torch.equal(residuals[name]["error"], arrays["error"]), name
 
 
 def test_an_infinity_reaches_everybody() -> None:
@@ -245,7 +254,7 @@ def test_an_infinity_reaches_everybody() -> None:
             (F.cross_entropy(model(x), y) * (torch.inf if step == 2 else 1.0)).backward()
             optimizer.step()
 
-    first, second = run_foreprop(with_sgd(), loop, batches_of(2), compression="coarse")
+    first, second = run_foreprop(with_sgd(), loop, batches_of(2), compression="int8")
     assert not first.model["0.weight"].isfinite().any()
     assert list(first.model) == list(second.model)
     for name, value in first.model.items():
@@ -255,13 +264,13 @@ def test_an_infinity_reaches_everybody() -> None:
 # Checkpoints.
 def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks() -> None:
     by_rank = batches_of(3)
-    saved = run(with_sgd(), by_rank, compression="coarse")
+    saved = run(with_sgd(), by_rank, compression="int8")
     states = [state for _, _, state, _ in saved]
 
     def work(world: World) -> Any:
         model, optimizer = build_seeded(with_sgd())
         with foreprop.parallelize(
-            model, optimizer, world=world, compression="coarse", slice_elems=10
+            model, optimizer, world=world, compression="int8", slice_elems=10
         ) as session:
             session.load_state_dict(states)
             found = session.state_dict()["residuals"]
@@ -270,20 +279,20 @@ def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks() -> Non
 
     found = run_cluster(2, work)
     for name, arrays in states[0]["residuals"].items():
-        parts = [state["residuals"][name]["residual"] * (2 / 3) for state in states]
-        assert torch.equal(found[0][name]["residual"], parts[0] + parts[2])
-        assert torch.equal(found[1][name]["residual"], parts[1])
-        assert arrays["residual"].any()
+        parts = [state["residuals"][name]["error"] * (2 / 3) for state in states]
+        assert torch.equal(found[0][name]["error"], parts[0] + parts[2])
+        assert torch.equal(found[1][name]["error"], parts[1])
+        assert arrays["error"].any()
 
 
 def test_what_does_not_fit_is_refused() -> None:
     model, optimizer = build_seeded(with_sgd())
     world = worlds(1)[0]
-    with foreprop.parallelize(model, optimizer, world=world, compression="coarse") as session:
+    with foreprop.parallelize(model, optimizer, world=world, compression="int8") as session:
         with pytest.raises(ConfigError, match="as a list in their order"):
             session.load_state_dict({"residuals": {}})  # type: ignore[arg-type]
-        wrong = {"residuals": {"0.weight": {"residual": torch.zeros(3)}}}
-        with pytest.raises(ConfigError, match=r"3 elements of 0.weight's residual, which has 35"):
+        wrong = {"residuals": {"0.weight": {"error": torch.zeros(3)}}}
+        with pytest.raises(ConfigError, match=r"3 elements of 0.weight's error, which has 35"):
             session.load_state_dict([wrong])
 
 
@@ -291,7 +300,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"update": "workers"}, "compression is 'coarse', which is done where servers update"),
+        ({"update": "workers"}, "compression is 'int8', which is done where servers update"),
         ({"wire_dtype": "bfloat16"}, "wire_dtype is 'bfloat16'; leave one of them out"),
         ({"slice_elems": "auto"}, "slice_elems is 'auto', which changes slices"),
     ],
@@ -299,7 +308,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_what_lossy_codecs_do_not_go_together_with(settings: Any, says: str) -> None:
     model, optimizer = build_seeded(with_sgd())
     with pytest.raises(ConfigError, match=says):
-        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="coarse", **settings)
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="int8", **settings)
 
 
 def test_a_loop_that_needs_its_gradients_is_told_so() -> None:
@@ -311,15 +320,12 @@ def test_a_loop_that_needs_its_gradients_is_told_so() -> None:
             optimizer.step()
 
     with pytest.raises(foreprop.ForepropError, match="clip_grad_norm"):
-        run_foreprop(with_sgd(), loop, batches_of(2), compression="coarse")
+        run_foreprop(with_sgd(), loop, batches_of(2), compression="int8")
 
 
 def test_half_precision_is_refused_by_name() -> None:
     model = nn.Linear(5, 3).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    says = r"coarse is chosen for weight, which is bfloat16.*\{'weight': 'none', ...\}"
+    says = r"int8 is chosen for weight, which is bfloat16.*\{'weight': 'none', ...\}"
     with pytest.raises(ConfigError, match=says):
-        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="coarse")
-
-
-assert {Coarse.name, Drawn.name} == set(LOSSY)
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="int8")

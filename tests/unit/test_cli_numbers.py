@@ -34,11 +34,12 @@ WORK = {
     "bench alone": ["benchmarks.command.measure_alone"],
     "bench loopback": ["benchmarks.command.measure_loopback"],
     "bench compression": [
-        "benchmarks.command.measure_codecs",
+        "benchmarks.command.measure_on_gradients",
         "benchmarks.command.measure_compression",
     ],
     "bench exchange": ["benchmarks.command.measure_exchange"],
     "bench jitter": ["benchmarks.command.simulate_jitter"],
+    "bench codecs": ["benchmarks.command.measure_codecs"],
     "bench tables": ["benchmarks.command.measure_tables"],
 }
 """Where each command's work begins. `plan` only computes: it is run."""

@@ -1,0 +1,1 @@
+"""Fewer bytes for gradients and new values: codecs, as `foreprop.core.codec` describes them."""

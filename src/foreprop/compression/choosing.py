@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import torch
 
-from foreprop.compression.codecs import TensorCodec, make, make_for_replies
+from foreprop.compression.codecs import TensorCodec, kind_of, make, make_for_replies, takes
 from foreprop.config import Config
 from foreprop.core.codec import EXACT, NONE, Choice, codec_of, is_exact
 from foreprop.core.manifest import Manifest, ParameterInfo
@@ -18,6 +19,9 @@ from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import ConfigError, RemoteProtocolError
 from foreprop.path.tensors import DTYPES
+
+if TYPE_CHECKING:
+    from foreprop.compression.dgc import DgcTraining
 
 
 class SliceCodec:
@@ -57,11 +61,11 @@ class SliceCodec:
 
     @property
     def gains(self) -> bool:
-        """Whether no code can be as long as the array; of exact codecs that does not matter."""
-        return all(
-            codec.exact or codec.most_bytes(self.elems) < self.raw_bytes
-            for codec in (self.codec, self.reply_codec)
-        )
+        """Whether no code of a gradient is as long as it; of exact codecs that does not matter.
+
+        An answer whose code is no shorter goes as it is.
+        """
+        return self.codec.exact or self.codec.most_bytes(self.elems) < self.raw_bytes
 
     def tensor_of(self, data: memoryview) -> torch.Tensor:
         """The slice's raw bytes as what they are, in the same memory."""
@@ -72,17 +76,28 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     """By number, those that are encoded. A codec whose bound is no gain leaves tiny ones alone."""
     names = [codec_of(info.name, manifest.knobs.compression) for info in manifest.parameters]
     dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
-    workers = manifest.world_size
-    codecs = {name: (make(name), make_for_replies(name, workers)) for name in set(names) - {NONE}}
+    codecs: dict[tuple[str, DgcTraining | None], tuple[TensorCodec, TensorCodec]] = {}
     found = {}
     for piece in slices:
-        chosen = codecs.get(names[piece.parameter])
-        if chosen is None:
+        name, info = names[piece.parameter], manifest.parameters[piece.parameter]
+        if name == NONE or not takes(name, info.shape):
             continue
-        coded = SliceCodec(piece, *chosen, dtypes[piece.parameter])
+        training = _training_of(name, manifest, piece.parameter)
+        if (name, training) not in codecs:
+            replies = make_for_replies(name, manifest.world_size, training)
+            codecs[name, training] = make(name, training), replies
+        coded = SliceCodec(piece, *codecs[name, training], dtypes[piece.parameter])
         if coded.gains:
             found[piece.number] = coded
     return found
+
+
+def _training_of(name: str, manifest: Manifest, parameter: int) -> DgcTraining | None:
+    if kind_of(name) != "dgc":
+        return None
+    from foreprop.compression.dgctraining import training_of
+
+    return training_of(manifest, parameter)
 
 
 def check_code(header: Header, coded: SliceCodec) -> None:
@@ -144,6 +159,10 @@ def check_setting(config: Config, manifest: Manifest) -> None:
             f"compression is {', '.join(sorted(lossy))}, of float32, and wire_dtype is"
             f" {manifest.knobs.wire_dtype!r}; leave one of them out"
         )
+    if any(kind_of(codec) == "dgc" for codec in lossy):
+        from foreprop.compression.dgctraining import check_dgc
+
+        check_dgc(config, manifest)
 
 
 def _check_parameter(info: ParameterInfo, codec: str) -> None:

@@ -3,40 +3,109 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from foreprop.config.environment import did_you_mean
-from foreprop.core.codec import Codec
+from foreprop.core.codec import NONE, Codec
 from foreprop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreprop.compression.dgc import DgcTraining
 
 TensorCodec = Codec[torch.Tensor]
 
 _CODECS = {
+    "1bit": "onebit:one_bit",
+    "bf16": "sixteenbit:bf16",
+    "dgc": "dgc:dgc",
+    "efsign": "onebit:ef_sign",
+    "fp16": "sixteenbit:fp16",
+    "int4": "blockwise:int4",
+    "int8": "blockwise:int8",
     "lossless": "lossless:Lossless",
+    "qsgd": "stochastic:qsgd",
+    "randomk": "sparse:random_k",
+    "sign": "onebit:sign",
+    "terngrad": "stochastic:terngrad",
+    "topk": "sparse:top_k",
 }
-"""By name: module of this folder, and class."""
+"""By name: module of this folder, and class or function."""
+PARAMETERS = {
+    "qsgd": "levels from 1 to 127, as in qsgd:7",
+    "topk": "a share above 0 and at most 1, as in topk:0.01",
+    "randomk": "a share above 0 and at most 1, as in randomk:0.01",
+    "dgc": "a share above 0 and at most 1, and steps of a warm-up's stage, as in dgc:0.001:500",
+}
+"""What may follow a name and a colon."""
+_WANT_TRAINING = {"dgc"}
 
 
 def names() -> list[str]:
-    """All codecs, without the parameters that some take."""
+    """All that ``compression`` may be but `NONE`, without the parameters that some take."""
     return sorted(_CODECS)
 
 
-def make(name: str) -> TensorCodec:
-    """The codec of this name; raises `ConfigError` for one that is not there, or not installed."""
-    known = _CODECS.get(name)
+def kind_of(name: str) -> str:
+    """``topk`` of ``topk:0.01``."""
+    return name.partition(":")[0]
+
+
+def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
+    """The codec of this name, for what workers push: ``int8``, ``topk:0.01``.
+
+    ``training`` is what `foreprop.compression.dgc.Dgc` must know of it; by default neither
+    momentum nor warm-up. Raises `ConfigError` for a name or a parameter that is not there.
+    """
+    kind, colon, parameter = name.partition(":")
+    known = _CODECS.get(kind)
     if known is None:
         raise ConfigError(
-            f"compression: no codec is called {name!r}; there are {names()}"
-            + did_you_mean(name, names())
+            f"compression: no codec is called {name!r}; there are {[NONE, *names()]}"
+            + did_you_mean(kind, names())
         )
-    module, _, class_ = known.partition(":")
+    if colon and kind not in PARAMETERS:
+        raise ConfigError(f"compression is {name!r}; {kind} takes no parameter: say {kind!r}")
+    module, _, factory = known.partition(":")
     found = importlib.import_module(f"foreprop.compression.{module}")
-    return cast("TensorCodec", getattr(found, class_)())
+    given: dict[str, Any] = {"training": training} if kind in _WANT_TRAINING else {}
+    try:
+        return cast("TensorCodec", getattr(found, factory)(*[parameter] * bool(colon), **given))
+    except ConfigError:
+        raise  # a package that is not installed
+    except ValueError as error:
+        raise ConfigError(f"compression is {name!r}; {kind} takes {PARAMETERS[kind]}") from error
 
 
-def make_for_replies(name: str, world_size: int) -> TensorCodec:
-    """What answers pushes in codec ``name`` on so many ranks: always with an empty state."""
-    return make(name)
+def make_for_replies(
+    name: str, world_size: int, training: DgcTraining | None = None
+) -> TensorCodec:
+    """What answers pushes in codec ``name``: always with an empty state.
+
+    What a reply leaves out is in the next difference, so its codec has to bring the image nearer
+    each time. Those of ``sign``, TernGrad and coarse QSGD need not, so others take their place.
+    The ranks' largest elements are different ones: their union has ``world_size`` times as many.
+    """
+    kind, _, parameter = name.partition(":")
+    make(name, training)  # its parameter is checked
+    if kind == "topk":
+        from foreprop.compression.sparse import SentShare, TopK, parse_share
+
+        return TopK(name, SentShare(parse_share(parameter or "0.01"), times=world_size))
+    if kind == "dgc":
+        from foreprop.compression.dgc import dgc_replies
+
+        return dgc_replies(parameter or "0.001", world_size, training)
+    coarse = kind == "qsgd" and parameter and int(parameter) <= 7
+    others = {"sign": "efsign", "terngrad": "int4", "qsgd": "int4" if coarse else "int8"}
+    return make(others.get(kind, name))
+
+
+def takes(name: str, shape: Sequence[int]) -> bool:
+    """Whether the codec is for a parameter of this shape; others are sent as they are.
+
+    DGC leaves out biases and the weights of normalisations, which have one dimension.
+    """
+    return kind_of(name) != "dgc" or len(shape) > 1

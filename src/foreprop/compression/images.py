@@ -1,21 +1,47 @@
-"""The image: the values of a slice that all workers have, as servers know it.
+"""The image: the values of a slice that all workers have, as servers know it; and special updates.
 
 With an exact codec it is what the server has. With another one the server's values, the *masters*,
 are ahead of it by what did not cross yet.
+
+Of ``dgc`` the update has no momentum, which workers have. Of ``sign`` it is of the majority's signs
+(Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, 2019).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from foreprop.path.slicestore import SliceStore
+from foreprop.compression.choosing import coded_slices
+from foreprop.compression.codecs import kind_of
+from foreprop.core.codec import codec_of
+from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.slicing import Slice
+from foreprop.path.slicestore import SliceStore, SliceTensors
 from foreprop.path.tensors import IMAGE, MASTER, encode_state
 
 
 class ImageStore(SliceStore):
     """Has images of the slices with a lossy codec; as with casts, they are what is shown."""
+
+    def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
+        super().__init__(manifest, slices, index)
+        own = [piece for piece in slices if piece.server == index]
+        choices = manifest.knobs.compression
+        kinds = [kind_of(codec_of(info.name, choices)) for info in manifest.parameters]
+        self._votes = {piece.number for piece in own if kinds[piece.parameter] == "sign"}
+        """With those that are too small for a code."""
+        dgc = [piece for piece in own if kinds[piece.parameter] == "dgc"]
+        self._accumulated = coded_slices(manifest, dgc)
+        """Their pushes have the momentum."""
+        self._names = [info.name for info in manifest.parameters]
+        self._settled = manifest.optimizer.groups
+        self._announced: Sequence[Hyperparameters] = ()
+        self._plain: dict[int, Hyperparameters] = {}
+        """By group, ``_announced`` without momentum."""
 
     def image_of(self, slice_: int) -> torch.Tensor:
         """The slice's, to be moved in place; from now on `install_value` compares with it."""
@@ -23,6 +49,43 @@ class ImageStore(SliceStore):
         if tensors.shown is None:
             tensors.shown = tensors.extent.zeros(tensors.parameter.dtype)
         return tensors.extent.part(tensors.shown)
+
+    def update(
+        self,
+        slice_: int,
+        ranks: Sequence[int],
+        groups: Sequence[Hyperparameters],
+        coefficient: float = 1.0,
+    ) -> None:
+        """As every store's; see the top. Raises `TrainingLoopError` if DGC's momentum changed."""
+        coded = self._accumulated.get(slice_)
+        if coded is not None and ranks:
+            groups = self._without_momentum(coded.piece.parameter, groups)
+        super().update(slice_, ranks, groups, coefficient)
+
+    def _without_momentum(
+        self, parameter: int, groups: Sequence[Hyperparameters]
+    ) -> Sequence[Hyperparameters]:
+        from foreprop.compression.dgctraining import without_momentum
+
+        number = self._group_of[parameter]
+        if self._announced is not groups:
+            self._announced, self._plain = groups, {}
+        if number not in self._plain:  # the same object for all slices, and for the whole step
+            about = (groups[number], self._settled[number], self._names[parameter])
+            self._plain[number] = without_momentum(*about)
+        return [self._plain.get(other, group) for other, group in enumerate(groups)]
+
+    def _total(
+        self, tensors: SliceTensors, ranks: Sequence[int], scale: float = 1.0
+    ) -> torch.Tensor:
+        if tensors.piece.number not in self._votes:
+            return super()._total(tensors, ranks, scale)
+        from foreprop.compression.onebit import vote
+
+        for rank in ranks:  # raw ones are of a small slice, or not finite
+            vote(tensors.gradients[rank].tensor)
+        return vote(super()._total(tensors, ranks))
 
     def export_master(self, slice_: int) -> bytes:
         """The slice's values in full, and its image if that is another."""

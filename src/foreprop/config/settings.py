@@ -210,7 +210,7 @@ class Config:
     )
     compression: str | Mapping[str, str] | None = _setting(
         None,
-        "a codec (lossless changes no bit), codecs by patterns of names, of which the first match"
+        "a codec (lossless, exact; int8, topk:0.01), codecs by patterns of names, the first match"
         " counts ({'*.weight': 'lossless'}, *.weight=lossless,*=none), or auto: just enough",
     )
     wait: Wait = _setting(

@@ -83,7 +83,11 @@ class Place(NamedTuple):
 
 
 class Codec(Protocol[Array]):
-    """Encodes flat float32 arrays. It has no state of its own: `new_state` is kept per slice."""
+    """Encodes flat float32 arrays. It has no state of its own: `new_state` is kept per slice.
+
+    What is not finite never becomes finite: of a codec that is not exact it may become NaN, and
+    make its whole slice NaN. The state does not remember it.
+    """
 
     name: str
     exact: bool

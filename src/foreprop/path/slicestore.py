@@ -97,7 +97,7 @@ def optimizer_arguments(group: Hyperparameters) -> dict[str, Any]:
     return arguments
 
 
-class _SliceTensors:
+class SliceTensors:
     __slots__ = (
         "average",
         "extent",
@@ -165,7 +165,7 @@ class SliceStore:
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._slices = {
-            piece.number: _SliceTensors(
+            piece.number: SliceTensors(
                 piece,
                 manifest.parameters[piece.parameter].elems,
                 dtypes[piece.parameter],
@@ -281,7 +281,7 @@ class SliceStore:
 
     def _apply(
         self,
-        tensors: _SliceTensors,
+        tensors: SliceTensors,
         ranks: Sequence[int],
         groups: Sequence[Hyperparameters],
         coefficient: float,
@@ -296,7 +296,7 @@ class SliceStore:
         tensors.parameter.grad = None
         self._keep(tensors, total)
 
-    def _keep(self, tensors: _SliceTensors, total: torch.Tensor) -> GradientBuffer:
+    def _keep(self, tensors: SliceTensors, total: torch.Tensor) -> GradientBuffer:
         """The aggregated gradient is read by whoever wants, until all workers have pushed again."""
         if tensors.kept is not None:
             tensors.kept.pool.append(tensors.kept)
@@ -314,7 +314,7 @@ class SliceStore:
         tensors.kept, tensors.total = kept, None
         return kept
 
-    def _drop_gradients(self, tensors: _SliceTensors) -> None:
+    def _drop_gradients(self, tensors: SliceTensors) -> None:
         """No rank had one, or the step is left out."""
         tensors.total = None
         for buffer in tensors.gradients.values():
@@ -322,7 +322,7 @@ class SliceStore:
         tensors.gradients.clear()
 
     def _total(
-        self, tensors: _SliceTensors, ranks: Sequence[int], scale: float = 1.0
+        self, tensors: SliceTensors, ranks: Sequence[int], scale: float = 1.0
     ) -> torch.Tensor:
         """The aggregated gradient, not clipped; may be in the memory of the first rank's."""
         first, *others = ranks
@@ -390,7 +390,7 @@ class SliceStore:
         return state_limit_bytes(self._slices[slice_].piece.elems)
 
 
-def _show(tensors: _SliceTensors) -> None:
+def _show(tensors: SliceTensors) -> None:
     """Cast the parameter for the replies: once, for all workers, so that all see the same bits."""
     if tensors.shown is None:
         tensors.shown = tensors.extent.zeros(tensors.wire_dtype)

@@ -1,0 +1,95 @@
+"""What DGC must know of a session's training, and what it cannot go together with.
+
+Lin et al., Deep Gradient Compression (2018), section 3.2 and algorithm 4: the worker has the
+momentum, so the server's optimizer has none for these parameters.
+"""
+
+from __future__ import annotations
+
+from foreprop.compression.codecs import kind_of, takes
+from foreprop.compression.dgc import DgcTraining
+from foreprop.config import Config
+from foreprop.core.codec import codec_of
+from foreprop.core.manifest import NO_GROUP, Hyperparameters, Manifest
+from foreprop.errors import ConfigError, TrainingLoopError
+
+_SETTLED = ("momentum", "nesterov", "dampening", "weight_decay")
+"""Numbers of SGD that must stay as they were when workers began to accumulate."""
+
+
+def training_of(manifest: Manifest, parameter: int) -> DgcTraining:
+    """Of the optimizer's group that has the parameter, if servers update it."""
+    if manifest.parameters[parameter].group == NO_GROUP:
+        return DgcTraining(world_size=manifest.world_size)
+    group = manifest.optimizer.groups[manifest.parameters[parameter].group]
+    return DgcTraining(
+        momentum=_number(group, "momentum"),
+        nesterov=bool(group.get("nesterov")),
+        world_size=manifest.world_size,
+    )
+
+
+def without_momentum(
+    group: Hyperparameters, settled: Hyperparameters, name: str
+) -> Hyperparameters:
+    """The group as the server's update of a parameter takes it, of which workers have momentum.
+
+    ``settled`` is the group as it was at the start. Raises `TrainingLoopError` if a number has
+    changed that workers accumulate with.
+    """
+    for key in _SETTLED:
+        now, was = _number(group, key), _number(settled, key)
+        if now != was:
+            raise TrainingLoopError(
+                f"{key} was {was} and is now {now}; workers accumulate the gradients of {name} with"
+                f" the former, as its compression is dgc. Leave {key} as it is (OneCycleLR:"
+                " cycle_momentum=False), or use another codec"
+            )
+    return {**group, "momentum": 0.0, "nesterov": False}
+
+
+def check_dgc(config: Config, manifest: Manifest) -> None:
+    """Raises `ConfigError`, with what to do about it."""
+    for setting in ("clip_grad_norm", "clip_grad_value"):
+        if (limit := getattr(config, setting)) is not None:
+            raise ConfigError(
+                f"compression is {config.compression!r} and {setting} is {limit!r}, which is of"
+                " the summed gradient; with dgc that has been accumulated over steps, and its"
+                " momentum is in it. Leave one of them out, or use topk"
+            )
+    optimizer = manifest.optimizer
+    if optimizer.name != "SGD":
+        raise ConfigError(
+            f"compression is {config.compression!r} and the optimizer is {optimizer.name}; dgc"
+            " accumulates SGD's momentum on workers: use torch.optim.SGD, or topk instead of dgc"
+        )
+    for number in dgc_parameters(manifest):
+        info = manifest.parameters[number]
+        group = {} if info.group == NO_GROUP else optimizer.groups[info.group]
+        for key in ("weight_decay", "dampening"):
+            if (given := _number(group, key)) != 0:
+                raise ConfigError(
+                    f"compression: dgc is chosen for {info.name}, whose parameter group has"
+                    f" {key}={given}; dgc needs 0. Put it into a group with {key}=0, or"
+                    f" leave it out, before the patterns that match it: {{{info.name!r}: 'none',"
+                    " ...}"
+                )
+
+
+def dgc_parameters(manifest: Manifest) -> list[int]:
+    """The numbers of those that are accumulated on workers."""
+    choices = manifest.knobs.compression
+    chosen = [codec_of(info.name, choices) for info in manifest.parameters]
+    return [
+        number
+        for number, info in enumerate(manifest.parameters)
+        if kind_of(chosen[number]) == "dgc" and takes(chosen[number], info.shape)
+    ]
+
+
+def _number(group: Hyperparameters, key: str) -> float:
+    """``momentum float32`` if it was a tensor."""
+    for name, value in group.items():
+        if name.partition(" ")[0] == key and isinstance(value, (bool, int, float)):
+            return float(value)
+    return 0.0

@@ -1,0 +1,189 @@
+"""DGC in a session: step by step what the paper's algorithm gives, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop.cluster.world import World
+from foreprop.errors import ConfigError
+from tests.cluster import run_cluster, worlds
+from tests.conformance.aggregation_runs import Values, values_of
+from tests.conformance.parity import (
+    Batch,
+    Build,
+    batches_of,
+    build_seeded,
+    check_same_bits,
+    servers_only,
+    with_sgd,
+)
+
+pytestmark = servers_only
+
+LR, MOMENTUM = 0.05, 0.9
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def with_lr(**options: Any) -> Build:
+    return with_sgd(two_layers, lr=LR, momentum=MOMENTUM, **options)
+
+
+def count_at(step: int, share: float, warmup_steps: int, elems: int) -> int:
+    """Section 3.3: 25 %, 6.25 %, 1.5625 %, ... until the share is reached."""
+    if warmup_steps:
+        share = max(share, 0.25 ** (step // warmup_steps + 1))
+    return max(1, math.ceil(share * elems - 1e-9))
+
+
+def only_largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    flat = values.reshape(-1)
+    mask = torch.zeros_like(flat)
+    mask[flat.abs().topk(min(count, len(flat))).indices] = 1
+    return mask.view(values.shape)
+
+
+def emulate(
+    by_rank: Sequence[Sequence[Batch]], share: float, warmup_steps: int, *, nesterov: bool
+) -> Values:
+    """Algorithm 4 by hand: matrices by u and v of each rank, biases by torch's momentum."""
+    master, _ = build_seeded(with_lr())
+    image, ranks = copy.deepcopy(master), len(by_rank)
+    dense = torch.optim.SGD(
+        [p for p in master.parameters() if p.dim() == 1],
+        lr=LR,
+        momentum=MOMENTUM,
+        nesterov=nesterov,
+    )
+    zeros = [[torch.zeros_like(p) for p in master.parameters()] for _ in range(2 * ranks)]
+    u, v = zeros[:ranks], zeros[ranks:]
+    values: Values = []
+    for step, batches in enumerate(zip(*by_rank, strict=True), start=1):
+        sums = [torch.zeros_like(p) for p in master.parameters()]
+        for rank, (x, y) in enumerate(batches):
+            image.zero_grad()
+            F.cross_entropy(image(x), y).backward()
+            for number, parameter in enumerate(image.parameters()):
+                grad = parameter.grad
+                assert grad is not None
+                if grad.dim() == 1:
+                    sums[number] += grad
+                    continue
+                if nesterov:
+                    u[rank][number] = MOMENTUM * (u[rank][number] + grad)
+                    v[rank][number] += u[rank][number] + grad
+                else:
+                    u[rank][number] = MOMENTUM * u[rank][number] + grad
+                    v[rank][number] += u[rank][number]
+                mask = only_largest(
+                    v[rank][number], count_at(step, share, warmup_steps, grad.numel())
+                )
+                sums[number] += v[rank][number] * mask
+                u[rank][number] *= 1 - mask
+                v[rank][number] *= 1 - mask
+        with torch.no_grad():
+            for parameter, total in zip(master.parameters(), sums, strict=True):
+                if parameter.dim() == 1:
+                    parameter.grad = total / ranks
+                else:
+                    parameter -= LR * total / ranks
+            dense.step()
+            for shown, full in zip(image.parameters(), master.parameters(), strict=True):
+                count = ranks * count_at(step, share, warmup_steps, full.numel())
+                if full.dim() == 1 or step == 1 or 2 * count >= full.numel():
+                    shown.copy_(full)
+                else:
+                    shown += (full - shown) * only_largest(full - shown, count)
+        values.append(values_of(image))
+    return values
+
+
+def train(by_rank: Sequence[Sequence[Batch]], codec: str, *, nesterov: bool) -> list[Values]:
+    def work(world: World) -> Values:
+        model, optimizer = build_seeded(with_lr(nesterov=nesterov), seed=world.rank)
+        values = []
+        with foreprop.parallelize(model, optimizer, world=world, compression=codec):
+            for x, y in by_rank[world.rank]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                values.append(values_of(model))
+        return values
+
+    return run_cluster(len(by_rank), work)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("codec", "share", "warmup_steps"), [("dgc:0.05", 0.05, 0)])
+def test_every_step_is_that_of_the_paper(
+    codec: str, share: float, warmup_steps: int, nesterov: bool
+) -> None:
+    check_every_step(codec, share, warmup_steps, nesterov=nesterov)
+
+
+def test_the_warm_up_sends_less_from_stage_to_stage() -> None:
+    check_every_step("dgc:0.05:3", 0.05, 3, nesterov=False)
+
+
+def check_every_step(codec: str, share: float, warmup_steps: int, *, nesterov: bool) -> None:
+    by_rank = batches_of(2, count=10)
+    wanted = emulate(by_rank, share, warmup_steps, nesterov=nesterov)
+    first, second = train(by_rank, codec, nesterov=nesterov)
+    for ours, theirs, expected in zip(first, second, wanted, strict=True):
+        check_same_bits(ours, theirs)
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
+
+
+# Refused.
+@pytest.mark.parametrize(
+    ("options", "settings", "says"),
+    [
+        ({"weight_decay": 0.1}, {}, r"0.weight, whose parameter group has weight_decay=0.1"),
+        ({"dampening": 0.5}, {}, r"0.weight, whose parameter group has dampening=0.5"),
+        ({}, {"clip_grad_norm": 1.0}, "and clip_grad_norm is 1.0.* or use topk"),
+        ({}, {"clip_grad_value": 1.0}, "and clip_grad_value is 1.0.* or use topk"),
+    ],
+)
+def test_what_dgc_does_not_go_together_with(options: Any, settings: Any, says: str) -> None:
+    model, optimizer = build_seeded(with_lr(**options))
+    with pytest.raises(ConfigError, match=says):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="dgc", **settings)
+
+
+def test_another_optimizer_is_refused_by_name() -> None:
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ConfigError, match=r"the optimizer is Adam; dgc.*use torch.optim.SGD"):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="dgc")
+
+
+def test_a_warm_up_of_no_number_is_refused() -> None:
+    model, optimizer = build_seeded(with_lr())
+    with pytest.raises(ConfigError, match=r"'dgc:0.1:x'; dgc takes a share"):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="dgc:0.1:x")
+
+
+def test_momentum_that_changes_ends_the_session() -> None:
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_lr(), seed=world.rank)
+        with foreprop.parallelize(model, optimizer, world=world, compression="dgc:0.1"):
+            for x, y in batches_of(2)[world.rank]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.param_groups[0]["momentum"] = 0.8
+
+    with pytest.raises(foreprop.ForepropError, match=r"momentum was 0.9 and is now 0.8"):
+        run_cluster(2, work)

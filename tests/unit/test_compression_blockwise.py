@@ -1,0 +1,111 @@
+"""int8 and int4 in blocks: the bits of torch's own quantisation, the bound, broken bytes."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from codec_runs import PLACE, noise, there_and_back
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+from foreprop.compression.codecs import make
+from foreprop.errors import RemoteProtocolError
+
+LEVELS = {"int8": 127, "int4": 7}
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+ROUNDING = 4 * 2.0**-24
+"""float32's own, of scale, quotient and product, relative to the largest magnitude."""
+
+
+def blocks(values: torch.Tensor) -> list[torch.Tensor]:
+    return list(values.split(128))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_bits_are_those_of_ddps_hook_per_channel(name: str) -> None:
+    """A block is a channel. The hook's range of 8 bits holds the codes of both."""
+    values, levels = noise(128 * 300), LEVELS[name]
+    rows = values.view(-1, 128)
+    scales = rows.abs().amax(1) / levels
+    middle = torch.full((300,), 128.0)
+    hooks: Any = quantization_hooks
+    codes = hooks._quantize_per_channel_backend(rows, scales, middle)
+    expected = hooks._dequantize_per_channel_backend(codes, scales, middle)
+    assert torch.equal(there_and_back(make(name), values).view(-1, 128), expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@given(values=st.lists(FLOATS, min_size=1, max_size=300), size=st.sampled_from([1.0, 1e-30, 1e30]))
+def test_no_element_is_off_by_more_than_half_a_scale(
+    name: str, values: list[float], size: float
+) -> None:
+    given_ = torch.tensor(values) * size
+    given_.nan_to_num_()
+    out = there_and_back(make(name), given_)
+    for block, found in zip(blocks(given_), blocks(out), strict=True):
+        largest = float(block.abs().max())
+        error = float((block.double() - found.double()).abs().max())
+        if largest < 2.0**-100:
+            assert error <= largest
+        elif largest < 3.4e38:
+            assert error <= largest * (0.5 / LEVELS[name] + ROUNDING)
+        else:
+            assert error <= largest * (0.5 / LEVELS[name] + 1e-3)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("elems", [1, 5, 128, 129, 400])
+def test_the_bytes_are_those_of_the_formula(name: str, elems: int) -> None:
+    values, levels = noise(elems), LEVELS[name]
+    sent = bytes(make(name).encode(values, {}, PLACE))
+    scales, codes = [], []
+    for block in blocks(values):
+        numbers = [np.float32(x) for x in block.tolist()]
+        scale = max(abs(x) for x in numbers) / np.float32(levels)
+        scales.append(scale)
+        codes += [round(float(x / scale)) + levels for x in numbers]
+    head = b"".join(struct.pack("=f", scale) for scale in scales)
+    if name == "int8":
+        assert sent == head + bytes(codes)
+    else:
+        pairs = zip(codes[::2], [*codes[1::2], *[0] * (elems % 2)], strict=True)
+        assert sent == head + bytes(low + 16 * high for low, high in pairs)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_only_the_block_of_a_nan_is_nan(name: str) -> None:
+    values = noise(1000)
+    expected = there_and_back(make(name), values)
+    values[300] = torch.inf
+    expected[256:384] = torch.nan
+    found = there_and_back(make(name), values)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_the_largest_float_stays_finite() -> None:
+    most = torch.finfo(torch.float32).max
+    for name in LEVELS:
+        out = there_and_back(make(name), torch.tensor([most, -most, 1.0]))
+        assert out.abs().tolist() == pytest.approx([most, most, 0.0], rel=1e-3)
+
+
+@pytest.mark.parametrize("scale", [-1.0, -1e-30, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_scale_that_cannot_be_is_refused(name: str, scale: float) -> None:
+    sent = bytearray(make(name).encode(noise(200), {}, PLACE))
+    sent[4:8] = struct.pack("=f", scale)
+    with pytest.raises(RemoteProtocolError, match=f"{name}: a scale is negative or infinite"):
+        make(name).decode(memoryview(sent), torch.empty(200), PLACE)
+
+
+@pytest.mark.parametrize(("name", "code"), [("int8", 0xFF), ("int4", 0x7F), ("int4", 0xF7)])
+def test_a_code_that_cannot_be_is_refused(name: str, code: int) -> None:
+    sent = bytearray(make(name).encode(noise(200), {}, PLACE))
+    sent[60] = code
+    with pytest.raises(RemoteProtocolError, match=f"{name}: a code is above"):
+        make(name).decode(memoryview(sent), torch.empty(200), PLACE)
