@@ -1,9 +1,9 @@
 """What each codec costs and saves, by its name: bytes each way, CPU time, and what is lost.
 
 Bytes follow from the formats (Seide 2014; Alistarh 2017, QSGD; Wen 2017, TernGrad; Lin 2018, DGC).
-CPU times are constants of one core. Those here are the targets that the kernels have; what was
-measured belongs into docs/compression.md and then here. Losses are the mean squared error over the
-mean square of normal gradients, without error feedback: they order codecs, and weigh elements.
+CPU times are those of one core, as docs/compression.md has them. Losses are the mean squared error
+over the mean square of normal gradients, without error feedback: they order codecs, and weigh
+elements.
 """
 
 from __future__ import annotations
@@ -106,18 +106,19 @@ class _Row(NamedTuple):
 _BLOCK_BYTES = _FLOAT_BYTES / _BLOCK_ELEMS
 _TABLE: Mapping[str, _Row] = {
     NONE: _Row(4, 0, 0.0, 0.0, 0, 0.0, exact=True),
-    LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 1.7, 0.9, 0, 0.0, exact=True),
-    "bf16": _Row(2, 0, 0.2, 0.2, 0, 2.7e-6),
-    "fp16": _Row(2, 0, 0.2, 0.2, 0, 4.3e-8),
-    "int8": _Row(1 + _BLOCK_BYTES, 0, 0.9, 0.6, 1, 4.0e-5),
-    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.2, 0.8, 1, 1.3e-2),
-    "1bit": _Row(1 / 8, 8, 1.0, 0.5, 1, 0.36),
-    "sign": _Row(1 / 8, 4, 0.8, 0.5, 1, 0.36),
-    "terngrad": _Row(2 / 8, 4, 2.0, 0.6, 0, 0.99),
-    _QSGD: _Row(1, 0, 2.0, 0.6, 0, 0.0),
-    "topk": _Row(_ENTRY_BYTES, 0, 2.0, 0.3, 1, 0.0),
-    "randomk": _Row(_FLOAT_BYTES, 0, 1.0, 0.3, 1, 0.0),
-    "dgc": _Row(_ENTRY_BYTES, 0, 2.5, 0.5, 2, 0.0),
+    LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 0.93, 0.46, 0, 0.0, exact=True),
+    "bf16": _Row(2, 0, 0.12, 0.09, 0, 2.7e-6),
+    "fp16": _Row(2, 0, 0.10, 0.09, 0, 4.3e-8),
+    "int8": _Row(1 + _BLOCK_BYTES, 0, 1.33, 0.32, 1, 4.0e-5),
+    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.84, 0.66, 1, 1.3e-2),
+    "1bit": _Row(1 / 8, 8, 1.51, 0.51, 1, 0.36),
+    "efsign": _Row(1 / 8, 8, 1.50, 0.50, 1, 0.36),
+    "sign": _Row(1 / 8, 8, 0.71, 0.51, 1, 0.36),
+    "terngrad": _Row(2 / 8, 4, 1.51, 0.48, 0, 0.99),
+    _QSGD: _Row(1, 0, 1.32, 0.32, 0, 0.0),
+    "topk": _Row(_ENTRY_BYTES, 0, 1.24, 0.15, 1, 0.0),
+    "randomk": _Row(_FLOAT_BYTES, 0, 1.07, 0.47, 1, 0.0),
+    "dgc": _Row(_ENTRY_BYTES, 0, 0.90, 0.15, 2, 0.0),
 }
 """Of a sparse one, bytes of each element that is kept; QSGD's follow from its levels."""
 CODEC_NAMES = tuple(_TABLE)
