@@ -198,6 +198,17 @@ def parameter_inputs(gm: fx.GraphModule, parameters: Set[int]) -> dict[int, fx.N
     return found
 
 
+def without_filters(parameters: Mapping[int, fx.Node]) -> dict[int, fx.Node]:
+    """But for weights of convolutions: inductor lays them out anew, and an operator gets a copy."""
+    return {
+        number: node
+        for number, node in parameters.items()
+        if all(
+            getattr(user.target, "overloadpacket", None) != _aten.convolution for user in node.users
+        )
+    }
+
+
 def tensor_inputs(gm: fx.GraphModule) -> list[bool]:
     """Of each of a graph's placeholders, whether it is a tensor."""
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -292,6 +292,7 @@ def _with_waits(region: Region, compiler: Callable[..., Any]) -> Callable[..., A
         nodes = graphs.parameter_inputs(gm, set(region.parameters))
         region.saved = graphs.saved_views(gm, nodes)
         region.is_tensor = graphs.tensor_inputs(gm)
+        nodes = graphs.without_filters(nodes)
         region.awaited = graphs.insert_waits(gm, nodes)
         region.at_entry = len(nodes) < len(region.parameters)
         with unlocked_kernels():
