@@ -218,12 +218,13 @@ def test_a_change_by_hand_keeps_what_was_not_changed_in_full() -> None:
     check_same_bits(first, second)
 
 
-def test_a_scale_that_changes_changes_no_bit() -> None:
+@pytest.mark.parametrize("codec", ["int8", "1bit", "topk:0.1", "dgc:0.1"])
+def test_a_scale_that_changes_changes_no_bit(codec: str) -> None:
     """Powers of two: residuals are multiplied with them, exactly."""
 
     def work(world: World, scaler: Any) -> tuple[dict[str, torch.Tensor], Any]:
         model, optimizer = build_seeded(with_sgd(), seed=world.rank)
-        settings: Any = {"compression": "int8", "update": "servers"}
+        settings: Any = {"compression": codec, "update": "servers"}
         with foreprop.parallelize(
             model, optimizer, world=world, scaler=scaler, **settings
         ) as session:
@@ -244,7 +245,8 @@ def test_a_scale_that_changes_changes_no_bit() -> None:
     for (ours, residuals), (theirs, others) in zip(scaled, plain, strict=True):
         check_same_bits(ours, theirs)
         for name, arrays in others.items():
-            assert torch.equal(residuals[name]["error"], arrays["error"]), name
+            for key, array in arrays.items():
+                assert torch.equal(residuals[name][key], array), (name, key)
 
 
 def test_an_infinity_reaches_everybody() -> None:
@@ -262,15 +264,16 @@ def test_an_infinity_reaches_everybody() -> None:
 
 
 # Checkpoints.
-def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks() -> None:
+@pytest.mark.parametrize("codec", ["int8", "dgc:0.1"])
+def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks(codec: str) -> None:
     by_rank = batches_of(3)
-    saved = run(with_sgd(), by_rank, compression="int8")
+    saved = run(with_sgd(), by_rank, compression=codec)
     states = [state for _, _, state, _ in saved]
 
     def work(world: World) -> Any:
         model, optimizer = build_seeded(with_sgd())
         with foreprop.parallelize(
-            model, optimizer, world=world, compression="int8", slice_elems=10
+            model, optimizer, world=world, compression=codec, slice_elems=12
         ) as session:
             session.load_state_dict(states)
             found = session.state_dict()["residuals"]
@@ -279,10 +282,11 @@ def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks() -> Non
 
     found = run_cluster(2, work)
     for name, arrays in states[0]["residuals"].items():
-        parts = [state["residuals"][name]["error"] * (2 / 3) for state in states]
-        assert torch.equal(found[0][name]["error"], parts[0] + parts[2])
-        assert torch.equal(found[1][name]["error"], parts[1])
-        assert arrays["error"].any()
+        for key, array in arrays.items():
+            parts = [state["residuals"][name][key] * (2 / 3) for state in states]
+            assert torch.equal(found[0][name][key], parts[0] + parts[2])
+            assert torch.equal(found[1][name][key], parts[1])
+            assert array.any()
 
 
 def test_what_does_not_fit_is_refused() -> None:

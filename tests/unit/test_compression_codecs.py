@@ -19,7 +19,8 @@ from foreprop.compression.dgc import DgcTraining
 from foreprop.core.codec import Place
 from foreprop.errors import ConfigError, RemoteProtocolError
 
-NAMES = [*names(), "qsgd:1", "qsgd:7", "topk:0.3", "randomk:0.3", "dgc:0.3"]
+LOSSY = [name for name in names() if name != "lossless"]
+NAMES = [*LOSSY, "qsgd:1", "qsgd:7", "topk:0.3", "randomk:0.3", "dgc:0.3"]
 BYTES_PER_ELEM = {
     "bf16": 2.0,
     "fp16": 2.0,
@@ -138,7 +139,7 @@ def test_parts_are_whole_blocks() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("topc", "compression: no codec is called 'topc'; there are ['1bit', 'bf16', 'dgc'"),
+        ("topc", "compression: no codec is called 'topc'; there are ['none', '1bit', 'bf16'"),
         ("int8:3", "compression is 'int8:3'; int8 takes no parameter: say 'int8'"),
         ("topk:", "compression is 'topk:'; topk takes a share above 0 and at most 1"),
         ("topk:0", "topk takes a share above 0 and at most 1, as in topk:0.01"),

@@ -83,3 +83,10 @@ def test_levels_that_cannot_be_are_refused(name: str, levels: tuple[float, float
     sent[:8] = struct.pack("=ff", *levels)
     with pytest.raises(RemoteProtocolError, match=f"{name}: the levels are"):
         make(name).decode(memoryview(sent), torch.empty(20), PLACE)
+
+
+def test_what_is_not_finite_has_no_vote_but_shows() -> None:
+    total = torch.tensor([torch.inf, -torch.inf, torch.nan, -3.0, 0.0])
+    got = vote(total)
+    assert bool(got[:3].isnan().all())
+    assert got[3:].tolist() == [-1.0, 0.0]
