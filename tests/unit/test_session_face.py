@@ -65,7 +65,7 @@ def test_help_says_what_each_is_for(name: str) -> None:
         ({"order": "fifo"}, "preset slicing,"),
         (
             {"preset": "kvstore", "order": "priority"},
-            "granularity=array order=priority reply=notify placement=kvstore,",
+            "granularity=array order=priority reply=notify placement=kvstore lanes=peers,",
         ),
     ],
 )
