@@ -223,7 +223,8 @@ def test_a_scale_that_changes_changes_no_bit(codec: str) -> None:
     """Powers of two: residuals are multiplied with them, exactly."""
 
     def work(world: World, scaler: Any) -> tuple[dict[str, torch.Tensor], Any]:
-        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+        decayed = with_sgd(weight_decay=0.25)
+        model, optimizer = build_seeded(decayed, seed=world.rank)
         settings: Any = {"compression": codec, "update": "servers"}
         with foreprop.parallelize(
             model, optimizer, world=world, scaler=scaler, **settings

@@ -33,6 +33,7 @@ class SliceCodec:
 
     __slots__ = (
         "codec",
+        "decay",
         "dtype",
         "elems",
         "most_bytes",
@@ -48,6 +49,8 @@ class SliceCodec:
         self.piece = piece
         self.codec = codec
         self.reply_codec = reply_codec
+        self.decay = 0.0
+        """Times the values it is added to a gradient, before that is encoded: weight decay."""
         self.dtype = dtype
         self.elems = piece.elems
         self.raw_bytes = piece.elems * dtype.itemsize
@@ -87,6 +90,8 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
             replies = make_for_replies(name, manifest.world_size, training)
             codecs[name, training] = make(name, training), replies
         coded = SliceCodec(piece, *codecs[name, training], dtypes[piece.parameter])
+        if training is not None:
+            coded.decay = training.decay
         if coded.gains:
             found[piece.number] = coded
     return found

@@ -39,6 +39,8 @@ class DgcTraining(NamedTuple):
     """N: a worker clips at ``clip_norm / sqrt(N)``, for N independent gradients sum to that."""
     warmup_steps: int = 0
     """Steps of each stage of the warm-up, an epoch in the paper; 0: none."""
+    decay: float = 0.0
+    """Weight decay of one worker's gradient; whoever calls the codec adds it, it has no values."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """What DGC must know of a session's training, and what it cannot go together with.
 
 Lin et al., Deep Gradient Compression (2018), section 3.2 and algorithm 4: the worker has the
-momentum, so the server's optimizer has none for these parameters.
+momentum, so the server's optimizer has none for these parameters; nor weight decay, which is in
+the gradients that are accumulated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from foreprop.core.codec import codec_of
 from foreprop.core.manifest import NO_GROUP, Hyperparameters, Manifest
 from foreprop.errors import ConfigError, TrainingLoopError
 
-_SETTLED = ("momentum", "nesterov", "dampening", "weight_decay")
+_SETTLED = ("momentum", "nesterov", "dampening", "weight_decay", "maximize")
 """Numbers of SGD that must stay as they were when workers began to accumulate."""
 
 
@@ -26,13 +27,22 @@ def training_of(manifest: Manifest, parameter: int) -> DgcTraining:
         momentum=_number(group, "momentum"),
         nesterov=bool(group.get("nesterov")),
         world_size=manifest.world_size,
+        decay=_decay_of(manifest, group, parameter),
     )
+
+
+def _decay_of(manifest: Manifest, group: Hyperparameters, parameter: int) -> float:
+    """Of one worker's gradient, so that what is made of all of them has the optimizer's."""
+    decay = _number(group, "weight_decay")
+    if manifest.reductions()[parameter] == "sum":
+        decay /= manifest.world_size
+    return -decay if group.get("maximize") else decay
 
 
 def without_momentum(
     group: Hyperparameters, settled: Hyperparameters, name: str
 ) -> Hyperparameters:
-    """The group as the server's update of a parameter takes it, of which workers have momentum.
+    """The group as the server's update takes it, of a parameter whose workers have the momentum.
 
     ``settled`` is the group as it was at the start. Raises `TrainingLoopError` if a number has
     changed that workers accumulate with.
@@ -45,7 +55,7 @@ def without_momentum(
                 f" the former, as its compression is dgc. Leave {key} as it is (OneCycleLR:"
                 " cycle_momentum=False), or use another codec"
             )
-    return {**group, "momentum": 0.0, "nesterov": False}
+    return {**group, **_numbers_like(group, momentum=0.0, weight_decay=0.0), "nesterov": False}
 
 
 def check_dgc(config: Config, manifest: Manifest) -> None:
@@ -66,14 +76,12 @@ def check_dgc(config: Config, manifest: Manifest) -> None:
     for number in dgc_parameters(manifest):
         info = manifest.parameters[number]
         group = {} if info.group == NO_GROUP else optimizer.groups[info.group]
-        for key in ("weight_decay", "dampening"):
-            if (given := _number(group, key)) != 0:
-                raise ConfigError(
-                    f"compression: dgc is chosen for {info.name}, whose parameter group has"
-                    f" {key}={given}; dgc needs 0. Put it into a group with {key}=0, or"
-                    f" leave it out, before the patterns that match it: {{{info.name!r}: 'none',"
-                    " ...}"
-                )
+        if (dampening := _number(group, "dampening")) != 0:
+            raise ConfigError(
+                f"compression: dgc is chosen for {info.name}, whose parameter group has"
+                f" dampening={dampening}; dgc needs 0. Put it into a group without, or leave it"
+                f" out, before the patterns that match it: {{{info.name!r}: 'none', ...}}"
+            )
 
 
 def dgc_parameters(manifest: Manifest) -> list[int]:
@@ -85,6 +93,11 @@ def dgc_parameters(manifest: Manifest) -> list[int]:
         for number, info in enumerate(manifest.parameters)
         if kind_of(chosen[number]) == "dgc" and takes(chosen[number], info.shape)
     ]
+
+
+def _numbers_like(group: Hyperparameters, **numbers: float) -> Hyperparameters:
+    """Under the names that the group has for them."""
+    return {name: numbers[key] for name in group if (key := name.partition(" ")[0]) in numbers}
 
 
 def _number(group: Hyperparameters, key: str) -> float:

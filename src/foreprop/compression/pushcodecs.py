@@ -81,6 +81,11 @@ class PushCodecs:
         started_ns = 0 if self._trace is None else self._trace.now_ns()
         place = Place(frame.step, frame.slice, self._engine.rank)
         state = self.residuals.of(frame.slice, frame.step)
+        if coded.decay:
+            # the image stays until this gradient is answered
+            image = coded.tensor_of(self._engine.memory.values(frame.slice))
+            decay = coded.decay * self.residuals.scale_at(frame.step)
+            values = torch.add(values, image, alpha=decay)
         data = codec.encode(values, state, place)
         if self._trace is not None:
             self._span(self._trace, CodecStage.ENCODED, frame, started_ns, len(data))

@@ -45,7 +45,7 @@ class Residuals:
             coded = self._slices[slice_]
             arrays = self._arrays[slice_] = coded.codec.new_state(coded.elems)
         if arrays and self._scales:
-            scale = self._scale_at(step)
+            scale = self.scale_at(step)
             factor = scale / self._scale_of.get(slice_, scale)
             self._scale_of[slice_] = scale
             if factor != 1.0:
@@ -53,7 +53,8 @@ class Residuals:
                     array.mul_(factor)
         return arrays
 
-    def _scale_at(self, step: int) -> float:
+    def scale_at(self, step: int) -> float:
+        """The loss's, in this step."""
         with self._lock:
             known = [announced for announced in self._scales if announced <= step]
             return self._scales[max(known)] if known else 1.0
