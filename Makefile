@@ -69,7 +69,7 @@ pages: $(STAMP) ## write anew what docs has from the code: settings, commands, e
 	$(BIN)/python scripts/commands_page.py
 	$(BIN)/python scripts/errors_page.py
 
-check: $(STAMP) ## lint, format, types and unit tests, in under a minute
+check: $(STAMP) ## lint, format, types and unit tests, in about a minute
 	scripts/check
 
 clean: ## remove .venv, caches and build output

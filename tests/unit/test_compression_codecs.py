@@ -18,6 +18,7 @@ from foreprop.compression.codecs import PARAMETERS, make, make_for_replies, name
 from foreprop.compression.dgc import DgcTraining
 from foreprop.core.codec import Place
 from foreprop.errors import ConfigError, RemoteProtocolError
+from tests.tiers import long_cases
 
 LOSSY = [name for name in names() if name != "lossless"]
 NAMES = [*LOSSY, "qsgd:1", "qsgd:7", "topk:0.3", "randomk:0.3", "dgc:0.3"]
@@ -83,7 +84,7 @@ def test_zeros_stay_zeros_but_of_signs(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", [0, 700, 999])
+@pytest.mark.parametrize("where", [700, *long_cases(0, 999)])
 def test_what_is_not_finite_shows_and_is_not_remembered(name: str, bad: float, where: int) -> None:
     codec = make(name)
     state = codec.new_state(1000)

@@ -84,6 +84,7 @@ def test_every_layer_takes_its_time_in_both_passes(name: str, taken: list[float]
     assert sum(taken) == pytest.approx(3.0, rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(MODELS))
 def test_compiled_code_takes_the_same_times_in_the_same_order(
     name: str, taken: list[float]

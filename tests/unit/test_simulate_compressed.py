@@ -57,7 +57,7 @@ def record(**changes: object) -> Record:
 
 
 # Bytes.
-@pytest.mark.parametrize("system", ["p3", "slicing", "kvstore", "tensorflow"])
+@pytest.mark.parametrize("system", ["p3", *long_cases("slicing", "kvstore", "tensorflow")])
 def test_without_a_codec_nothing_changes(system: str) -> None:
     exact = record(systems=(system,), balance=2.0)
     as_it_is = record(systems=(system,), balance=2.0, compression="none")
@@ -90,7 +90,7 @@ def test_replies_to_sparse_pushes_are_their_union() -> None:
 
 
 @pytest.mark.parametrize("compression", ["lossless", "int8", "1bit", "dgc", "*.weight=int4"])
-@pytest.mark.parametrize("balance", [0.1, 4.0])
+@pytest.mark.parametrize("balance", [4.0, *long_cases(0.1)])
 def test_no_step_beats_the_limit_of_the_bytes_that_are_left(
     compression: str, balance: float
 ) -> None:
@@ -238,7 +238,7 @@ def test_the_command_says_what_is_not_exact(tmp_path: Path) -> None:
 
 # The refined model beside it.
 @pytest.mark.parametrize("compression", ["none", "bf16", "int8", "dgc", "*.weight=int4"])
-@pytest.mark.parametrize("balance", [1.0, 4.0])
+@pytest.mark.parametrize("balance", [4.0, *long_cases(1.0)])
 def test_the_model_says_what_the_simulator_does(compression: str, balance: float) -> None:
     asked = setting(balance=balance, compression=compression, iterations=2)
     (simulated,) = simulate_lab(asked)

@@ -221,9 +221,13 @@ CASES: list[tuple[Staleness, int, int, int]] = [
     (0, 3, 2, 1),
 ]
 """Staleness, workers, steps, slices."""
+LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(("staleness", "workers", "steps", "slices"), CASES)
+@pytest.mark.parametrize(
+    ("staleness", "workers", "steps", "slices"),
+    [case if case[3] > 1 or case[0] == 1 else pytest.param(*case, marks=LONG) for case in CASES],
+)
 def test_in_any_interleaving_reads_are_fresh_enough_and_nobody_is_too_far_ahead(
     staleness: Staleness, workers: int, steps: int, slices: int
 ) -> None:
