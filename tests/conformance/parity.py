@@ -7,9 +7,10 @@ that each comparison also shows that rank 0's became everybody's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +48,16 @@ class Trained:
     stats: dict[str, Any]
 
 
-def build_seeded(build: Build, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """What is drawn meanwhile is the same each time, also where ranks are threads."""
     with _building:
         torch.manual_seed(seed)
+        yield
+
+
+def build_seeded(build: Build, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with seeded(seed):
         return build()
 
 

@@ -10,6 +10,7 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.core.frames import PACE_STEPS
 from tests.cluster import run_cluster
+from tests.conformance.parity import seeded
 
 STEPS = 6 * PACE_STEPS
 TURNED_AT = 3
@@ -30,8 +31,8 @@ class Turning(torch.nn.Module):
 
 def train(world: World, turns: bool, **settings: Any) -> tuple[list[int], list[torch.Tensor]]:
     """The priorities at the end, and the parameters."""
-    torch.manual_seed(0)
-    model = Turning()
+    with seeded():
+        model = Turning()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings = {"architecture": "p2p", **settings}  # collectives keep their plan
     with foreprop.parallelize(model, optimizer, world=world, **settings) as session:

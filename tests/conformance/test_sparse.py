@@ -30,6 +30,7 @@ from tests.conformance.parity import (
     check_world_of_two,
     run_foreprop,
     run_plain,
+    seeded,
     servers_only,
     train_classifier,
 )
@@ -377,8 +378,8 @@ def test_two_optimizers_for_one_model() -> None:
     """SparseAdam for the table, Adam for the rest, each with a session of its own."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Words()
+        with seeded():
+            model = Words()
         dense = torch.optim.Adam(model.out.parameters(), lr=0.1)
         return model, torch.optim.SparseAdam(model.table.parameters(), lr=0.1), dense
 
