@@ -195,7 +195,7 @@ def test_codecs_are_chosen_after_some_steps(
 ) -> None:
     use_plan(monkeypatch, compression=codecs)
     steps = MEASURED_STEPS + 3
-    settings = {"compression": "auto:lossless"}
+    settings = {"architecture": "p2p", "compression": "auto:lossless"}
     trained = check_world_of_two(
         with_sgd(), train_classifier, batches_of(2, count=steps), **settings
     )
@@ -203,7 +203,8 @@ def test_codecs_are_chosen_after_some_steps(
 
 
 def test_links_that_are_fast_enough_need_no_codec(capfd: pytest.CaptureFixture[str]) -> None:
-    settings = {"compression": "auto", "link_rate_bits_per_s": 1e13}
+    settings: dict[str, Any] = {"architecture": "p2p", "compression": "auto"}
+    settings["link_rate_bits_per_s"] = 1e13
     steps = MEASURED_STEPS + 3
     check_world_of_two(with_sgd(), train_classifier, batches_of(2, count=steps), **settings)
     assert "compression: all of the bytes as they are" in capfd.readouterr().err
