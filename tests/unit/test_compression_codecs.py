@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.compression import payloads
-from foreprop.compression.codecs import PARAMETERS, make, make_for_replies, names, takes
+from foreprop.compression.codecs import PARAMETERS, make, make_for_replies, names
 from foreprop.compression.dgc import DgcTraining
-from foreprop.core.codec import Place
+from foreprop.core.codec import Place, takes
 from foreprop.errors import ConfigError, RemoteProtocolError
 from tests.tiers import long_cases
 

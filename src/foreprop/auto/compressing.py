@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreprop.config import Config
-from foreprop.core.codec import NONE
+from foreprop.core.codec import NONE, choices_text
 from foreprop.core.codecfacts import AUTO_CODECS, allowed_by
 from foreprop.core.manifest import ParameterInfo
 from foreprop.model.planner import PlanSetting
@@ -60,5 +60,5 @@ def codecs_as_setting(
         config = config.replace(slice_elems=slice_elems)
     codecs, sentence = choose_compression(setting, config, allowed=allowed)
     wide = {info.name for info in infos if info.dtype == "float32"}
-    chosen = {name: codec for name, codec in codecs.items() if name in wide}
-    return ",".join(f"{name}={codec}" for name, codec in chosen.items()) or None, sentence
+    chosen = [(name, codec) for name, codec in codecs.items() if name in wide]
+    return choices_text(chosen) if chosen else None, sentence

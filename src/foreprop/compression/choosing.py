@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foreprop.compression.codecs import TensorCodec, kind_of, make, make_for_replies, takes
+from foreprop.compression.codecs import TensorCodec, make, make_for_replies
 from foreprop.config import Config
-from foreprop.core.codec import EXACT, NONE, Choice, codec_of, is_exact
+from foreprop.core.codec import (
+    EXACT,
+    NONE,
+    Choice,
+    choices_text,
+    codec_of,
+    is_exact,
+    kind_of,
+    takes,
+)
 from foreprop.core.manifest import Manifest, ParameterInfo
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
@@ -186,7 +195,7 @@ def _check_parameter(info: ParameterInfo, codec: str) -> None:
 def describe(manifest: Manifest) -> str:
     """For the line that is printed at the start."""
     choices = manifest.knobs.compression
-    shown = ",".join(f"{pattern}={codec}" for pattern, codec in choices)
+    shown = choices_text(choices)
     if len(choices) == 1 and choices[0][0] == "*":
         shown = choices[0][1]
     return f" compression={shown} ({'exact' if is_exact(choices) else 'lossy'})"

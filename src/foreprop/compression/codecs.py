@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -46,11 +45,6 @@ _WANT_TRAINING = {"dgc"}
 def names() -> list[str]:
     """All that ``compression`` may be but `NONE`, without the parameters that some take."""
     return sorted(_CODECS)
-
-
-def kind_of(name: str) -> str:
-    """``topk`` of ``topk:0.01``."""
-    return name.partition(":")[0]
 
 
 def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
@@ -101,11 +95,3 @@ def make_for_replies(
     coarse = kind == "qsgd" and parameter and int(parameter) <= 7
     others = {"sign": "efsign", "terngrad": "int4", "qsgd": "int4" if coarse else "int8"}
     return make(others.get(kind, name))
-
-
-def takes(name: str, shape: Sequence[int]) -> bool:
-    """Whether the codec is for a parameter of this shape; others are sent as they are.
-
-    DGC leaves out biases and the weights of normalisations, which have one dimension.
-    """
-    return kind_of(name) != "dgc" or len(shape) > 1

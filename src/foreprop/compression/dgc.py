@@ -2,8 +2,8 @@
 
 Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
 Training (2018), sections 3.1 to 3.3 and algorithm 4. The server's optimizer must have no momentum
-for these parameters, and weight decay has to be in the gradients. `foreprop.compression.codecs`
-has which parameters it is not for (`takes`), and what answers it (`make_for_replies`).
+for these parameters, and weight decay has to be in the gradients. `core.codec.takes` says
+which parameters it is not for, `compression.codecs.make_for_replies` what answers it.
 """
 
 from __future__ import annotations

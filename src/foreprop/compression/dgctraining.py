@@ -7,10 +7,9 @@ the gradients that are accumulated.
 
 from __future__ import annotations
 
-from foreprop.compression.codecs import kind_of, takes
 from foreprop.compression.dgc import DgcTraining
 from foreprop.config import Config
-from foreprop.core.codec import codec_of
+from foreprop.core.codec import codec_of, kind_of, takes
 from foreprop.core.manifest import NO_GROUP, Hyperparameters, Manifest
 from foreprop.errors import ConfigError, TrainingLoopError
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from foreprop.compression.choosing import coded_slices
-from foreprop.compression.codecs import kind_of
-from foreprop.core.codec import codec_of
+from foreprop.core.codec import codec_of, kind_of
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.slicing import Slice
 from foreprop.path.slicestore import SliceStore, SliceTensors

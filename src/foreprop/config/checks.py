@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from foreprop.core.codec import NONE, choices_of, is_automatic
+from foreprop.core.codec import NONE, choices_of, choices_text, is_automatic
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _choices_text(choices: Mapping[Any, Any]) -> str:
             raise ConfigError(
                 f"compression has {pattern!r}: {codec!r}; both must be text without , and ="
             )
-    return ",".join(f"{pattern}={codec}" for pattern, codec in choices.items()) or NONE
+    return choices_text(choices.items())
 
 
 def _check_architecture(config: Config) -> None:

@@ -12,7 +12,7 @@ The bytes are the shell's (`foreprop.compression`); ``Array`` is ``torch.Tensor`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -30,9 +30,22 @@ Choice = tuple[str, str]
 Array = TypeVar("Array")
 
 
-def is_automatic(text: str) -> bool:
+def kind_of(name: str) -> str:
+    """``topk`` of ``topk:0.01``."""
+    return name.partition(":")[0]
+
+
+def takes(name: str, shape: Sequence[int]) -> bool:
+    """Whether the codec is for a parameter of this shape; others are sent as they are.
+
+    DGC leaves out biases and the weights of normalisations, which have one dimension.
+    """
+    return kind_of(name) != "dgc" or len(shape) > 1
+
+
+def is_automatic(setting: object) -> bool:
     """``auto``, or ``auto:int8``: codecs are chosen when some steps have been measured."""
-    return text.partition(":")[0] == AUTO
+    return isinstance(setting, str) and kind_of(setting) == AUTO
 
 
 def may_be_lossy(text: str) -> bool:
@@ -62,6 +75,11 @@ def choices_of(text: str) -> tuple[Choice, ...]:
             )
         found.append((pattern, codec))
     return tuple(found)
+
+
+def choices_text(choices: Iterable[Choice]) -> str:
+    """What `choices_of` reads as these; `NONE` if there are none."""
+    return ",".join(f"{pattern}={codec}" for pattern, codec in choices) or NONE
 
 
 def codec_of(name: str, choices: Sequence[Choice]) -> str:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from foreprop.core.codec import AUTO, NONE, CodecFacts
+from foreprop.core.codec import AUTO, NONE, CodecFacts, kind_of
 from foreprop.errors import ConfigError
 
 LOSSLESS = "lossless"
@@ -65,7 +65,7 @@ class KnownCodec(NamedTuple):
     @property
     def session_name(self) -> str:
         """As a session is told it: what a lossless codec saves is no setting there."""
-        return self.name.partition(":")[0] if self.facts.exact else self.name
+        return kind_of(self.name) if self.facts.exact else self.name
 
     def coded(self, elems: int, *, ranks: int, cpu: float = 1.0) -> Coded:
         """A slice of so many elements; ``cpu``: how many times as fast as the table's a core is.

@@ -29,6 +29,8 @@ from foreprop.errors import ConfigError
 
 TOLERANCE = 0.05
 """Of the compute: so much longer a step may be before anything is made less exact."""
+MOST_CORES = 4
+"""Threads that encode or decode at once in a process, one for each peer."""
 _AS_GOOD = 0.5
 """Raises that buy at least this share of the best one's seconds per loss are as good."""
 _ROUNDING_S = 1e-12

@@ -10,20 +10,18 @@ from dataclasses import replace
 
 import msgspec
 
-from foreprop.core.codec import AUTO, NONE
+from foreprop.core.codec import AUTO, NONE, takes
 from foreprop.core.codecfacts import AUTO_CODECS, LOSSLESS, KnownCodec, codec_named
-from foreprop.core.justenough import Carriers, checked_enough, shares_text
+from foreprop.core.justenough import MOST_CORES, Carriers, checked_enough, shares_text
 from foreprop.model import served
 from foreprop.model.deployment import Deployment
 from foreprop.model.planner import P3, Candidate, PlanSetting, deployment_for
 from foreprop.model.refined import step_s
 from foreprop.workload import limit
 from foreprop.workload.profile import ProfiledArray
-from foreprop.workload.wirecodecs import arrays_in_order, is_flat, needs_of
+from foreprop.workload.wirecodecs import arrays_in_order, needs_of
 
 _DGC = "dgc"
-_MOST_CORES = 4
-"""Threads that encode or decode at once, one for each peer."""
 _NOT_EXACT: Mapping[str, str] = {
     "bf16": "bf16 keeps 8 bits of each mantissa",
     "int8": "int8 rounds to 1/127 of the largest element of 128, and sends the error a step later",
@@ -70,7 +68,7 @@ def compressed_steps(setting: PlanSetting, candidate: Candidate) -> Iterator[Com
 
 
 def _dgc(arrays: Sequence[ProfiledArray]) -> list[KnownCodec]:
-    return [codec_named(NONE if is_flat(array) else _DGC) for array in arrays]
+    return [codec_named(_DGC if takes(_DGC, array.shape) else NONE) for array in arrays]
 
 
 def choose_codecs(setting: PlanSetting, candidate: Candidate) -> Sequence[KnownCodec]:
@@ -85,7 +83,7 @@ def choose_codecs(setting: PlanSetting, candidate: Candidate) -> Sequence[KnownC
         server_rate_bytes_per_s=server_rate if candidate.servers else None,
         slice_elems=deployment.partition().slice_elems,
         round_trip_s=2 * deployment.message_s + hosts.update_s,
-        cores=min(deployment.servers, _MOST_CORES),
+        cores=min(deployment.servers, MOST_CORES),
     )
     enough = checked_enough(
         needs_of(layers, arrays_in_order(setting.profile)),

@@ -13,7 +13,7 @@ from typing import Any
 
 from foreprop.config import Config
 from foreprop.core.codecfacts import AUTO_CODECS, Coded, KnownCodec, allowed_by, codec_named
-from foreprop.core.justenough import Carriers, Enough, checked_enough
+from foreprop.core.justenough import MOST_CORES, Carriers, Enough, checked_enough
 from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError
 from foreprop.model.deployment import ACKNOWLEDGED
@@ -32,8 +32,6 @@ from foreprop.workload.wirecodecs import (
 
 _P3 = "p3"
 _STEPS, _UNCOUNTED_STEPS = 3, 1
-_MOST_CORES = 4
-"""Threads that encode or decode at once, one for each peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,5 +124,5 @@ def carriers_of(setting: SimulatedSetting, hosts: Hosts) -> Carriers:
         nodes=setting.nodes,
         slice_elems=setting.slice_elems_of(_P3),
         round_trip_s=2 * (setting.latency_s + hosts.send_s + hosts.receive_s) + hosts.update_s,
-        cores=min(setting.nodes, _MOST_CORES),
+        cores=min(setting.nodes, MOST_CORES),
     )

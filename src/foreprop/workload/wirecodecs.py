@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from foreprop.core.codec import AUTO, NONE
+from foreprop.core.codec import AUTO, NONE, choices_text, takes
 from foreprop.core.codecfacts import KnownCodec, codec_named
 from foreprop.core.justenough import Need
 from foreprop.errors import ConfigError
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
-
-_DENSE_IF_FLAT = "dgc"
 
 
 def parse_compression(text: str) -> dict[str, str]:
@@ -54,16 +52,14 @@ def _matches(array: ProfiledArray, pattern: str) -> bool:
 def _codec_of(array: ProfiledArray, patterns: Mapping[str, str]) -> str:
     for pattern, name in patterns.items():
         if _matches(array, pattern):
-            flat = name.partition(":")[0] == _DENSE_IF_FLAT and is_flat(array)
-            return NONE if flat else name
+            return name if takes(name, array.shape) else NONE
     return NONE
 
 
 def patterns_text(names: Sequence[str], codecs: Sequence[KnownCodec]) -> str:
     """As `parse_compression` reads it: the names of what does not go as it is."""
     pairs = zip(names, codecs, strict=True)
-    parts = [f"{name}={codec.name}" for name, codec in pairs if codec.name != NONE]
-    return ",".join(parts) or NONE
+    return choices_text((name, codec.name) for name, codec in pairs if codec.name != NONE)
 
 
 def is_flat(array: ProfiledArray) -> bool:
