@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plan_example import SMALL, setting
 
 from foreprop.auto import planning
-from foreprop.auto.linkprobe import Report, conclude, measure_links, rates_of_nodes
+from foreprop.auto.linkprobe import Report, conclude, exchange_reports, rates_of_nodes
 from foreprop.auto.planning import Outlook, Plan, plan_session, preset_of
 from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import solitary_world
@@ -270,7 +270,8 @@ def test_all_nodes_measure_and_agree(nodes: int) -> None:
     board = Board(solitary_world(), "plan", timeout_s=20)
 
     def measure(node: int) -> Any:
-        return measure_links(board, node=node, nodes=nodes, address="127.0.0.1", session="abc")
+        about = {"node": node, "nodes": nodes}
+        return conclude(exchange_reports(board, address="127.0.0.1", session="abc", **about))
 
     with ThreadPoolExecutor(nodes) as pool:
         found = list(pool.map(measure, range(nodes)))

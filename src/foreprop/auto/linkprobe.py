@@ -47,25 +47,6 @@ class Report(msgspec.Struct, frozen=True):
     """To the node before, measured by itself; None of two nodes."""
 
 
-def measure_links(
-    board: Board,
-    *,
-    node: int,
-    nodes: int,
-    address: str,
-    session: str,
-    config: Config | None = None,
-) -> Links:
-    """`conclude` from what `exchange_reports` returns. The slowest link counts, because each step
-    waits for it. Raises `TransportError`.
-    """
-    return conclude(
-        exchange_reports(
-            board, node=node, nodes=nodes, address=address, session=session, config=config
-        )
-    )
-
-
 def exchange_reports(
     board: Board,
     *,
@@ -126,7 +107,10 @@ def _token(session: str, secret_file: str | None) -> bytes:
 
 
 def conclude(reports: Sequence[Report]) -> Links:
-    """Of all nodes' reports; raises `TransportError` if one of them could not measure."""
+    """Of all nodes' reports. The slowest link counts, because each step waits for it.
+
+    Raises `TransportError` if one of them could not measure.
+    """
     for node, report in enumerate(reports):
         if report.error is not None:
             raise TransportError(f"node {node} could not measure its links: {report.error}")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from foreprop.auto.compressing import codecs_as_setting
-from foreprop.auto.linkprobe import Links, measure_links
+from foreprop.auto.linkprobe import Links, conclude, exchange_reports
 from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.auto.unevennodes import (
@@ -31,7 +31,7 @@ from foreprop.auto.unevennodes import (
 )
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
-from foreprop.config import PRESETS, Config
+from foreprop.config import Config
 from foreprop.core.codec import is_automatic
 from foreprop.core.manifest import ParameterInfo
 from foreprop.core.parallax import Topology
@@ -41,6 +41,7 @@ from foreprop.model.planner import MOST_NODES, P3, Candidate, PlanSetting, deplo
 from foreprop.model.planner import choose as choose_candidate
 from foreprop.model.refined import step_s
 from foreprop.quantities import rate_text, time_text
+from foreprop.servers.describing import maybe_preset
 from foreprop.simulate.slicesize import choose_slice_elems
 from foreprop.workload.profile import Profile
 
@@ -83,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True):
             changes["late_nodes"] = self.late_nodes
         if self.architecture is not None:
             changes["architecture"] = self.architecture
-        if is_automatic(str(config.compression)):
+        if is_automatic(config.compression):
             changes["compression"] = self.compression
         return config.replace(**changes)
 
@@ -199,7 +200,7 @@ class Planning:
         node, place = divmod(self._world.rank, self._per_node)
         if place:
             return None
-        return measure_links(
+        reports = exchange_reports(
             board,
             node=node,
             nodes=self.nodes,
@@ -207,6 +208,7 @@ class Planning:
             session=session_id,
             config=self._config,
         )
+        return conclude(reports)
 
     def _setting(self, profile: Profile, compute_s: float, links: Links) -> PlanSetting:
         rate, paced = links.rate_bits_per_s, self._config.link_rate_bits_per_s
@@ -270,7 +272,7 @@ def plan_session(
     uneven = {"node_rates": rates_text, "late_nodes": late}
     told = "".join(f"; {name}={text}" for name, text in uneven.items() if is_served and text)
     codecs = None
-    if is_automatic(str(config.compression)):
+    if is_automatic(config.compression):
         codecs, sentence = codecs_as_setting(setting, config, slices, infos)
         told += f"; {sentence}"
     return Plan(
@@ -287,10 +289,7 @@ def plan_session(
 
 def preset_of(config: Config) -> str:
     """The one whose knobs are set; p3 if it is nobody's."""
-    for name, knobs in PRESETS.items():
-        if all(getattr(config, knob) == value for knob, value in knobs.items()):
-            return name
-    return P3
+    return maybe_preset(config) or P3
 
 
 def _deployment(

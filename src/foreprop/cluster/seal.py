@@ -85,13 +85,17 @@ def use_secret(world: World, config: Config) -> None:
             entries.seal = make_seal(config.secret_file, scope, f"rank {world.rank}")
 
 
-def refuse_signed(key: str, who: str) -> HandshakeError:
-    """For a process without a secret that finds a signed entry."""
-    return HandshakeError(
-        f"{who} has no secret, and the store's entry {key!r} is signed with one: set"
-        " FOREPROP_SECRET_FILE to a copy of the same file on every machine, or use another"
-        " rendezvous, if that is another job's"
-    )
+def open_entry(seal: Seal | None, key: str, entry: bytes | None, who: str) -> bytes | None:
+    """Its value, if it counts; raises `HandshakeError` if only the other side signs."""
+    if seal is not None:
+        return seal.maybe_open(key, entry)
+    if entry is not None and entry.startswith(SIGNED):
+        raise HandshakeError(
+            f"{who} has no secret, and the store's entry {key!r} is signed with one: set"
+            " FOREPROP_SECRET_FILE to a copy of the same file on every machine, or use another"
+            " rendezvous, if that is another job's"
+        )
+    return entry
 
 
 def report_no_secret() -> None:

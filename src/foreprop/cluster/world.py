@@ -296,13 +296,11 @@ class StoreClient:
         found: bytes | None = self._caller.call(
             "get", lambda: bytes(store.get(key)) if store.check([key]) else None
         )
-        if self.seal is not None:
-            return self.seal.maybe_open(key, found)
-        if found is not None and found.startswith(SIGNED):
-            from foreprop.cluster.seal import refuse_signed
+        if self.seal is None and not (found or b"").startswith(SIGNED):
+            return found
+        from foreprop.cluster.seal import open_entry
 
-            raise refuse_signed(key, f"rank {self._rank}")
-        return found
+        return open_entry(self.seal, key, found, f"rank {self._rank}")
 
     def check(self, key: str) -> bool:
         if self.seal is not None:

@@ -14,12 +14,10 @@ from collections.abc import Callable
 
 from foreprop.core.authentication import NONCE_BYTES, ConnectingSide, Subject, key_of
 from foreprop.errors import ConfigError, TransportError
-from foreprop.link.stream import connect
 
 _MOST_BYTES = 4096
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _LOOK_S = 1.0
-_AGAIN_S = 0.1
 
 
 def load_key(path: str) -> bytes:
@@ -55,47 +53,20 @@ def read_secret(path: str) -> bytes:
     return secret
 
 
-def connect_by_secret(
-    address: str,
-    port: int,
-    secret_file: str,
-    session: str,
-    target: str,
-    rank: int,
-    timeout_s: float,
-    look: Callable[[], None],
-) -> socket.socket:
-    """A connection whose other end has shown that it has the secret, too.
-
-    A server may be starting still, and one with many strangers before it may close a connection
-    that it has not answered: until ``timeout_s`` (``join_timeout_s``) has passed it is tried
-    again. ``look`` is called meanwhile and raises what ends that. Raises `HandshakeError` if the
-    secrets differ, `TransportError` if there is no answer.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    key, subject = load_key(secret_file), Subject(session, target)
-    while True:
-        look()
-        try:
-            sock = connect(address, port, timeout_s=min(1.0, timeout_s))
-            return _authenticated(sock, key, subject, rank, deadline_s, look)
-        except TransportError as error:
-            if time.monotonic() >= deadline_s:
-                raise TransportError(
-                    f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
-                ) from error
-        time.sleep(_AGAIN_S)
-
-
-def _authenticated(
+def authenticate(
     sock: socket.socket,
-    key: bytes,
+    secret_file: str,
     subject: Subject,
     rank: int,
     deadline_s: float,
     look: Callable[[], None],
 ) -> socket.socket:
-    side = ConnectingSide(key, subject, rank, secrets.token_bytes(NONCE_BYTES))
+    """The connection, when its other end has shown that it has the secret, too; else it is closed.
+
+    A server with many strangers before it may close one that it has not answered: that is a
+    `TransportError`, after which it may be tried again. Raises `HandshakeError` if secrets differ.
+    """
+    side = ConnectingSide(load_key(secret_file), subject, rank, secrets.token_bytes(NONCE_BYTES))
     try:
         prove(sock, side, deadline_s, look)
     except BaseException:

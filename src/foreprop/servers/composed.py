@@ -16,7 +16,7 @@ from foreprop.core.sendqueue import turns_of
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
-from foreprop.errors import Failure, InternalError
+from foreprop.errors import Failure
 from foreprop.link.connection import Connection, Later, Service, owners_of
 from foreprop.path.calls import (
     AnnouncedNumbers,
@@ -33,6 +33,7 @@ from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
+    from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.numerics.normgate import NormGate
     from foreprop.stragglers.arrivals import ArrivalReports
@@ -128,7 +129,8 @@ class _Composition:
         )
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
-        self._store = self._make_store(store_class, slices, host.index)
+        images = self._maybe_images(slices, host.index)
+        self._store = store_class(manifest, slices, host.index) if images is None else images
         self._settings = AnnouncedNumbers(manifest, self._executor)
         self._updates = Updates(
             self._machine, self._executor, self._store, self._settings.at, names
@@ -137,8 +139,8 @@ class _Composition:
             self._machine, self._executor, self._store, names, check=self._finite_check()
         )
         self._frames: Service = self._slices
-        if manifest.knobs.compression:
-            self._frames = self._make_codecs()
+        if images is not None:
+            self._frames = self._make_codecs(images)
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self.work = ServerWork(owners_of(self._services()), names, self._executor, self._waits)
@@ -164,22 +166,17 @@ class _Composition:
 
         return check_finite
 
-    def _make_store(
-        self, store_class: type[SliceStore], slices: Sequence[Slice], index: int
-    ) -> SliceStore:
-        if self._manifest.knobs.compression:
-            from foreprop.compression.images import ImageStore
-
-            return ImageStore(self._manifest, slices, index)
-        return store_class(self._manifest, slices, index)
-
-    def _make_codecs(self) -> ReplyCodecs:
+    def _maybe_images(self, slices: Sequence[Slice], index: int) -> ImageStore | None:
+        if not self._manifest.knobs.compression:
+            return None
         from foreprop.compression.images import ImageStore
+
+        return ImageStore(self._manifest, slices, index)
+
+    def _make_codecs(self, images: ImageStore) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs
 
-        if not isinstance(self._store, ImageStore):
-            raise InternalError("a store without images has codecs")
-        return ReplyCodecs(self._manifest, self._slices, self._executor, self._store)
+        return ReplyCodecs(self._manifest, self._slices, self._executor, images)
 
     def _make_rows(self) -> RowServer:
         from foreprop.tables.service import RowServer

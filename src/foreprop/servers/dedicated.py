@@ -25,7 +25,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from foreprop.cluster.rendezvous import Board, Look
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
-from foreprop.core.wire import SIGNED
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.stream import keep_alive, listen, local_address
 from foreprop.observe.trace import check_trace_folder
@@ -218,9 +217,11 @@ class Supervisor:
                     self._report("waits for a session with dedicated_servers")
 
     def _join_session(self, store: TCPStore, number: int) -> None:
+        from foreprop.cluster.seal import open_entry
+
         key = dedicated_key(number)
         try:
-            entry = self._maybe_open(key, bytes(store.get(key)))
+            entry = open_entry(self._seal, key, bytes(store.get(key)), "this server")
             if entry is None:
                 self._unsigned.append(number)
                 return
@@ -235,16 +236,6 @@ class Supervisor:
         except (dist.DistError, RuntimeError, msgspec.MsgspecError, HandshakeError) as error:
             self._failed.append(f"session {number}")
             self._report(f"cannot join session {number}: {error}")
-
-    def _maybe_open(self, key: str, entry: bytes) -> bytes | None:
-        """An announcement, if it counts; raises `HandshakeError` if only the other side signs."""
-        if self._seal is not None:
-            return self._seal.maybe_open(key, entry)
-        if entry.startswith(SIGNED):
-            from foreprop.cluster.seal import refuse_signed
-
-            raise refuse_signed(key, "this server")
-        return entry
 
     def _start_or_refuse(self, published: PublishedSession, index: int) -> str:
         """The entry for one server: where it listens, or why there is none."""

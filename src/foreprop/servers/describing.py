@@ -26,11 +26,18 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
     )
 
 
-def _describe_order(config: Config) -> str:
-    """The preset, or what no preset has together."""
+def maybe_preset(config: Config) -> str | None:
+    """The one whose knobs are set."""
     for name, knobs in PRESETS.items():
         if all(getattr(config, knob) == value for knob, value in knobs.items()):
-            return f"preset {name}"
+            return name
+    return None
+
+
+def _describe_order(config: Config) -> str:
+    """The preset, or what no preset has together."""
+    if (name := maybe_preset(config)) is not None:
+        return f"preset {name}"
     return " ".join(f"{knob}={getattr(config, knob)}" for knob in PRESETS["p3"])
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from foreprop.servers.main import ThreadServer
 
 _END_BY_ITSELF_S = 3.0
+_AGAIN_S = 0.1
 """A server that has to end is given this long to tell the other workers why."""
 
 
@@ -223,22 +224,27 @@ class Connections:
 
     def _connect_to(self, address: str, port: int, target: str) -> socket.socket:
         timeout_s, rank = self._config.join_timeout_s, self._world.rank
-        look, secret_file = self.board.check_failed, self._config.secret_file
-        if secret_file is not None:
-            from foreprop.link.secret import connect_by_secret
-
-            about = (self.session_id, target, rank)
-            return connect_by_secret(address, port, secret_file, *about, timeout_s, look)
         deadline = time.monotonic() + timeout_s
         while True:
-            look()
+            self.board.check_failed()
             try:
-                return connect(address, port, timeout_s=min(1.0, timeout_s))
+                sock = connect(address, port, timeout_s=min(1.0, timeout_s))
+                return self._authenticated(sock, target, deadline)
             except TransportError as error:
                 if time.monotonic() >= deadline:
                     raise TransportError(
                         f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
                     ) from error
+            time.sleep(_AGAIN_S)
+
+    def _authenticated(self, sock: socket.socket, target: str, deadline_s: float) -> socket.socket:
+        if (secret_file := self._config.secret_file) is None:
+            return sock
+        from foreprop.core.authentication import Subject
+        from foreprop.link.secret import authenticate
+
+        about = (secret_file, Subject(self.session_id, target), self._world.rank)
+        return authenticate(sock, *about, deadline_s, self.board.check_failed)
 
     def _check_reachable(self, server: int, address: str) -> None:
         theirs, ours = ipaddress.ip_address(address), ipaddress.ip_address(self.address)
