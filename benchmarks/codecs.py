@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from foreprop.compression.codecs import make
-from foreprop.core.codec import Codec, Place
+from foreprop.core.codec import Place
 
 NAMES = (
     "bf16",
@@ -55,32 +55,30 @@ def measure_codecs(
     slices = min(slices, _MOST_SLICES)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn((slices, slice_elems), generator=generator) * 1e-3
-    trips = [_Trip(make(name), values) for name in names]
+    trips = [Trip(name, list(values)) for name in names]
     for trip in trips:
         trip.go(0)  # what torch loads at first use, and memory
-    seen = [[trip.go(step) for trip in trips] for step in range(1, rounds + 1)]
-    gigabytes = values.nbytes / 1e9
-    costs = []
-    for name, trip, times in zip(names, trips, zip(*seen, strict=True), strict=True):
-        encode_s, decode_s = (statistics.median(part) for part in zip(*times, strict=True))
-        costs.append(
-            CodecCost(name, trip.bytes_per_elem, encode_s / gigabytes, decode_s / gigabytes)
-        )
-    return costs
+        trip.took_s.clear()
+    for step in range(1, rounds + 1):
+        for trip in trips:
+            trip.go(step)
+    return [trip.cost for trip in trips]
 
 
-class _Trip:
-    """All slices, from a worker to a server."""
+class Trip:
+    """All slices, flat float32 arrays, from a worker to a server."""
 
-    def __init__(self, codec: Codec[torch.Tensor], values: torch.Tensor) -> None:
-        self._codec = codec
+    def __init__(self, name: str, values: Sequence[torch.Tensor]) -> None:
+        self._name = name
+        self._codec = make(name)
         self._values = values
-        self._states = [codec.new_state(len(row)) for row in values]
-        self._out = torch.zeros_like(values)
-        self.bytes_per_elem = 0.0
+        self._states = [self._codec.new_state(len(row)) for row in values]
+        self._out = [torch.zeros_like(row) for row in values]
+        self._sent_bytes = 0
+        self.took_s: list[tuple[float, float]] = []
+        """CPU seconds of encoding and of decoding, each time."""
 
-    def go(self, step: int) -> tuple[float, float]:
-        """CPU seconds of encoding and of decoding."""
+    def go(self, step: int) -> None:
         sent: list[memoryview] = []
 
         def encode() -> None:
@@ -91,9 +89,16 @@ class _Trip:
             for number, (data, out) in enumerate(zip(sent, self._out, strict=True)):
                 self._codec.decode(data, out, Place(step, number, 0))
 
-        took = _cpu_s(encode), _cpu_s(decode)
-        self.bytes_per_elem = sum(map(len, sent)) / self._values.numel()
-        return took
+        self.took_s.append((_cpu_s(encode), _cpu_s(decode)))
+        self._sent_bytes = sum(map(len, sent))
+
+    @property
+    def cost(self) -> CodecCost:
+        """Medians; bytes of the last time."""
+        elems = sum(map(len, self._values))
+        encode_s, decode_s = (statistics.median(part) for part in zip(*self.took_s, strict=True))
+        per_gb = 1e9 / (4 * elems)
+        return CodecCost(self._name, self._sent_bytes / elems, encode_s * per_gb, decode_s * per_gb)
 
 
 def _cpu_s(work: Callable[[], None]) -> float:

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.codecs import Trip
 from benchmarks.loopback import MODELS, Cpu
 from benchmarks.workers import run_workers
-from foreprop.compression.codecs import make
 from foreprop.config import Config
-from foreprop.core.codec import NONE, Place
+from foreprop.core.codec import NONE
 from foreprop.session.session import parallelize
 
 _WARM_UP_STEPS = 3
@@ -78,29 +78,12 @@ def _slices(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _cost(name: str, what: str, arrays: Sequence[torch.Tensor], repeats: int) -> TrainedCost:
-    codec, place = make(name), Place(1, 0, 0)
-    states = [codec.new_state(array.numel()) for array in arrays]
-    outs = [torch.empty_like(array) for array in arrays]
-    encode_s, decode_s = [], []
-    code_bytes = 0
-    for _ in range(repeats):
-        started_s = time.thread_time()
-        codes = [codec.encode(a, s, place) for a, s in zip(arrays, states, strict=True)]
-        encoded_s = time.thread_time()
-        for code, out in zip(codes, outs, strict=True):
-            codec.decode(code, out, place)
-        decode_s.append(time.thread_time() - encoded_s)
-        encode_s.append(encoded_s - started_s)
-        code_bytes = sum(map(len, codes))
-    size_bytes = 4 * sum(array.numel() for array in arrays)
-    per_gb = 1e9 / size_bytes
-    return TrainedCost(
-        name,
-        what,
-        statistics.median(encode_s) * per_gb,
-        statistics.median(decode_s) * per_gb,
-        code_bytes / size_bytes,
-    )
+    trip = Trip(name, arrays)
+    for step in range(1, repeats + 1):
+        trip.go(step)
+    cost = trip.cost
+    share = cost.bytes_per_elem / 4
+    return TrainedCost(name, what, cost.encode_s_per_gb, cost.decode_s_per_gb, share)
 
 
 # Whole steps.

@@ -19,27 +19,15 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from foreprop.compression.codecs import make, make_for_replies, takes
+from benchmarks import codecs
+from foreprop.compression.codecs import make, make_for_replies
 from foreprop.compression.dgc import DgcTraining
 from foreprop.compression.onebit import vote
-from foreprop.core.codec import Codec, Place
+from foreprop.core.codec import Codec, Place, takes
 from foreprop.datasets import fashion_mnist
 
 EXACT = "exact"
-NAMES = (
-    "bf16",
-    "int8",
-    "int4",
-    "1bit",
-    "efsign",
-    "sign",
-    "qsgd",
-    "qsgd:7",
-    "terngrad",
-    "topk:0.01",
-    "randomk:0.01",
-    "dgc:0.001",
-)
+NAMES = tuple(name for name in codecs.NAMES if name != "fp16")
 SEEDS = (0, 1, 2)
 RANKS, BATCH, EPOCHS, HIDDEN = 2, 100, 1, 128
 SLICE_ELEMS = 50_000

@@ -10,13 +10,13 @@ On the wire: float32 scales, one per block, then the codes q + L in 2, 4 or 8 bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from foreprop.compression.bitpacking import pack, packed_bytes, unpack
 from foreprop.compression.errorfeedback import ErrorFeedback
-from foreprop.compression.payloads import array_of, check_size, generator_of, spans
+from foreprop.compression.payloads import Stateless, array_of, check_size, generator_of, spans
 from foreprop.core.codec import Place
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
@@ -37,7 +37,7 @@ def largest_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class BlockQuantiser:
+class BlockQuantiser(Stateless):
     """Whole numbers from ``-levels`` to ``levels`` of a scale. The last block may be shorter.
 
     A block with an element that is not finite has a NaN as its scale, and is decoded as NaNs.
@@ -50,7 +50,6 @@ class BlockQuantiser:
     limit_of: Callable[[torch.Tensor], torch.Tensor]
     """What L scales are, for each row: float32 (rows, elems) to (rows,); others are clipped."""
     stochastic: bool = False
-    exact: bool = field(default=False, init=False)
 
     @property
     def bits(self) -> int:
@@ -58,9 +57,6 @@ class BlockQuantiser:
 
     def most_bytes(self, elems: int) -> int:
         return 4 * self._blocks(elems) + packed_bytes(elems, self.bits)
-
-    def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {}
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place

@@ -7,14 +7,14 @@ then a bit for each element, 1 if it is negative. Zeros count as not negative.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from foreprop.compression.bitpacking import pack, packed_bytes, unpack
 from foreprop.compression.errorfeedback import ErrorFeedback
-from foreprop.compression.payloads import array_of, check_size, spans
+from foreprop.compression.payloads import Stateless, array_of, check_size, spans
 from foreprop.core.codec import Place
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
@@ -35,18 +35,14 @@ Levels = tuple[float, float]
 
 
 @dataclass(slots=True)
-class OneBit:
+class OneBit(Stateless):
     """Each element by its sign and one of two levels. What is not finite makes both NaN."""
 
     name: str
     levels_of: Callable[[Sides], Levels]
-    exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
         return _LEVELS_BYTES + packed_bytes(elems, 1)
-
-    def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {}
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from foreprop.compression.payloads import array_of, check_size, copy_parts
+from foreprop.compression.payloads import Stateless, array_of, check_size, copy_parts
 from foreprop.core.codec import Place
 from foreprop.path.memory import bytes_of
 
 
 @dataclass(slots=True)
-class SixteenBit:
+class SixteenBit(Stateless):
     """What is beyond the range of float16 becomes infinite, as torch's cast does."""
 
     name: str
     dtype: torch.dtype
-    exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
         return 2 * elems
-
-    def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {}
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from foreprop.compression.errorfeedback import ErrorFeedback
 from foreprop.compression.payloads import (
     AT_ONCE_ELEMS,
+    Stateless,
     all_finite,
     array_of,
     check_size,
@@ -124,18 +125,14 @@ def place_sparse(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
 
 
 @dataclass(slots=True)
-class TopK:
+class TopK(Stateless):
     """The elements with the largest magnitudes, and where they are; the others are zero."""
 
     name: str
     share: SentShare
-    exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
         return sparse_bytes(elems, self.share.pairs(elems, 0))
-
-    def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {}
 
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
@@ -147,7 +144,7 @@ class TopK:
 
 
 @dataclass(slots=True)
-class RandomK:
+class RandomK(Stateless):
     """Elements that step and slice determine, the same on all ranks: no indices are sent.
 
     If an element is not finite, all that is sent is NaN: the random ones need not show it.
@@ -155,13 +152,9 @@ class RandomK:
 
     name: str
     share: SentShare
-    exact: bool = field(default=False, init=False)
 
     def most_bytes(self, elems: int) -> int:
         return 4 * self.share.count(elems, 0)
-
-    def new_state(self, elems: int) -> Mapping[str, torch.Tensor]:
-        return {}
 
     def indices(self, elems: int, place: Place) -> torch.Tensor:
         """Rising, int64 (count,): each subset of so many elements is as likely as any other."""
