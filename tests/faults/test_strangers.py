@@ -29,16 +29,10 @@ from foreprop.link.secret import load_key
 from foreprop.path import entrance, server
 from tests.cluster import run_cluster
 from tests.faults.wire_peers import SESSION, Client, Session, session
+from tests.secretfile import secret_file
 from tests.tiers import long_cases
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def secret_file(folder: Path, name: str = "job.secret", text: str = "0123456789abcdef") -> str:
-    path = folder / name
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
 
 
 @pytest.fixture

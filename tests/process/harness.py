@@ -225,19 +225,24 @@ def workers(
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(folder) as run:
         for rank in range(size):
-            told = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % local_size),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(local_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-            }
+            told = torchruns_variables(rank, store.port, size, local_size)
             run.start(zygote, run.environment(scenario, **told, **more))
         yield run
     del store
+
+
+def torchruns_variables(rank: int, port: int, size: int = 2, local_size: int = 1) -> dict[str, str]:
+    """What torchrun would tell a rank whose rendezvous store is at this port of this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local_size),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def wait_for(condition: Callable[[], object], run: Run, timeout_s: float = 30) -> None:

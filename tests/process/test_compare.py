@@ -20,7 +20,7 @@ from foreprop.lab.cluster import Cluster
 from foreprop.lab.network import NetworkUnavailable
 from foreprop.run.run import Outcome
 from foreprop.workload.network import Network
-from tests.process.harness import ROOT, Zygote, environment, running
+from tests.process.harness import ROOT, Zygote, environment, running, torchruns_variables
 from tests.process.lab_nodes import tell_pids
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -65,17 +65,8 @@ def fork_ranks(zygote: Zygote, folder: Path, arguments: list[str], lines: Lines)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(folder) as run:
         for rank in range(2):
-            told = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TMPDIR": str(run.temporary),
-            }
+            told = torchruns_variables(rank, store.port, local_size=2)
+            told["TMPDIR"] = str(run.temporary)
             run.start(zygote, environment(run.mark, told), script=RANK, arguments=arguments)
         run.wait(LIMIT_S)
         run.check_nothing_left(within_s=60)

@@ -23,8 +23,17 @@ from foreprop.run.plan import Plan, hosts_here
 from foreprop.run.resources import parse_resources
 from foreprop.run.run import Launcher, Outcome
 from tests.faults.wire_peers import Client
-from tests.process.harness import ROOT, Run, Zygote, free_port, running, wait_for
+from tests.process.harness import (
+    ROOT,
+    Run,
+    Zygote,
+    free_port,
+    running,
+    torchruns_variables,
+    wait_for,
+)
 from tests.process.train_script import Scenario
+from tests.secretfile import secret_file
 from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
@@ -53,10 +62,7 @@ for process in os.listdir("/proc"):
 
 @pytest.fixture
 def secret(tmp_path: Path) -> str:
-    path = tmp_path / "job.secret"
-    path.write_text(TEXT)
-    path.chmod(0o600)
-    return str(path)
+    return secret_file(tmp_path, text=TEXT)
 
 
 # `foreprop run`.
@@ -109,16 +115,7 @@ def test_a_run_passes_on_the_secret_that_is_set(
 def start_rank(
     run: Run, zygote: Zygote, rank: int, port: int, scenario: Scenario, **more: str
 ) -> psutil.Process:
-    told = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    told = torchruns_variables(rank, port)
     return run.start(zygote, run.environment(scenario, **told, **more))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.process.harness import ROOT, Zygote, running
+from tests.process.harness import ROOT, Zygote, running, torchruns_variables
 from tests.process.train_script import Scenario
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -23,18 +23,8 @@ def test_a_slow_rank_is_named_until_it_is_as_fast_as_the_others(
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(tmp_path) as run:
         for rank in range(2):
-            told = {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "SLOW": f"1:{SLOW_S}",
-            }
-            variables = run.environment(Scenario(), **told)
+            told = torchruns_variables(rank, store.port)
+            variables = run.environment(Scenario(), SLOW=f"1:{SLOW_S}", **told)
             run.start(zygote, variables, script=SCRIPT)
         run.wait(200)
         assert run.codes() == [0, 0], run.output()

@@ -13,6 +13,7 @@ from foreprop.config import Config
 from foreprop.core.authentication import key_of, sign
 from foreprop.servers.dedicated import PublishedSession, Supervisor, dedicated_key
 from foreprop.version import __version__
+from tests.secretfile import secret_file
 
 TEXT = b"0123456789abcdef"
 KEY = dedicated_key(1)
@@ -48,10 +49,7 @@ class Commanded(Supervisor):
 
 @pytest.fixture
 def secret(tmp_path: Path) -> str:
-    path = tmp_path / "job.secret"
-    path.write_bytes(TEXT)
-    path.chmod(0o600)
-    return str(path)
+    return secret_file(tmp_path, text=TEXT.decode())
 
 
 def test_an_announcement_names_no_path(tmp_path: Path) -> None:
