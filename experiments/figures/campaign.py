@@ -280,7 +280,9 @@ def _draw(out: Path, number: int, campaign: _Campaign) -> Drawn | None:
         return None
     timelines: list[Timeline] = []
     if number == sweeps.UTILISATION:
-        panels = utilisation_panels(runs[0][1].records, runs[0][1].samples)
+        panels = [
+            panel for _, run in runs for panel in utilisation_panels(run.records, run.samples)
+        ]
         if not panels:
             return None
         chart, data = utilisation_chart(panels), msgspec.json.encode(panels)

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.chart import PART_IN, Chart
-from experiments.figures.comparison import in_order
+from experiments.figures.comparison import in_order, model_name
 from experiments.figures.curves import (
     THROUGHPUT_LABEL,
     Axis,
@@ -181,26 +181,40 @@ def _label_cpu_bound(ax: Axes, curves: Sequence[Curve]) -> None:
         )
 
 
+_UTILISATION_COLUMNS = 3
+
+
 def utilisation_chart(panels: Sequence[UtilisationPanel]) -> Chart:
-    """Outbound above inbound, a column per system."""
+    """Outbound above inbound, a column per system, a few of them side by side."""
+    columns = min(_UTILISATION_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
 
     def draw(figure: Figure) -> None:
-        grid = figure.subplots(2, len(panels), squeeze=False, sharex=True, sharey=True)
-        for column, panel in enumerate(panels):
-            _draw_utilisation(list(grid[:, column]), panel)
+        grid = figure.subplots(2 * rows, columns, squeeze=False, sharex="row", sharey=True)
+        for number, panel in enumerate(panels):
+            row, column = divmod(number, columns)
+            _draw_utilisation(list(grid[2 * row : 2 * row + 2, column]), panel)
+        for number in range(len(panels), rows * columns):
+            row, column = divmod(number, columns)
+            for ax in grid[2 * row : 2 * row + 2, column]:
+                ax.set_axis_off()
 
     return Chart(
         whole=draw,
-        whole_in=(_PANEL_IN[0] * len(panels), 3.6),
+        whole_in=(_PANEL_IN[0] * columns, 3.6 * rows),
         parts=[
             (
-                f"{panel.system}: share of the link in use, outbound and inbound",
+                f"{_whose(panel)}: share of the link in use, outbound and inbound",
                 _utilisation_part(panel),
             )
             for panel in panels
         ],
         part_in=(PART_IN[0], 3.6),
     )
+
+
+def _whose(panel: UtilisationPanel) -> str:
+    return f"{model_name(panel.model)}, {panel.system}"
 
 
 def _utilisation_part(panel: UtilisationPanel) -> Draw:
@@ -212,7 +226,7 @@ def _utilisation_part(panel: UtilisationPanel) -> Draw:
 def _draw_utilisation(axes: Sequence[Axes], panel: UtilisationPanel) -> None:
     colour = style_of(panel.system).light
     directions = (("outbound", panel.sent_share), ("inbound", panel.received_share))
-    axes[0].set_title(panel.system)
+    axes[0].set_title(_whose(panel))
     for ax, (direction, shares) in zip(axes, directions, strict=True):
         ax.stairs(shares, panel.seconds, fill=True, color=colour, alpha=0.75, linewidth=0)
         ax.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 2)))

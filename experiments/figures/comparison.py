@@ -10,7 +10,10 @@ from foreprop.workload.setting import SYSTEMS
 
 SUBJECT = "p3"
 
-_SHOWN = ("p3", "ring", "slicing", "kvstore", "ddp", "ddp-tuned", "mxnet-kvstore", "mxnet-p3")
+_SHOWN = (
+    *("p3", "p3-2019", "ring", "slicing", "kvstore"),
+    *("ddp", "ddp-tuned", "mxnet-kvstore", "mxnet-p3"),
+)
 _MODELS = {
     "resnet50": "ResNet-50",
     "inceptionv3": "InceptionV3",

@@ -84,7 +84,7 @@ _WORDS: Mapping[int, _Words] = {
     ),
     sweeps.UTILISATION: _Words(
         heading="What one node's link carries",
-        paper="Figs. 8 and 9, section 5.4",
+        paper="Figs. 8, 9, 13 and 14, section 5.4 and appendix B",
         intro="Node 0's interface counters, read every 10 ms for about two steps, as a share of "
         "the link's rate (dashed). The paper sees bursts with idle time between them for its "
         "baseline, inbound and outbound not at the same time, and less idle time with P3.",
@@ -254,7 +254,7 @@ def _setting_in_words(story: Story, number: int) -> str:
         f"{scaled_words(_plain_rate(first.rate), unscaled_rate(first.rate))}."
     )
     if number in (sweeps.UTILISATION, sweeps.TIMELINE):
-        words = f"{model_name(first.profile.name)}, wire time = compute. {words}"
+        words = f"Wire time = compute. {words}"
     return words
 
 

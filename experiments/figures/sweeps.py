@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,15 @@ FIXED_RATE_NODES = 4
 
 _MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
 _MXNET_MODELS = ("resnet50", "vgg19")
+_PUBLISHED = "p3-2019"
+"""P3 as its authors have it."""
+_UTILISED: Mapping[str, tuple[str, ...]] = {
+    "vgg19": ("kvstore", DDP, "p3"),
+    "resnet50": ("kvstore", "tensorflow", "p3"),
+    "sockeye": ("kvstore", "p3"),
+    "inceptionv3": ("wfbp",),
+}
+"""Whose links are watched: those of P3's Figs. 8, 9, 13 and 14. The first ones have a timeline."""
 _TYPICAL = {"p3": 1.05, "ring": 1.05, "slicing": 1.2, "kvstore": 1.4, DDP: 1.35, DDP_TUNED: 1.25}
 _TYPICAL_OTHER = 1.4
 """A system's step / limit, roughly: only for the estimate of how long all takes."""
@@ -43,11 +53,13 @@ class Effort:
     balances: Mapping[float, int]
     """Iterations by balance, figure 1; the ones that say most first, should it be stopped."""
     tuned_balances: Collection[float]
-    """Where ddp-tuned, which first tries many bucket sizes, is measured too."""
+    """Where ddp-tuned, which first tries many bucket sizes, is measured too, and `_PUBLISHED`."""
     warm_up: int
     traced_iterations: int
-    nodes: Mapping[int, int]
-    """Iterations by number of nodes, figure 3."""
+    watched_models: int
+    """How many of those whose links are watched, figure 2."""
+    nodes: Mapping[str, Mapping[int, int]]
+    """Iterations by model and number of nodes, figure 3."""
     slice_models: tuple[str, ...]
     slice_sizes_elems: tuple[int, ...]
     slice_iterations: int
@@ -59,7 +71,12 @@ FULL = Effort(
     tuned_balances=(0.5, 1.0, 2.0),
     warm_up=3,
     traced_iterations=5,
-    nodes={2: 8, 4: 8, 8: 8, 16: 5},
+    watched_models=4,
+    nodes={
+        "resnet50": {2: 8, 4: 8, 8: 8, 16: 5},
+        "sockeye": {2: 8, 4: 8, 8: 8, 16: 5},
+        "vgg19": {2: 3, 4: 3, 8: 3},  # on 16 nodes a step would take 16 s, for its many slices
+    },
     slice_models=("resnet50", "vgg19", "sockeye"),
     slice_sizes_elems=(1_000, 10_000, 50_000, 200_000, 1_000_000, 10_000_000),
     slice_iterations=5,
@@ -70,7 +87,8 @@ QUICK = Effort(
     tuned_balances=(),
     warm_up=2,
     traced_iterations=4,
-    nodes={2: 2, 4: 2, 8: 2},
+    watched_models=1,
+    nodes={"resnet50": {2: 2, 4: 2, 8: 2}},
     slice_models=("resnet50",),
     slice_sizes_elems=(5_000, 50_000, 1_000_000),
     slice_iterations=3,
@@ -163,14 +181,14 @@ class _Planner:
 
     def all(self) -> Iterator[Measurement]:
         yield from self.bandwidth()
-        yield self.two_steps()
+        yield from self.two_steps()
         yield from self.nodes()
         yield from self.slice_sizes()
 
     def bandwidth(self) -> Iterator[Measurement]:
         for balance, iterations in self.effort.balances.items():
             for model in self.effort.models:
-                tuned = (DDP_TUNED,) if balance in self.effort.tuned_balances else ()
+                tuned = (_PUBLISHED, DDP_TUNED) if balance in self.effort.tuned_balances else ()
                 mxnet = MXNET if self.mxnet_python and model in _MXNET_MODELS else ()
                 profile = load_profile(model)
                 setting = LabSetting(
@@ -185,38 +203,42 @@ class _Planner:
                 )
                 yield Measurement(figures=(BANDWIDTH,), setting=setting)
 
-    def two_steps(self) -> Measurement:
-        profile = load_profile("vgg19")
-        setting = LabSetting(
-            profile=profile,
-            systems=("kvstore", DDP, "p3"),
-            scale=SCALE,
-            compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
-            balance=1.0,
-            iterations=self.iterations or self.effort.traced_iterations,
-            warm_up=self.effort.warm_up,
-            trace=self.traces,
-            sample_network=True,
-        )
-        return Measurement(figures=(UTILISATION, TIMELINE), setting=setting)
-
-    def nodes(self) -> Iterator[Measurement]:
-        profile = load_profile("resnet50")
-        compute_s = usual_compute_s(profile, max(self.effort.nodes))
-        layers = profile.layers(scale=SCALE, compute_s=compute_s)
-        rate = limit.rate_for_balance(layers, nodes=FIXED_RATE_NODES, balance=1.0)
-        for nodes, iterations in self.effort.nodes.items():
+    def two_steps(self) -> Iterator[Measurement]:
+        for model, systems in islice(_UTILISED.items(), self.effort.watched_models):
+            profile = load_profile(model)
+            drawn = model == next(iter(_UTILISED))
             setting = LabSetting(
                 profile=profile,
-                systems=("kvstore", "p3", DDP),
-                nodes=nodes,
+                systems=systems,
                 scale=SCALE,
-                compute_s=compute_s,
-                rate_bits_per_s=rate,
-                iterations=self.iterations or iterations,
+                compute_s=usual_compute_s(profile, FIXED_RATE_NODES),
+                balance=1.0,
+                iterations=self.iterations or self.effort.traced_iterations,
                 warm_up=self.effort.warm_up,
+                trace=self.traces if drawn else None,
+                sample_network=True,
             )
-            yield Measurement(figures=(NODES,), setting=setting)
+            figures = (UTILISATION, TIMELINE) if drawn else (UTILISATION,)
+            yield Measurement(figures=figures, setting=setting)
+
+    def nodes(self) -> Iterator[Measurement]:
+        for model, by_nodes in self.effort.nodes.items():
+            profile = load_profile(model)
+            compute_s = usual_compute_s(profile, max(by_nodes))
+            layers = profile.layers(scale=SCALE, compute_s=compute_s)
+            rate = limit.rate_for_balance(layers, nodes=FIXED_RATE_NODES, balance=1.0)
+            for nodes, iterations in by_nodes.items():
+                setting = LabSetting(
+                    profile=profile,
+                    systems=("kvstore", "p3", DDP),
+                    nodes=nodes,
+                    scale=SCALE,
+                    compute_s=compute_s,
+                    rate_bits_per_s=rate,
+                    iterations=self.iterations or iterations,
+                    warm_up=self.effort.warm_up,
+                )
+                yield Measurement(figures=(NODES,), setting=setting)
 
     def slice_sizes(self) -> Iterator[Measurement]:
         for model in self.effort.slice_models:

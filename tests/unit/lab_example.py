@@ -17,7 +17,10 @@ from foreprop.workload.setting import LabSetting
 
 SLOWDOWN = {
     "p3": 1.03,
+    "p3-2019": 1.15,
     "slicing": 1.22,
+    "tensorflow": 1.5,
+    "wfbp": 1.3,
     "kvstore": 1.45,
     "ddp": 1.36,
     "ddp-tuned": 1.27,

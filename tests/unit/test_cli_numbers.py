@@ -28,6 +28,7 @@ WORK = {
     "lab layers": ["experiments.layers.command.run_lab"],
     "lab mlp": ["experiments.mlp.command.run_mlp"],
     "lab language": ["experiments.language.command.Text"],
+    "lab accuracy": ["experiments.accuracy.command.train_all"],
     "lab figures": ["experiments.figures.command.make_figures"],
     "bench wire": ["benchmarks.command.measure_wire"],
     "bench overhead": ["benchmarks.command.measure_scheduling"],
@@ -49,6 +50,7 @@ NEEDED = {
     "compare": ["train.py"],
     "report": ["."],
     "top": ["."],
+    "lab accuracy": ["codecs"],
     "lab figures": ["--out", "figures"],
 }
 QUANTITIES = {"rate": "bit", "server_rate": "bit", "compute": "s", "latency": "s"}

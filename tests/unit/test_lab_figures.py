@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments.chart import Chart, write_chart
+from experiments.figures import distribution
 from experiments.figures.campaign import Figures, Pace, duration, make_figures
 from experiments.figures.comparison import maybe_best, points_of
 from experiments.figures.curves import bandwidth_panels, utilisation_panels
+from experiments.figures.distribution import distributions
 from experiments.figures.keptruns import (
     KeptRun,
     maybe_read_run,
@@ -72,17 +74,24 @@ def test_the_plan_has_what_the_issue_asks_for(bandwidth: list[LabSetting]) -> No
         assert all(s.iterations >= 20 for s in by_balance[balance])
         assert all("ddp-tuned" in s.systems for s in by_balance[balance])
     nodes = [m.setting for m in plan(FULL, only=[3])]
-    assert [s.nodes for s in nodes] == [2, 4, 8, 16]
-    assert len({round(s.rate) for s in nodes}) == 1
+    assert {s.profile.name for s in nodes} == {"resnet50", "sockeye", "vgg19"}
+    for model, counts in (("resnet50", [2, 4, 8, 16]), ("vgg19", [2, 4, 8])):
+        of_model = [s for s in nodes if s.profile.name == model]
+        assert [s.nodes for s in of_model] == counts
+        assert len({round(s.rate) for s in of_model}) == 1
     sizes = {m.setting.slice_elems for m in plan(FULL, only=[4])}
     assert (min(sizes), max(sizes)) == (1_000, 10_000_000)
     (two_steps,) = plan(FULL, only=[5])
     assert two_steps.figures == (2, 5)
     assert two_steps.setting.trace is not None
     assert two_steps.setting.sample_network
+    watched = {s.profile.name: s.systems for s in (m.setting for m in plan(FULL, only=[2]))}
+    assert all({"kvstore", "p3"} <= {*watched[name]} for name in ("vgg19", "resnet50", "sockeye"))
+    assert "tensorflow" in watched["resnet50"]
+    assert watched["inceptionv3"] == ("wfbp",)
 
 
-@pytest.mark.parametrize(("effort", "longest_min"), [(QUICK, 17), (FULL, 142)])
+@pytest.mark.parametrize(("effort", "longest_min"), [(QUICK, 17), (FULL, 210)])
 def test_the_plan_fits_the_time_there_is(effort: Effort, longest_min: float) -> None:
     assert sum(m.expected_s(cores=CORES) for m in plan(effort)) < longest_min * 60
 
@@ -247,3 +256,15 @@ def test_timelines_have_the_profiles_names(tmp_path: Path) -> None:
     assert names == {layer.name for layer in setting.layers}
     pushed = {event.layer.rpartition(".")[0] for event in found["p3"] if event.lane == "push"}
     assert pushed == names
+
+
+@pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
+def test_parameters_are_distributed_as_the_paper_has_it(tmp_path: Path) -> None:
+    """P3, Fig. 5 and section 3: an array of VGG-19 has 71.5 %, Sockeye's first has the most."""
+    found = {each.model: each for each in distributions()}
+    assert found["vgg19"].largest_share == pytest.approx(0.715, abs=0.001)
+    sockeye = found["sockeye"].elems
+    assert sockeye.index(max(sockeye)) == 0
+    assert sum(found["resnet50"].elems) == 25_557_032
+    distribution.main(str(tmp_path))
+    assert (tmp_path / "figure-6-distribution.png").stat().st_size > 10_000

@@ -92,7 +92,7 @@ def test_cpu_bound_runs_are_marked(page: str) -> None:
 def test_each_throughput_chart_has_the_limit_line(page: str) -> None:
     charts = re.findall(r'<svg viewBox="[^"]*" role="img".*?</svg>', page, flags=re.DOTALL)
     throughput = [chart for chart in charts if "batches/s" in chart]
-    assert len(throughput) == 4 + 1 + 3
+    assert len(throughput) == 4 + 3 + 3
     assert all("stroke-dasharray: 4.8,2.4" in chart for chart in throughput)
 
 
@@ -174,7 +174,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(page: str, tmp_path: Path) 
         f"document.querySelector('pre').textContent=JSON.stringify({{{script}}})}}</script>"
     )
     found = json.loads(re.findall(r"<pre>(.*?)</pre>", dumped(tmp_path / "frame.html"))[-1])
-    assert found == {"width": PHONE_PX, "requests": 0, "charts": 4 + 3 + 1 + 3}
+    assert found == {"width": PHONE_PX, "requests": 0, "charts": 4 + 9 + 3 + 3}
 
 
 def dumped(path: Path) -> str:

@@ -130,6 +130,12 @@ COMMANDS = (
         from_clone=True,
     ),
     Entry(
+        "lab accuracy",
+        "experiments.accuracy.command:accuracy",
+        "Train a small model with real gradients on real data, many times, and compare scores.",
+        from_clone=True,
+    ),
+    Entry(
         "lab figures",
         "experiments.figures.command:figures",
         "Run what the paper's figures need and draw them, each with its data, and a page of all.",

@@ -1,0 +1,71 @@
+"""How long a step of the trained model takes on a network, from `foreprop.simulate`."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import msgspec
+
+from foreprop.quantities import rate_text
+from foreprop.simulate.compressed import with_chosen_codecs
+from foreprop.simulate.run import simulate_system
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.hosts import Hosts
+from foreprop.workload.profile import load_profile
+
+_STEPS, _UNCOUNTED = 24, 2
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices and links: those of the P3 paper's Figs. 11 and 15, as far as it gives them."""
+
+    profile: str = "resnet110_cifar"
+    nodes: int = 4
+    rate_bits_per_s: float = 1e9
+    compute_s: float = 0.1
+    """Of a step. The paper has no figure; a batch of 32 takes a P4000 about as long."""
+    step_jitter: float = 0.1
+    """See `workload.unevenness`."""
+    slow_nodes: int = 0
+    slowdown: float = 0.0
+
+    def __str__(self) -> str:
+        slow = f", {self.slow_nodes} of them {self.slowdown:g} slower" if self.slow_nodes else ""
+        return (
+            f"{self.profile} on {self.nodes} nodes{slow}, {rate_text(self.rate_bits_per_s)},"
+            f" {self.compute_s:g} s per step, jitter {self.step_jitter:g}"
+        )
+
+
+@functools.cache
+def synchronous_step_s(clock: Clock, system: str, codec: str | None) -> float:
+    """The mean step of a preset, with a codec or none."""
+    times = _simulated(clock, system, compression=codec)
+    return statistics.fmean(step for steps in times for step in steps)
+
+
+@functools.cache
+def apart_step_s(clock: Clock, system: str) -> list[list[float]]:
+    """Of each worker, where it waits for nobody else's updates."""
+    return _simulated(clock, system, staleness="async")
+
+
+def _simulated(clock: Clock, system: str, **changes: object) -> list[list[float]]:
+    setting = SimulatedSetting(
+        profile=load_profile(clock.profile),
+        nodes=clock.nodes,
+        rate_bits_per_s=clock.rate_bits_per_s,
+        compute_s=clock.compute_s,
+        step_jitter=clock.step_jitter,
+        slow_nodes=clock.slow_nodes,
+        slowdown=clock.slowdown,
+        scale=1,
+        systems=(system,),
+        symmetric=False,
+        **changes,  # type: ignore[arg-type]
+    )
+    if setting.compression is not None:
+        setting = with_chosen_codecs(setting, Hosts())
+    simulated = simulate_system(system, setting, Hosts(), steps=_STEPS, first_step=1 - _UNCOUNTED)
+    return [steps[_UNCOUNTED:] for steps in simulated.step_s]

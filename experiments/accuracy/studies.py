@@ -1,0 +1,171 @@
+"""Which trainings a study has, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import codecs
+from experiments.accuracy.apart import train_apart
+from experiments.accuracy.steptimes import Clock, apart_step_s, synchronous_step_s
+from experiments.accuracy.tasks import TASKS
+from experiments.accuracy.training import EXACT, Outcome, train
+from foreprop.core.staleness import Staleness
+from foreprop.errors import ConfigError
+
+CODECS, DGC, ASGD = "codecs", "dgc", "asgd"
+"""The studies: of each codec; P3's Fig. 11, DGC; its Fig. 15, ASGD."""
+STUDIES = (CODECS, DGC, ASGD)
+NAMES = tuple(name for name in codecs.NAMES if name != "fp16")
+SEEDS = (0, 1, 2)
+DGC_CODEC = "dgc:0.001"
+"""The paper's threshold of 99.9 %."""
+_SYSTEM = "p3"
+_SCORES = 6
+_CODEC_RANKS = 2
+_CHANGES: Sequence[dict[str, float]] = (
+    {},
+    {"lr": 0.5},
+    {"lr": 2.0},
+    {"momentum": 0.8},
+    {"batch": 0.5},
+)
+"""The five settings of Fig. 11: factors for the task's own (momentum: itself). The paper has five
+and does not say which."""
+_APART: Sequence[tuple[Staleness, float]] = ((0, 0.0), (3, 0.0), ("async", 0.0), ("async", 0.04))
+"""Staleness and lambda: P3, SSP, ASGD, DC-ASGD. 0.04 is what MXNet's DCASGD has by default."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One training: what its result follows from."""
+
+    task: str
+    codec: str = EXACT
+    staleness: Staleness = 0
+    strength: float = 0.0
+    ranks: int
+    batch: int
+    epochs: int
+    lr: float
+    momentum: float
+    seed: int
+    clock: Clock | None = None
+
+    @property
+    def label(self) -> str:
+        """What is compared in its study."""
+        if self.strength:
+            return "DC-ASGD"
+        if self.staleness == "async":
+            return "ASGD"
+        if self.staleness:
+            return f"SSP, s = {self.staleness}"
+        return self.codec if self.codec != EXACT or self.clock is None else _SYSTEM
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    run: Run
+    outcome: Outcome
+
+
+def runs_of(
+    study: str, task: str, *, epochs: int | None, names: Sequence[str], clock: Clock
+) -> list[Run]:
+    """Those of a study, so that an interrupted one has something of everything."""
+    own = TASKS[task]
+
+    def run(ranks: int, **given: object) -> Run:
+        usual = {
+            "batch": own.batch * _CODEC_RANKS // ranks,
+            "epochs": epochs or own.epochs,
+            "lr": own.lr,
+            "momentum": own.momentum,
+            "seed": 0,
+        }
+        return msgspec.convert({"task": task, "ranks": ranks, **usual, **given}, Run)
+
+    if study == CODECS:
+        return [
+            run(_CODEC_RANKS, codec=name, seed=seed) for seed in SEEDS for name in (EXACT, *names)
+        ]
+    shared = {"clock": msgspec.to_builtins(clock)}
+    if study == ASGD:
+        return [
+            run(clock.nodes, staleness=staleness, strength=strength, **shared)
+            for staleness, strength in _APART
+        ]
+    batch = own.batch * _CODEC_RANKS // clock.nodes
+    return [
+        run(
+            clock.nodes,
+            codec=codec,
+            lr=own.lr * change.get("lr", 1.0),
+            momentum=change.get("momentum", own.momentum),
+            batch=int(batch * change.get("batch", 1.0)),
+            **shared,
+        )
+        for change in _CHANGES
+        for codec in (EXACT, DGC_CODEC)
+    ]
+
+
+def outcome_of(run: Run) -> Outcome:
+    """Train. Deterministic, but for how sums are ordered on another machine."""
+    task = replace(
+        TASKS[run.task],
+        batch=run.batch,
+        epochs=run.epochs,
+        lr=run.lr,
+        momentum=run.momentum,
+    )
+    if run.clock is None:
+        return train(task, run.codec, run.seed, ranks=run.ranks)
+    if run.staleness:
+        return train_apart(
+            task,
+            run.seed,
+            staleness=run.staleness,
+            strength=run.strength,
+            step_s=apart_step_s(run.clock, _SYSTEM),
+            scores=_SCORES,
+        )
+    codec = None if run.codec == EXACT else run.codec
+    step_s = synchronous_step_s(run.clock, _SYSTEM, codec)
+    return train(task, run.codec, run.seed, ranks=run.ranks, scores=_SCORES, step_s=step_s)
+
+
+def train_all(
+    runs: Iterable[Run], out: Path, *, say: Callable[[str], None] = lambda _: None
+) -> list[Trained]:
+    """All of them; what ``out`` has already is not trained again, what is trained goes there."""
+    done = {trained.run: trained for trained in kept(out)}
+    for number, run in enumerate(wanted := [*runs], 1):
+        say(f"{number}/{len(wanted)} {run.task}, {run.label}, seed {run.seed}")
+        if run in done:
+            continue
+        outcome = outcome_of(run)
+        done = {trained.run: trained for trained in kept(out)}  # another study's, meanwhile
+        done[run] = Trained(run=run, outcome=outcome)
+        keep(out, done.values())
+    return [done[run] for run in wanted]
+
+
+def kept(out: Path) -> list[Trained]:
+    """What the file has; nothing if there is none."""
+    if not out.exists():
+        return []
+    try:
+        return msgspec.json.decode(out.read_bytes(), type=list[Trained])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{out} is no file of trainings: {error}") from error
+
+
+def keep(out: Path, trained: Iterable[Trained]) -> None:
+    """Whole or not at all, a line for each."""
+    lines = b",\n".join(msgspec.json.encode(each) for each in trained)
+    new = out.with_suffix(".new")
+    new.write_bytes(b"[\n" + lines + b"\n]\n")
+    new.replace(out)

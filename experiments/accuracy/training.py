@@ -1,0 +1,182 @@
+"""Ranks and a server in one process, without sockets, step by step.
+
+Gradients and new values pass the codecs as `foreprop.core.codec` has it, each slice by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import nn
+
+from experiments.accuracy.tasks import Examples, Task
+from foreprop.compression.codecs import make, make_for_replies
+from foreprop.compression.dgc import DgcTraining
+from foreprop.compression.onebit import vote
+from foreprop.core.codec import Codec, Place, takes
+
+EXACT = "exact"
+SLICE_ELEMS = 50_000
+_WARM_UP_STAGES = 4
+WARM_UP = 0.1
+"""Share of DGC's steps that warm up."""
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """A score on the way."""
+
+    epoch: float
+    time_s: float
+    """On the simulated clock; 0 without one."""
+    score: float
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of one training. Bytes are those of what has a codec, float32's 4 where nothing has."""
+
+    course: list[Point]
+    """The last one is of the trained model."""
+    push_bytes_per_elem: float = 4.0
+    reply_bytes_per_elem: float = 4.0
+
+    @property
+    def score(self) -> float:
+        return self.course[-1].score
+
+
+class _Slice:
+    """A run of one parameter: what the ranks hold of it, and the server."""
+
+    def __init__(
+        self,
+        number: int,
+        image: torch.Tensor,
+        codecs: Sequence[Codec[torch.Tensor]],
+        ranks: int,
+    ) -> None:
+        self.number = number
+        self.image = image
+        """A view of the model's parameter: all ranks have this one."""
+        self.master = nn.Parameter(image.clone())
+        self.codecs = codecs
+        """For pushes and for replies; none if the slice is sent as it is."""
+        self.states: list[Mapping[str, torch.Tensor]] = [
+            codecs[0].new_state(len(image)) if codecs else {} for _ in range(ranks)
+        ]
+        self.total = torch.zeros_like(image)
+        self.sent_bytes = [0, 0]
+
+    def push(self, gradient: torch.Tensor, step: int, rank: int) -> None:
+        place = Place(step, self.number, rank)
+        self.total += (
+            self._through(0, gradient, self.states[rank], place) if self.codecs else gradient
+        )
+
+    def answer(self, step: int) -> None:
+        if not self.codecs:
+            self.image.copy_(self.master.detach())
+            return
+        difference = self.master.detach() - self.image
+        self.image += self._through(1, difference, {}, Place(step, self.number, -1))
+
+    def _through(
+        self, way: int, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
+    ) -> torch.Tensor:
+        data = self.codecs[way].encode(values, state, place)
+        self.sent_bytes[way] += len(data)
+        decoded = torch.empty_like(values)
+        self.codecs[way].decode(data, decoded, place)
+        return decoded
+
+
+def train(
+    task: Task, name: str, seed: int, *, ranks: int = 2, scores: int = 1, step_s: float = 0.0
+) -> Outcome:
+    """With the codec ``name``; the learning rate falls to 0 in a line, over the task's epochs."""
+    data, test = task.load()
+    torch.manual_seed(seed)
+    model = task.build()
+    order = order_of(task, len(data[1]), seed, ranks)
+    steps = len(order)
+    training = DgcTraining(
+        momentum=task.momentum,
+        world_size=ranks,
+        warmup_steps=max(1, int(WARM_UP * steps / _WARM_UP_STAGES)),
+    )
+    slices = [*_slices_of(model, name, training, ranks)]
+    optimizer = torch.optim.SGD(
+        _groups(name, slices, task), lr=task.sign_lr if name == "sign" else task.lr
+    )
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    course = []
+    scored = scored_steps(steps, scores)
+    for step, batches in enumerate(order):
+        for rank, chosen in enumerate(batches):
+            gradients = gradient_of(task, model, (data[0][chosen], data[1][chosen]))
+            parts = torch.split(gradients, [len(piece.image) for piece in slices])
+            for piece, gradient in zip(slices, parts, strict=True):
+                piece.push(gradient, step, rank)
+        for piece in slices:
+            piece.master.grad = vote(piece.total) if name == "sign" else piece.total / ranks
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            for piece in slices:
+                piece.answer(step)
+                piece.total = torch.zeros_like(piece.image)
+        if step + 1 in scored:
+            epoch = (step + 1) * task.epochs / steps
+            course.append(Point(epoch, (step + 1) * step_s, task.score(model, test)))
+    elems = sum(len(piece.image) for piece in slices if piece.codecs)
+    if not elems:
+        return Outcome(course)
+    pushed, answered = (sum(piece.sent_bytes[way] for piece in slices) for way in (0, 1))
+    return Outcome(course, pushed / (elems * steps * ranks), answered / (elems * steps))
+
+
+def order_of(task: Task, examples: int, seed: int, ranks: int) -> torch.Tensor:
+    """Numbers of examples, int64 (steps, ranks, batch): each epoch in an order of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = examples // (ranks * task.batch)
+    epochs = [
+        torch.randperm(examples, generator=generator)[: steps * ranks * task.batch]
+        for _ in range(task.epochs)
+    ]
+    return torch.cat(epochs).view(-1, ranks, task.batch)
+
+
+def scored_steps(steps: int, scores: int) -> set[int]:
+    """So many at equal distances, the last step among them."""
+    return {round(steps * number / scores) for number in range(1, scores + 1)}
+
+
+def gradient_of(task: Task, model: nn.Module, examples: Examples) -> torch.Tensor:
+    """Of the mean loss, of all parameters in their order, in one row."""
+    model.zero_grad()
+    task.loss(model, examples).backward()  # type: ignore[no-untyped-call]
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _slices_of(model: nn.Module, name: str, training: DgcTraining, ranks: int) -> Iterator[_Slice]:
+    number = 0
+    for parameter in model.parameters():
+        codecs: list[Codec[torch.Tensor]] = []
+        if name != EXACT and takes(name, parameter.shape):
+            codecs = [make(name, training), make_for_replies(name, ranks, training)]
+        for image in torch.split(parameter.detach().view(-1), SLICE_ELEMS):
+            yield _Slice(number, image, codecs, ranks)
+            number += 1
+
+
+def _groups(name: str, slices: Sequence[_Slice], task: Task) -> list[dict[str, object]]:
+    """DGC's momentum is on the workers."""
+    local = name.startswith("dgc")
+    return [
+        {
+            "params": [piece.master],
+            "momentum": 0.0 if local and piece.codecs else task.momentum,
+        }
+        for piece in slices
+    ]
