@@ -7,6 +7,9 @@ Each loop trains the lab's transformer of real layers, with the preset p3 and wi
 links at balance 1.0. All loops live in the same processes and take turns, a few steps at a time.
 What delays the host delays the device, too: nothing of a trainer's own work is hidden. A step is
 from the end of a forward pass to the end of the next.
+
+Each trainer does what it does by default, and is compared with the plain loop that does the same:
+Trainer clips by the norm in every step, and Lightning does not.
 """
 
 from __future__ import annotations
@@ -35,18 +38,24 @@ from foreprop.lab.run import run_lab
 from foreprop.lab.systems import Steps, System
 from foreprop.workload.records import Record
 
-PLAIN, LIGHTNING, TRAINER = "plain", "lightning", "trainer"
-DDP_PLAIN, DDP_LIGHTNING, DDP_TRAINER = "ddp-plain", "ddp-lightning", "ddp-trainer"
-LOOPS = (PLAIN, LIGHTNING, TRAINER, DDP_PLAIN, DDP_LIGHTNING, DDP_TRAINER)
+PLAIN, CLIPPED, LIGHTNING, TRAINER = OURS = ("plain", "plain-clipped", "lightning", "trainer")
+DDP = "ddp-"
+LOOPS = (*OURS, *(DDP + name for name in OURS))
+SAME_STEP = {PLAIN: PLAIN, CLIPPED: CLIPPED, LIGHTNING: PLAIN, TRAINER: CLIPPED}
+"""By loop: the plain one that does the same."""
+
+CLIP_NORM = 1.0
+"""Trainer's default."""
+
 _START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainersSetting(LayersSetting):
-    """The same steps in six loops."""
+    """The same steps in all `LOOPS`."""
 
     known_systems: ClassVar[tuple[str, ...]] = LOOPS
-    paced_systems: ClassVar[tuple[str, ...]] = (PLAIN, LIGHTNING, TRAINER)
+    paced_systems: ClassVar[tuple[str, ...]] = OURS
 
 
 class Turns:
@@ -125,7 +134,7 @@ class Batches(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
 def train_plainly(name: str, task: Task, turns: Turns, settings: dict[str, Any]) -> None:
     optimizer, call = task.sgd(), task
     session = None
-    if name == PLAIN:
+    if name in OURS:
         session = foreprop.parallelize(task, optimizer, **settings)
     else:
         call = DistributedDataParallel(task)  # type: ignore[assignment]
@@ -134,6 +143,8 @@ def train_plainly(name: str, task: Task, turns: Turns, settings: dict[str, Any])
         optimizer.zero_grad()
         loss: Any = call(**batch)["loss"]
         loss.backward()
+        if name.endswith(CLIPPED):
+            nn.utils.clip_grad_norm_(task.parameters(), CLIP_NORM)
         optimizer.step()
     if session is not None:
         session.close()
@@ -191,13 +202,13 @@ def train_with_trainer(name: str, task: Task, turns: Turns, settings: dict[str, 
         output_dir=tempfile.mkdtemp(prefix="trainer-"),
         max_steps=1_000_000,
         per_device_train_batch_size=1,
-        max_grad_norm=0.0,  # as the other loops
         logging_strategy="no",
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
         ddp_backend="gloo",
+        ddp_find_unused_parameters=False,  # as torch's default, and Lightning's
         accelerator_config={"dispatch_batches": False},
     )
     optimizer = task.sgd()
@@ -224,11 +235,9 @@ class _Ended(Exception):
 
 _TRAIN = {
     PLAIN: train_plainly,
+    CLIPPED: train_plainly,
     LIGHTNING: train_with_lightning,
     TRAINER: train_with_trainer,
-    DDP_PLAIN: train_plainly,
-    DDP_LIGHTNING: train_with_lightning,
-    DDP_TRAINER: train_with_trainer,
 }
 
 
@@ -244,7 +253,7 @@ class LoopSystem:
         self._release = WAITS.hold()
         self._turns = Turns()
         task = Task(setting, self._turns)
-        loop = lambda: _TRAIN[name](name, task, self._turns, settings)  # noqa: E731
+        loop = lambda: _TRAIN[name.removeprefix(DDP)](name, task, self._turns, settings)  # noqa: E731
         self._thread = threading.Thread(
             target=self._turns.run, args=(loop,), name=name, daemon=True
         )
@@ -272,14 +281,15 @@ def build_system(
 
 
 def table(records: list[Record]) -> list[str]:
-    """Each loop's median step, over the plain loop's with the same exchange and over DDP's."""
+    """Each loop's median step, over that of the plain loop that does the same, and over DDP's."""
     step_s = {record.system: record.iteration_s.median for record in records}
-    lines = [f"{'loop':14} {'ms/step':>8} {'of plain':>9} {'of its DDP':>11}"]
+    lines = [f"{'loop':18} {'ms/step':>8} {'of plain':>9} {'of its DDP':>11}"]
     for name, seconds in step_s.items():
-        plain = step_s[DDP_PLAIN if name.startswith("ddp") else PLAIN]
-        ddp = step_s.get(name if name.startswith("ddp") else f"ddp-{name}")
+        own = name.removeprefix(DDP)
+        plain = step_s[name.removesuffix(own) + SAME_STEP[own]]
+        ddp = step_s.get(DDP + own)
         of_ddp = f"{seconds / ddp:11.3f}" if ddp is not None else ""
-        lines.append(f"{name:14} {1e3 * seconds:8.1f} {seconds / plain:9.3f} {of_ddp}")
+        lines.append(f"{name:18} {1e3 * seconds:8.1f} {seconds / plain:9.3f} {of_ddp}")
     busy = statistics.fmean(record.cpu_share for record in records)
     return [*lines, f"CPUs busy: {100 * busy:.0f} % (by all of the machine's programs)"]
 

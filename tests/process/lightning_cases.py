@@ -32,7 +32,10 @@ from foreprop.integrations.lightning import ForepropMonitor, ForepropStrategy  #
 
 RESULTS = Path(os.environ["RESULTS"])
 RANKS = int(sys.argv[1])
-RANK = int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK", "0"))
+_TOLD = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+"""By torchrun, by Slurm, by Lightning."""
+
+RANK = next((int(os.environ[name]) for name in _TOLD if name in os.environ), 0)
 Found = dict[str, Any]
 
 
