@@ -36,6 +36,7 @@ pytestmark = [
 
 BACKENDS = ["aot_eager", *long_cases("inductor")]
 
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()

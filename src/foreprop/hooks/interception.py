@@ -121,8 +121,9 @@ def watch_entries(session: Enterable) -> Callable[[], None]:
 _SCRIPTED = {
     torch._C.ScriptFunction: ("__call__", "save", "save_to_buffer"),
     torch._C.ScriptMethod: ("__call__",),
-    torch._C.ScriptModule: tuple(
-        "save save_to_buffer _save_for_mobile _save_to_buffer_for_mobile __copy__ __deepcopy__".split()
+    torch._C.ScriptModule: (
+        *("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"),
+        *("__copy__", "__deepcopy__"),
     ),
     torch._C: ("_freeze_module", "_save_jit_module", "_save_jit_module_to_bytes"),
     torch._functorch.eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),  # torch.func
