@@ -1,14 +1,14 @@
 """Steps of a small transformer: eager, compiled whole, compiled per block; and where they wait.
 
-    torchrun --nproc-per-node 2 -m experiments.compiled 100e6 trace.txt
+    torchrun --nproc-per-node 2 -m experiments.compiled 100e6 step.svg
 
 The first argument is the rate of each node's link in bits per second, by which foreprop paces its
 own sockets; every process is a node. The loops' blocks of steps take turns in the same processes.
 "with the lock" is compiled whole as by inductor alone: kernels for CPUs keep the interpreter lock,
 and the backward graph runs in the order that needs the least memory. "at the edges" is compiled
 whole, but waits at the region's entry, and its gradients leave when the backward graph has ended:
-what a compiled region did before `foreprop.compiled`. Rank 0 prints, and writes a compiled step's
-waits and gradients to the file.
+what a compiled region did before `foreprop.compiled`. Rank 0 prints, and draws a compiled step: a
+recorded one, the last but one of a session with a trace (`experiments.compiledstep`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from torch._inductor.codecache import PyCodeCache
 from torch.nn import functional as F
 
 import foreprop
+from experiments.compiledstep import draw_step
 from foreprop.compiled import regions, tracing
 
 WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
-BLOCK_STEPS, ROUNDS = 4, 6
+BLOCK_STEPS, ROUNDS, RECORDED_STEPS = 4, 6, 8
 LOOPS = ("eager", "compiled", "per block", "with the lock", "at the edges")
 WHOLE = ("compiled", "with the lock", "at the edges", "alone")
 OPTIONS: dict[str, Any] = {
@@ -71,7 +73,7 @@ class Transformer(nn.Module):
 
 
 class Loop:
-    def __init__(self, name: str, rate: float | None) -> None:
+    def __init__(self, name: str, rate: float | None, **more: Any) -> None:
         torch.manual_seed(0)
         self.name = name
         self.model = Transformer()
@@ -83,7 +85,7 @@ class Loop:
             block.compile()
         self.session: Any = None
         if rate is not None:
-            settings: dict[str, Any] = {"link_rate_bits_per_s": rate, "slice_elems": 20_000}
+            settings: dict[str, Any] = {"link_rate_bits_per_s": rate, "slice_elems": 20_000, **more}
             self.session = foreprop.parallelize(self.model, self.optimizer, **settings)
         self.step_s: list[float] = []
 
@@ -123,38 +125,17 @@ def _run_at_edges(region: regions.Region, graph: Any, args: Any) -> Any:
     return _run(region, graph, args)
 
 
-def trace(loop: Loop) -> list[str]:
-    """When a step's graphs wait, and when its gradients are done, in milliseconds."""
-    names = {id(p): name for name, p in loop.model.named_parameters()}
-    forward: Any = regions._Forward
-    backward: Any = regions._Backward
-    read, done = forward.is_read, backward.is_done
-    lines: list[str] = []
-    started = 0.0
-
-    def ms() -> float:
-        return (time.perf_counter() - started) * 1e3
-
-    def is_read(self: Any, parameter: torch.Tensor) -> None:
-        began = ms()
-        read(self, parameter)
-        lines.append(
-            f"{began:8.1f}  forward   {names[id(parameter)]:24} waited {ms() - began:6.1f}"
-        )
-
-    def is_done(self: Any, output: int, gradient: torch.Tensor) -> None:
-        name = names[id(self._targets[output]._variable)]
-        lines.append(f"{ms():8.1f}  backward  {name:24} gradient leaves")
-        done(self, output, gradient)
-
-    forward.is_read, backward.is_done = is_read, is_done
-    loop.step()
-    lines.clear()
-    started = time.perf_counter()
-    loop.step()
-    lines.append(f"{ms():8.1f}  step() has returned")
-    forward.is_read, backward.is_done = read, done
-    return lines
+def draw(rate: float, picture: Path) -> None:
+    """Record some steps; the picture shows rank 0's last but one."""
+    with tempfile.TemporaryDirectory() as folder:
+        loop = Loop("compiled", rate, trace=folder)
+        loop.block(RECORDED_STEPS)
+        rank = loop.session.rank
+        loop.session.close()
+        if rank == 0:
+            (trace,) = Path(folder).glob("worker-0.*.trace.json")
+            title = f"compiled whole, {rate / 1e6:g} Mbit/s"
+            draw_step(trace, RECORDED_STEPS - 1, title, picture)
 
 
 def main(rate: float, path: Path) -> None:
@@ -171,9 +152,9 @@ def main(rate: float, path: Path) -> None:
             loop.block()
             del loop.step_s[-BLOCK_STEPS]  # after the flush there is nothing to wait for
     rank = loops[0].session.rank
-    lines = trace(loops[1])
     for loop in loops:
         loop.session.close()
+    draw(rate, path)
     if rank == 0:
         numel = sum(p.numel() for p in alone[0].model.parameters())
         ranks = loops[0].session.world_size
@@ -188,7 +169,6 @@ def main(rate: float, path: Path) -> None:
             step_s = statistics.median(loop.step_s)
             efficiency = limit_s / step_s
             print(f"{loop.name:13} {step_s * 1e3:8.1f} ms/step  efficiency {efficiency:.3f}")
-        path.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from foreprop.errors import ConfigError
 from foreprop.path.worker import WorkerEngine
 from foreprop.session.session import connect
 from tests.cluster import worlds
+from tests.conformance.graph_looks import look, looks
 from tests.conformance.parity import Batch, check_same_bits, make_batches
 from tests.tiers import long_cases
 
@@ -35,42 +36,14 @@ pytestmark = [
 
 BACKENDS = ["aot_eager", *long_cases("inductor")]
 
-_looks: dict[str, Callable[[], None]] = {}
-
-
-@torch.library.custom_op("foreprop_tests::look", mutates_args=())
-def _look(x: torch.Tensor) -> torch.Tensor:
-    """Calls what the test has left in `_looks`, in both directions."""
-    _looks.get("forward", lambda: None)()
-    return x.clone()
-
-
-@torch.library.custom_op("foreprop_tests::look_back", mutates_args=())
-def _look_back(x: torch.Tensor) -> torch.Tensor:
-    _looks.get("backward", lambda: None)()
-    return x.clone()
-
-
-@_look.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@_look_back.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-_look.register_autograd(lambda ctx, gradient: _look_back(gradient))
-
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    _looks.clear()
+    looks.clear()
     yield
-    _looks.clear()
+    looks.clear()
     torch._dynamo.reset()
 
 
@@ -88,7 +61,7 @@ class _Net(nn.Module):
         self.second = _Layer(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(_look(torch.tanh(self.first(x))))
+        return self.second(look(torch.tanh(self.first(x))))
 
 
 def _seeded(make: Callable[[], nn.Module] = _Net) -> tuple[Any, torch.optim.Optimizer]:
@@ -115,7 +88,7 @@ def test_a_parameter_waits_at_its_first_use_in_the_graph(backend: str) -> None:
     model, optimizer = _seeded()
     names, seen = _names(model), []
 
-    def look() -> None:
+    def look_around() -> None:
         assert running.forward is not None
         waiting: Any = running.forward
         seen.append({names[id(item.parameter)] for item in waiting.waiting()})
@@ -125,7 +98,7 @@ def test_a_parameter_waits_at_its_first_use_in_the_graph(backend: str) -> None:
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
         _train(call, optimizer, batches[:2])
         graphs = counters["stats"]["unique_graphs"]
-        _looks["forward"] = look
+        looks["forward"] = look_around
         _train(call, optimizer, batches[2:])
         assert counters["stats"]["unique_graphs"] == graphs
     assert seen == [{"second.weight", "second.bias"}] * 4
@@ -141,13 +114,13 @@ def test_a_gradient_leaves_while_the_backward_graph_runs(backend: str) -> None:
     batches = make_batches(6)
     with foreprop.parallelize(model, optimizer, world=worlds(1)[0]) as session:
 
-        def look() -> None:
+        def look_around() -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 there = [name for name, p in model.named_parameters() if p.grad is not None]
             seen.append((sorted(there), session.stats()["pushed_bytes"]))
 
         _train(call, optimizer, batches[:2])
-        _looks["backward"] = look
+        looks["backward"] = look_around
         before = session.stats()["pushed_bytes"]
         _train(call, optimizer, batches[2:3])
     assert seen[0][0] == ["second.bias", "second.weight"]
@@ -174,7 +147,7 @@ def test_a_gradient_is_pushed_while_the_backward_graph_runs(
     call = torch.compile(model, backend=backend, fullgraph=True)
     with connect(model, optimizer, Config(), world=worlds(1)[0]):
         _train(call, optimizer, make_batches(2))
-        _looks["backward"] = lambda: seen.append(sorted(pushed))
+        looks["backward"] = lambda: seen.append(sorted(pushed))
         for batch in make_batches(4):
             pushed.clear()
             _train(call, optimizer, [batch])

@@ -97,6 +97,10 @@ WITH_WAITING: dict[str, Callable[[Any], Any]] = {
     "out": lambda p: torch.add(p, 0, out=torch.empty(7, 5)),
     "copy_": lambda p: torch.empty(7, 5).copy_(p),
     "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "func.vmap": lambda p: torch.func.vmap(lambda row: row * 1)(p),
+    "func.grad": lambda p: torch.func.grad(lambda q: (q * q / 2).sum())(p),
+    "func.vjp": lambda p: torch.func.vjp(lambda q: q * 1, p)[0],
+    "func.functionalize": lambda p: torch.func.functionalize(lambda q: q * 1)(p),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from foreprop.compiled.layouts import insert_copy
 from foreprop.compiled.operators import AWAIT_VALUES, GRADIENT_DONE
 
 _aten = torch.ops.aten
@@ -37,23 +38,31 @@ _HEAVY = frozenset(
 """Operations of which every compiler makes a call of its own, whose result is in memory."""
 
 
-def insert_waits(gm: fx.GraphModule, parameters: Mapping[int, fx.Node]) -> set[int]:
+def insert_waits(
+    gm: fx.GraphModule, parameters: Mapping[int, fx.Node], copied: Set[int] = frozenset()
+) -> set[int]:
     """Have parameters awaited at their first reads; returns the numbers of those that are read.
 
-    ``parameters``: placeholders, by number.
+    ``parameters``: placeholders, by number. ``copied``: those of which a copy is used
+    (`compiled.layouts`); views of it read.
     """
     first: dict[fx.Node, list[fx.Node]] = {}
     found = set()
     for number, placeholder in parameters.items():
-        reader = next(_readers(gm.graph, [placeholder]), None)
+        readers = _readers(gm.graph, [placeholder], count_views=number in copied)
+        reader = next(readers, None)
         if reader is not None:
             first.setdefault(reader, []).append(placeholder)
             found.add(number)
+    copies = {parameters[number] for number in found & copied}
     made: list[fx.Node] = []  # in memory, so far
     for node in list(gm.graph.nodes):
         if node in first:
             with gm.graph.inserting_before(node):
-                gm.graph.call_function(AWAIT_VALUES, (first[node], _latest(node, made)))
+                wait = gm.graph.call_function(AWAIT_VALUES, (first[node], _latest(node, made)))
+            for placeholder in first[node]:
+                if placeholder in copies:
+                    insert_copy(gm, placeholder, wait)
         made += [node] if _is_in_memory(node) else []
     _finish(gm)
     return found
@@ -102,13 +111,15 @@ def is_view(node: fx.Node) -> bool:
     return bool(aliases) and not schema.is_mutable
 
 
-def _readers(graph: fx.Graph, tensors: Iterable[fx.Node]) -> Iterator[fx.Node]:
+def _readers(
+    graph: fx.Graph, tensors: Iterable[fx.Node], *, count_views: bool = False
+) -> Iterator[fx.Node]:
     """The operations that read the tensors' memory, in order."""
     same = set(tensors)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or same.isdisjoint(node.all_input_nodes):
             continue
-        if is_view(node):
+        if is_view(node) and not count_views:
             same.add(node)
         else:
             yield node
@@ -196,17 +207,6 @@ def parameter_inputs(gm: fx.GraphModule, parameters: Set[int]) -> dict[int, fx.N
         if isinstance(kind, PlainAOTInput) and kind.idx in parameters:
             found[kind.idx] = node
     return found
-
-
-def without_filters(parameters: Mapping[int, fx.Node]) -> dict[int, fx.Node]:
-    """But for weights of convolutions: inductor lays them out anew, and an operator gets a copy."""
-    return {
-        number: node
-        for number, node in parameters.items()
-        if all(
-            getattr(user.target, "overloadpacket", None) != _aten.convolution for user in node.users
-        )
-    }
 
 
 def tensor_inputs(gm: fx.GraphModule) -> list[bool]:

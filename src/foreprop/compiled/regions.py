@@ -55,11 +55,21 @@ class _Forward:
 
     def is_read(self, parameter: torch.Tensor) -> None:
         item = self._hidden.pop(id(parameter), None)
+        if item is None:  # of another shape, perhaps: inductor writes strides of its own for size 1
+            item = self._hidden.pop(self._sharing(parameter), None)
         if item is None:
             return
         item.show()
         if item.pending.before_use(_read_in_graph, (parameter,), {}, in_place=False):
             self._watching.append(item)
+
+    def _sharing(self, tensor: torch.Tensor) -> int:
+        """Which of the hidden ones has the same memory."""
+        place = (_memory(tensor), tensor.storage_offset())
+        for identity, item in self._hidden.items():
+            if place == (_memory(item.parameter), item.parameter.storage_offset()):
+                return identity
+        return 0
 
     def ends(self) -> None:
         for item in self._hidden.values():

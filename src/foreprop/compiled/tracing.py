@@ -21,7 +21,7 @@ from torch._dynamo.backends import common
 from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from foreprop.compiled import graphs
+from foreprop.compiled import graphs, layouts
 from foreprop.compiled.edges import BACKWARD
 from foreprop.compiled.kernels import in_given_order, unlocked_kernels
 from foreprop.compiled.regions import BackwardGraph, Region, hide
@@ -292,9 +292,11 @@ def _with_waits(region: Region, compiler: Callable[..., Any]) -> Callable[..., A
         nodes = graphs.parameter_inputs(gm, set(region.parameters))
         region.saved = graphs.saved_views(gm, nodes)
         region.is_tensor = graphs.tensor_inputs(gm)
-        nodes = graphs.without_filters(nodes)
-        region.awaited = graphs.insert_waits(gm, nodes)
-        region.at_entry = len(nodes) < len(region.parameters)
+        copied = layouts.maybe_laid_out_anew(compiler, gm, nodes)
+        at_entry = layouts.saved_as_they_are(gm, nodes) if copied is None else set()
+        inside = {number: node for number, node in nodes.items() if number not in at_entry}
+        region.awaited = graphs.insert_waits(gm, inside, copied or set())
+        region.at_entry = len(inside) < len(region.parameters)
         with unlocked_kernels():
             return compiler(gm, inputs)
 

@@ -122,20 +122,20 @@ _SCRIPTED = {
     torch._C.ScriptFunction: ("__call__", "save", "save_to_buffer"),
     torch._C.ScriptMethod: ("__call__",),
     torch._C.ScriptModule: (
-        "save",
-        "save_to_buffer",
-        "_save_for_mobile",
-        "_save_to_buffer_for_mobile",
-        "__copy__",
-        "__deepcopy__",
+        *("save", "save_to_buffer", "_save_for_mobile", "_save_to_buffer_for_mobile"),
+        *("__copy__", "__deepcopy__"),
     ),
     torch._C: ("_freeze_module", "_save_jit_module", "_save_jit_module_to_bytes"),
+    torch._functorch.eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),  # torch.func
+    torch._functorch.vmap: ("_add_batch_dim",),
 }
 
 
 def _entering_script(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
         from foreprop.hooks.scripted import run_settled
 
         return run_settled(run, args, kwargs)

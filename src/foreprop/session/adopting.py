@@ -205,6 +205,7 @@ def _put_step(
             raise
         return loss
 
+    @torch.compiler.disable(reason="foreprop makes the optimizer's step")  # type: ignore[untyped-decorator]
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         training = alive()
         training.stepped = True
