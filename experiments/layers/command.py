@@ -8,9 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from experiments.layers.training import LAYERS_SYSTEMS, LayersSetting, build_system, real_profile
-from foreprop.cli.measured import EGRESS_ONLY, Out, keep, say_environment, say_notices, table
+from foreprop.cli.measured import (
+    EGRESS_ONLY,
+    Out,
+    compression_lines,
+    keep,
+    say_environment,
+    say_notices,
+    table,
+)
 from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
-from foreprop.cli.output import console, print_table
+from foreprop.cli.output import console, print_table, say
 from foreprop.lab.run import run_lab
 from foreprop.workload.setting import UNEVEN
 
@@ -28,7 +36,7 @@ _NOT_HERE = ("workers_per_node", "mxnet_python", "seed", *UNEVEN)
     shape_ingress=EGRESS_ONLY,
 )
 def layers(
-    model: Annotated[str, typer.Option(help="transformer or resnet.")] = "transformer",
+    model: Annotated[str, typer.Option(help="transformer, resnet or lstm.")] = "transformer",
     *,
     out: Out = Path("runs/layers"),
     **given: Any,
@@ -43,6 +51,7 @@ def layers(
     Examples:
       foreprop lab layers --model transformer --nodes 4 --balance 1.0
       foreprop lab layers --model resnet --systems eager,whole --compute 3s --out runs/resnet
+      foreprop lab layers --model lstm --balance 4 --systems eager,eager+lossless
     """
     setting = LayersSetting(profile=real_profile(model), **given)
     results = writable(out) / "results.json"
@@ -51,5 +60,7 @@ def layers(
         result = run_lab(setting, build=build_system, progress=status.update)
     say_notices(shown, result)
     print_table(shown, table(setting, result.records))
+    for line in compression_lines(result.records):
+        say(shown, line)
     say_environment(shown, setting)
     keep(shown, results, result.records)

@@ -180,7 +180,43 @@ class ResNet(RealModel):
         return images, torch.randint(_CLASSES, (2,), generator=generator)
 
 
-MODELS: Mapping[str, Callable[[], RealModel]] = {"transformer": Transformer, "resnet": ResNet}
+# An LSTM.
+class _Lstm(nn.LSTM):
+    """One layer of it, which gives the outputs of all steps only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y: torch.Tensor = super().forward(x)[0]
+        return y
+
+
+class LstmModel(RealModel):
+    """Words, LSTM layers, a classifier of words (Zaremba et al. 2014, section 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Timed(nn.Embedding(_WORDS, _WIDTH))
+        layers = (Timed(_Lstm(_WIDTH, _WIDTH, batch_first=True)) for _ in range(_BLOCKS))
+        self.blocks = nn.ModuleList(layers)
+        self.last = Timed(nn.Linear(_WIDTH, _WORDS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.words(x)
+        for block in (*self.blocks, self.last):
+            y = block(y)
+        return y
+
+    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        words = torch.randint(_WORDS, (2, _TOKENS), generator=generator)
+        return words, words
+
+
+MODELS: Mapping[str, Callable[[], RealModel]] = {
+    "transformer": Transformer,
+    "resnet": ResNet,
+    "lstm": LstmModel,
+}
+NOT_COMPILED = ("lstm",)
+"""Dynamo leaves layers of this kind to eager code."""
 
 
 def profile_of(name: str) -> Profile:
@@ -213,5 +249,6 @@ def _flops(layer: nn.Module, array: torch.Tensor, output: torch.Tensor) -> float
         return 0.0
     if array.ndim == 1:
         return float(output.numel())
-    places = output.numel() // array.shape[0]
+    rows = layer.hidden_size if isinstance(layer, nn.LSTM) else array.shape[0]
+    places = output.numel() // rows
     return 2.0 * array.numel() * places

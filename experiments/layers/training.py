@@ -11,15 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional as F
 
-from experiments.layers.models import DEVICE, MODELS, RealModel, profile_of
+from experiments.layers.models import DEVICE, MODELS, NOT_COMPILED, RealModel, profile_of
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
-from foreprop.lab.systems import Steps, System, train
+from foreprop.lab.systems import Steps, System, codecs_in, counted_bytes, train
 from foreprop.path.worker import WorkerEngine
 from foreprop.session.session import connect
 from foreprop.workload.profile import Layer, Profile
-from foreprop.workload.setting import LabSetting
+from foreprop.workload.setting import LabSetting, base_of
 from foreprop.workload.systemconfig import foreprop_config
+from foreprop.workload.wirecodecs import arrays_in_order, session_compression
 
 EAGER, BLOCKS, WHOLE = "eager", "blocks", "whole"
 LAYERS_SYSTEMS = (EAGER, BLOCKS, WHOLE)
@@ -32,6 +33,17 @@ class LayersSetting(LabSetting):
 
     known_systems: ClassVar[tuple[str, ...]] = LAYERS_SYSTEMS
     paced_systems: ClassVar[tuple[str, ...]] = LAYERS_SYSTEMS
+    coded_systems: ClassVar[tuple[str, ...]] = LAYERS_SYSTEMS
+    hooked_systems: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super(LayersSetting, self).__post_init__()
+        compiled = [name for name in self.systems if base_of(name) != EAGER]
+        if self.profile.name in NOT_COMPILED and compiled:
+            raise ConfigError(
+                f"systems has {compiled[0]!r}, but torch's compiler leaves {self.profile.name!r} to"
+                f" eager code: ask for {EAGER} (--systems)"
+            )
 
     @property
     def layers(self) -> list[Layer]:
@@ -68,17 +80,30 @@ class LayersSystem:
         torch.manual_seed(0)
         self._model = MODELS[setting.profile.name]()
         self._model.take_times(setting.layers)
-        self._batch = self._model.batch(torch.Generator().manual_seed(rank))
-        self._call = _compiled(self._model, name)
+        self._generator = torch.Generator().manual_seed(rank)
+        self._call = _compiled(self._model, base_of(name))
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         own: dict[str, Any] = {}
         if setting.trace is not None:
             own["trace"] = str(setting.trace / name)
         if paced:
             own["link_rate_bits_per_s"] = setting.network.rate_of(rank)
+        arrays = [array.name for array in arrays_in_order(setting.profile)]
+        if (codec := setting.codec_of(name)) is not None:
+            own["compression"] = session_compression(codec, setting.profile, arrays)
         config = foreprop_config("p3", setting, **own)
+        self._arrays = [(array, self._model.get_parameter(array)) for array in arrays]
         self._session = connect(self._model, self._optimizer, config)
         self._release = WAITS.hold()
+
+    @property
+    def codecs(self) -> list[str]:
+        """Of each array of the profile, as it is now."""
+        return codecs_in(self._session, self._arrays)
+
+    @property
+    def counted_bytes(self) -> int:
+        return counted_bytes(self._session)
 
     def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()
@@ -86,7 +111,7 @@ class LayersSystem:
         return train(self._model, self._loss, self._optimizer, numbers)
 
     def _loss(self, _: torch.Tensor) -> torch.Tensor:
-        inputs, classes = self._batch
+        inputs, classes = self._model.batch(self._generator)
         return F.cross_entropy(self._call(inputs).flatten(0, -2), classes.flatten())
 
     def close(self) -> None:

@@ -14,13 +14,14 @@ from foreprop.cli.measured import (
     Out,
     ProfileFile,
     completed,
+    compression_lines,
     keep,
     say_environment,
     say_notices,
     table,
 )
 from foreprop.cli.options import STEPS, compute, filling, rate, systems, writable
-from foreprop.cli.output import console, print_table
+from foreprop.cli.output import console, print_table, say
 from foreprop.lab.run import Build, run_lab
 from foreprop.workload.setting import MXNET, SYSTEMS, LabSetting
 
@@ -30,7 +31,12 @@ from foreprop.workload.setting import MXNET, SYSTEMS, LabSetting
     rate_bits_per_s=rate(),
     compute_s=compute(),
     iterations=STEPS,
-    systems=systems(SYSTEMS, default=USUAL_SYSTEMS, more="; p3@200000: with slices of that size"),
+    systems=systems(
+        SYSTEMS,
+        default=USUAL_SYSTEMS,
+        more="; p3@200000: with slices of that size; p3+int8: with a codec; ddp+fp16,"
+        " ddp+powersgd:2: with torch's hooks",
+    ),
     shape_ingress=EGRESS_ONLY,
     **UNEVEN_OPTIONS,
 )
@@ -50,6 +56,7 @@ def run(
     Examples:
       foreprop lab run --model resnet50 --nodes 4 --balance 1.0
       foreprop lab run --profile mine.json --rate 100Mbit --compute 2s --systems p3,ring,ddp
+      foreprop lab run --model resnet50 --balance 4 --systems p3,p3+auto,ddp+powersgd:2
       foreprop lab run --model vgg19 --jitter 0.2 --slow-nodes 1 --steps 10 --out runs/uneven
     """
     setting = LabSetting(**completed(model, profile, given))
@@ -59,6 +66,8 @@ def run(
         result = run_lab(setting, build=_build(setting), progress=status.update)
     say_notices(shown, result)
     print_table(shown, table(setting, result.records))
+    for line in compression_lines(result.records):
+        say(shown, line)
     say_environment(shown, setting)
     keep(shown, results, result.records)
 

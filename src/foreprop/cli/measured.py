@@ -15,6 +15,7 @@ from foreprop.cli.options import Shown
 from foreprop.errors import ConfigError
 from foreprop.quantities import time_text
 from foreprop.simulate.run import SIMULATED
+from foreprop.workload.limit import HEADER_FACTOR
 from foreprop.workload.links import parse_cross_traffic, parse_link_rates
 from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.workload.records import Record, write_records
@@ -103,6 +104,17 @@ def compression_lines(records: Sequence[Record]) -> Iterator[str]:
                 f"{record.system}: {record.coded}; step {time_text(step_s)},"
                 f" {record.compute_s / step_s:.2f} of it compute"
             )
+        if record.counted_bytes and record.sent_bytes:
+            yield (
+                f"{record.system}: a node's link had {record.sent_bytes / 1e6:.2f} MB a step;"
+                f" {_expected_bytes(record) / 1e6:.2f} MB follow from foreprop's count"
+            )
+
+
+def _expected_bytes(record: Record) -> float:
+    """Of frames, what leaves a node's link: not the part for its own server, and headers."""
+    others = (record.nodes - 1) / record.nodes * record.workers_per_node
+    return others * (record.counted_bytes or 0) * HEADER_FACTOR
 
 
 def table(setting: LabSetting, records: list[Record]) -> Table:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
 
-from foreprop.workload.profile import Layer
+from foreprop.lab.drawnarrays import DrawnArray, shape_like
+from foreprop.workload.profile import Layer, ProfiledArray
 from foreprop.workload.unevenness import Draw
 
 _LATE_S = 0.5e-3
@@ -61,19 +63,27 @@ class _Occupy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         layer: EmulatedLayer = ctx.layer
         # A device makes them within the time of its backward pass, not after it.
-        gradients = [torch.full_like(p, 1e-3) for p in layer.parameters()]
+        gradients = [array.gradient() for array in layer.drawn]
         layer.clock.occupy(layer.backward_s)
         layer.clock.backward_ended_at = time.monotonic()
         return gradient, None, *gradients
 
 
 class EmulatedLayer(torch.nn.Module):
-    """Occupies the clock, touches its parameters when a real layer would, makes gradients."""
+    """Occupies the clock, touches its parameters when a real layer would, makes gradients.
 
-    def __init__(self, layer: Layer, clock: DeviceClock) -> None:
+    ``drawn``: its arrays; None: vectors of its sizes.
+    """
+
+    def __init__(
+        self, layer: Layer, clock: DeviceClock, drawn: Sequence[DrawnArray] | None = None
+    ) -> None:
         super().__init__()
-        for i, size in enumerate(layer.sizes_elems):
-            self.register_parameter(f"array{i}", torch.nn.Parameter(torch.zeros(size)))
+        if drawn is None:
+            drawn = [DrawnArray((size,), seed=i) for i, size in enumerate(layer.sizes_elems)]
+        self.drawn = drawn
+        for i, array in enumerate(drawn):
+            self.register_parameter(f"array{i}", torch.nn.Parameter(array.values))
         self.clock = clock
         self.forward_s = layer.forward_s
         self.backward_s = layer.backward_s
@@ -90,12 +100,23 @@ class EmulatedLayer(torch.nn.Module):
 class EmulatedModel(torch.nn.Sequential):
     """Takes and returns a tensor of one element; its arrays are those of ``layers``.
 
-    ``draw``: what these take in each step, of one rank; None: always what they say.
+    ``draw``: what these take in each step, of one rank; None: always what they say. ``arrays``: as
+    the profile has them, by layer, for their shapes; None: all are vectors.
     """
 
-    def __init__(self, layers: Sequence[Layer], draw: Draw | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        draw: Draw | None = None,
+        *,
+        arrays: Sequence[Sequence[ProfiledArray]] | None = None,
+        rank: int = 0,
+    ) -> None:
         clock = DeviceClock()
-        emulated = [EmulatedLayer(layer, clock) for layer in layers]
+        drawn = _drawn(layers, arrays, rank)
+        emulated = [
+            EmulatedLayer(layer, clock, own) for layer, own in zip(layers, drawn, strict=True)
+        ]
         super().__init__(*emulated)
         self.clock = clock
         self._emulated = emulated
@@ -113,3 +134,22 @@ class EmulatedModel(torch.nn.Sequential):
     def end_backward(self) -> None:
         """To be called after ``loss.backward()``, which with DDP ends with a wait for gradients."""
         self.clock.waited(self.clock.backward_ended_at)
+
+
+def _drawn(
+    layers: Sequence[Layer], arrays: Sequence[Sequence[ProfiledArray]] | None, rank: int
+) -> list[list[DrawnArray]]:
+    """Of each layer."""
+    seeds = count()
+    if arrays is None:
+        shapes = [[(size,) for size in layer.sizes_elems] for layer in layers]
+        return [[DrawnArray(s, seed=next(seeds), rank=rank) for s in own] for own in shapes]
+    return [
+        [
+            DrawnArray(
+                shape_like(size, array.shape), seed=next(seeds), rank=rank, touched=array.alpha
+            )
+            for size, array in zip(layer.sizes_elems, own, strict=True)
+        ]
+        for layer, own in zip(layers, arrays, strict=True)
+    ]

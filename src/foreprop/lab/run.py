@@ -9,18 +9,23 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec import UNSET
 
+from foreprop.core.codec import is_automatic
+from foreprop.core.codecfacts import LOSSLESS, codec_named
+from foreprop.core.justenough import shares_text
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster, busy_s
 from foreprop.lab.network import NetworkUnavailable, interface_bytes
 from foreprop.lab.systems import DdpSystem, ForepropSystem, Steps, System, join_process_group, means
 from foreprop.version import __version__
+from foreprop.workload import limit
 from foreprop.workload.network import Network
 from foreprop.workload.records import CPU_BOUND_SHARE, Record, record_of
 from foreprop.workload.setting import (
@@ -30,10 +35,11 @@ from foreprop.workload.setting import (
     DDP_TUNED,
     DISCARDED_STEPS,
     MXNET,
-    SIZE_MARK,
     LabSetting,
+    base_of,
     best_bucket,
 )
+from foreprop.workload.wirecodecs import powersgd_rank
 
 Progress = Callable[[str], None]
 Sample = tuple[float, int, int]
@@ -111,7 +117,7 @@ def sampled_steps(setting: LabSetting) -> int:
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
     paced = setting.paced_systems
-    ours = tuple(n for n in setting.systems if n.partition(SIZE_MARK)[0] in paced)
+    ours = tuple(n for n in setting.systems if base_of(n) in paced)
     others = [name for name in setting.systems if name not in ours]
     if not ours:
         raise ConfigError(f"{notices[0]}, which {', '.join(others)} cannot")
@@ -134,6 +140,10 @@ class _Tally:
     slice_elems: int | None = None
     """If it was found automatically."""
     version: str = ""
+    codecs: list[str] = field(default_factory=list)
+    """Of each array, if it has any."""
+    step_bytes: Sequence[float] = (0.0, 0.0)
+    """Of a step in the last block, see `_Made`."""
 
 
 class _Run:
@@ -152,11 +162,18 @@ class _Run:
     def build(self) -> None:
         for name, tally in self._tallies.items():
             self._progress(f"{name}: starting")
-            if name == DDP:
-                tally.bucket_bytes = self._setting.scaled(BUCKET_BYTES)
+            if base_of(name) == DDP:
+                tally.bucket_bytes = self._bucket_bytes(name)
             elif name == DDP_TUNED:
                 tally.bucket_bytes = best_bucket(self._setting, self._tuning_step_s)
             tally.version = self._build(name, tally.bucket_bytes)
+
+    def _bucket_bytes(self, name: str) -> int:
+        """PowerSGD's hook all-reduces again when it has an answer, in gloo's threads: of several
+        buckets in another order on each rank, which gloo cannot. So it has one bucket."""
+        if powersgd_rank(self._setting.codec_of(name)) is not None:
+            return 2 * limit.model_bytes(self._setting.layers)
+        return self._setting.scaled(BUCKET_BYTES)
 
     def _build(self, name: str, bucket_bytes: int | None) -> str:
         versions: list[str] = self._cluster.ask_all(("build", name, bucket_bytes))
@@ -174,7 +191,7 @@ class _Run:
         setting = self._setting
         for name in setting.systems:
             self._progress(f"{name}: warming up")
-            planning = _PLANNING_STEPS if name in AUTO else 0
+            planning = _PLANNING_STEPS if self._plans(name) else 0
             steps = max(1, setting.warm_up - DISCARDED_STEPS) + planning
             self._block(name, steps, last=0)
         blocks = -(-setting.iterations // _BLOCK_STEPS)
@@ -186,6 +203,9 @@ class _Run:
                 self._progress(f"{name}: block {block + 1} of {blocks}")
                 numbers = range(block * _BLOCK_STEPS + 1, last + 1)
                 self._measure_block(name, numbers, sample=sampled and block == 0)
+
+    def _plans(self, name: str) -> bool:
+        return name in AUTO or is_automatic(self._setting.codec_of(name))
 
     def _measure_block(self, name: str, numbers: range, *, sample: bool) -> None:
         tally, count = self._tallies[name], len(numbers)
@@ -208,16 +228,27 @@ class _Run:
         """
         steps = count + DISCARDED_STEPS
         first = (count if last is None else last) - steps + 1
-        answers = self._cluster.ask_all(("steps", name, steps, first, sample))
+        answers: list[_Made] = self._cluster.ask_all(("steps", name, steps, first, sample))
         if sample:
-            self.samples[name] = answers[0][1]
-        workers: list[Steps] = [steps for steps, _ in answers]
+            self.samples[name] = answers[0].samples
+        tally = self._tallies[name]
+        # what is left of the blocks before, as of warming up, does not count
+        tally.step_bytes = [
+            statistics.fmean(each) / steps
+            for each in ([a.sent_bytes for a in answers], [a.counted_bytes for a in answers])
+        ]
+        workers = [answer.steps for answer in answers]
         return means([w.step_s for w in workers]), means([w.waited_s for w in workers])
+
+    def _has_codecs(self, name: str) -> bool:
+        return base_of(name) != DDP and self._setting.codec_of(name) is not None
 
     def end(self) -> None:
         for name, tally in self._tallies.items():
             if name in AUTO:
                 tally.slice_elems = self._cluster.ask_all(("slice_elems", name))[0]
+            if self._has_codecs(name):
+                tally.codecs = self._cluster.ask_all(("codecs", name))[0]
             self._cluster.ask_all(("drop", name))
 
     def records(self) -> list[Record]:
@@ -238,8 +269,26 @@ class _Run:
             slice_elems=tally.slice_elems or setting.slice_elems_of(name),
             bucket_bytes=tally.bucket_bytes,
             network="pacing" if self._paced else "namespaces",
+            sent_bytes=round(tally.step_bytes[0]) or UNSET,
+            counted_bytes=round(tally.step_bytes[1]) or UNSET,
+            **self._coded(name, tally),
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
         )
+
+    def _coded(self, name: str, tally: _Tally) -> dict[str, Any]:
+        """What a record says of codecs."""
+        asked = self._setting.codec_of(name)
+        if not tally.codecs:
+            return {} if asked is None else {"compression": asked}
+        layers = self._setting.layers
+        sizes = [size for layer in layers for size in layer.sizes_elems]
+        codecs = [codec_named(codec) for codec in tally.codecs]
+        if set(tally.codecs) == {LOSSLESS}:
+            share = tally.step_bytes[1] / (2 * limit.model_bytes(layers))
+            codecs = [codec_named(f"{LOSSLESS}:{min(1.0, share):.4f}")] * len(codecs)
+        left = limit.encoded_layers(layers, codecs, ranks=self._setting.workers)
+        shares = shares_text(codecs, sizes)
+        return {"compression": asked, "coded": shares, "limit_s": self._setting.limit_of(left)}
 
 
 def _versions() -> dict[str, str]:
@@ -252,6 +301,17 @@ def _versions() -> dict[str, str]:
 
 
 # A worker's side.
+class _Made(NamedTuple):
+    """A block of one worker's, and the bytes of all its steps."""
+
+    steps: Steps
+    samples: list[Sample]
+    sent_bytes: int
+    """That left the node's link, by its interface, headers included; 0 if it has none."""
+    counted_bytes: int
+    """Of frames that foreprop counts: what was pushed, and what came as answers."""
+
+
 def serve_worker(
     rank: int, connection: Connection, argument: tuple[LabSetting, Build, bool]
 ) -> None:
@@ -270,7 +330,7 @@ def serve_worker(
         elif kind == "steps":
             count, first, sample = details
             answer = _steps(systems[name], count, first, sample=sample and rank == 0)
-        elif kind == "slice_elems":
+        elif kind in ("slice_elems", "codecs"):
             answer = getattr(systems[name], kind)
         elif kind == "drop":
             systems.pop(name).close()
@@ -284,21 +344,31 @@ def build_system(
     if bucket_bytes is not None:
         # ddp-tuned is built for every size that it tries
         trace = setting.trace / name if setting.trace is not None and name == DDP else None
-        return DdpSystem(setting, rank, bucket_bytes=bucket_bytes, trace=trace)
+        hook = setting.codec_of(name)
+        return DdpSystem(setting, rank, bucket_bytes=bucket_bytes, trace=trace, hook=hook)
     return ForepropSystem(name, setting, rank, paced=paced)
 
 
-def _steps(system: System, count: int, first: int, *, sample: bool) -> tuple[Steps, list[Sample]]:
-    if not sample:
-        return system.steps(count, first), []
-    with _sampled() as samples:
-        return system.steps(count, first), samples
+def _steps(system: System, count: int, first: int, *, sample: bool) -> _Made:
+    before = _bytes_so_far(system)
+    samples: list[Sample] = []
+    with _sampled(samples) if sample else contextlib.nullcontext():
+        steps = system.steps(count, first)
+    sent, counted = (now - then for now, then in zip(_bytes_so_far(system), before, strict=True))
+    return _Made(steps, samples, sent, counted)
+
+
+def _bytes_so_far(system: System) -> tuple[int, int]:
+    try:
+        sent = interface_bytes()[0]
+    except NetworkUnavailable:
+        sent = 0
+    return sent, getattr(system, "counted_bytes", 0)
 
 
 @contextlib.contextmanager
-def _sampled() -> Iterator[list[Sample]]:
+def _sampled(samples: list[Sample]) -> Iterator[None]:
     """Reads the node's interface counters at fixed times, in a thread."""
-    samples: list[Sample] = []
     stopped = threading.Event()
 
     def run() -> None:
@@ -314,7 +384,7 @@ def _sampled() -> Iterator[list[Sample]]:
     thread = threading.Thread(target=run, name="lab-sampler", daemon=True)
     thread.start()
     try:
-        yield samples
+        yield
     finally:
         stopped.set()
         thread.join()

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from foreprop.core.codec import NONE, codec_of, takes
+from foreprop.core.wire import HEADER_BYTES
 from foreprop.lab.accelerator import DeviceClock, EmulatedModel
-from foreprop.session.session import connect
+from foreprop.session.session import Session, connect
 from foreprop.workload.setting import (
     CLIP_NORM,
     CLIPPED,
@@ -22,6 +24,7 @@ from foreprop.workload.setting import (
     LabSetting,
 )
 from foreprop.workload.systemconfig import foreprop_config
+from foreprop.workload.wirecodecs import powersgd_rank, session_compression
 
 if TYPE_CHECKING:
     from foreprop.lab.ddptrace import DdpTrace
@@ -106,11 +109,26 @@ def train(
 def _model(setting: LabSetting, rank: int) -> EmulatedModel:
     """Every worker's device has its own times, and each system's the same."""
     draw = None if setting.unevenness.is_even else setting.draw([rank])
-    return EmulatedModel(setting.layers, draw)
+    arrays = setting.profile.arrays_by_layer()
+    return EmulatedModel(setting.layers, draw, arrays=arrays, rank=rank)
 
 
 def _sgd(model: EmulatedModel) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def codecs_in(session: Session, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Of each of these parameters."""
+    choices = session.config.codecs
+    pairs = ((codec_of(name, choices), array) for name, array in named)
+    return [codec if takes(codec, array.shape) else NONE for codec, array in pairs]
+
+
+def counted_bytes(session: Session) -> int:
+    """Of frames that this worker has pushed and got as answers, as they crossed."""
+    stats = session.stats()
+    frames = int(stats["pushes"] + stats["replies"])
+    return int(stats["pushed_bytes"] + stats["reply_bytes"]) + HEADER_BYTES * frames
 
 
 class ForepropSystem:
@@ -125,8 +143,11 @@ class ForepropSystem:
         if paced:
             node = rank // setting.workers_per_node
             own["link_rate_bits_per_s"] = setting.network.rate_of(node)
-        config = foreprop_config(name, setting, **own)
         self._model = _model(setting, rank)
+        if (codec := setting.codec_of(name)) is not None:
+            names = [name for name, _ in self._model.named_parameters()]
+            own["compression"] = session_compression(codec, setting.profile, names)
+        config = foreprop_config(name, setting, **own)
         self._optimizer = _sgd(self._model)
         self._session = connect(self._model, self._optimizer, config)
 
@@ -134,6 +155,16 @@ class ForepropSystem:
     def slice_elems(self) -> int:
         """As it is now, if it is found automatically."""
         return self._session.config.cut_elems(self._nodes)
+
+    @property
+    def codecs(self) -> list[str]:
+        """Of each array, in order, as it is now."""
+        return codecs_in(self._session, list(self._model.named_parameters()))
+
+    @property
+    def counted_bytes(self) -> int:
+        """Of frames that this worker has pushed and got as answers, as they crossed."""
+        return counted_bytes(self._session)
 
     def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()
@@ -154,11 +185,20 @@ class DdpSystem:
     """torch's DistributedDataParallel on gloo."""
 
     def __init__(
-        self, setting: LabSetting, rank: int, *, bucket_bytes: int, trace: Path | None = None
+        self,
+        setting: LabSetting,
+        rank: int,
+        *,
+        bucket_bytes: int,
+        trace: Path | None = None,
+        hook: str | None = None,
     ) -> None:
+        """``hook``: one of torch's, by its name here (`workload.wirecodecs`)."""
         self._model = _model(setting, rank)
         self._optimizer = _sgd(self._model)
         self._wrapped = DistributedDataParallel(self._model, bucket_cap_mb=bucket_bytes / 2**20)
+        if hook is not None:
+            _compress(self._wrapped, hook)
         self._trace: DdpTrace | None = None
         if trace is not None:
             from foreprop.lab.ddptrace import DdpTrace
@@ -173,6 +213,18 @@ class DdpSystem:
         """Nothing runs between its steps, but what writes its trace."""
         if self._trace is not None:
             self._trace.close()
+
+
+def _compress(wrapped: DistributedDataParallel, hook: str) -> None:
+    """By torch's own: casts, or PowerSGD (Vogels et al. 2019) from the second step on."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    rank = powersgd_rank(hook)
+    if rank is None:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def join_process_group() -> None:

@@ -43,13 +43,6 @@ class CodecChoice:
     """As `SimulatedSetting.compression`."""
 
 
-def check_compression(setting: SimulatedSetting) -> None:
-    """Raises `ConfigError`."""
-    text = setting.compression or ""
-    if allowed_by(text) is None:
-        codecs_by_array(setting.profile, parse_compression(text))
-
-
 def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Slice]) -> list[Coded]:
     """Of all, in order. Raises `ConfigError` for what no session can do."""
     if is_relayed(config, setting):

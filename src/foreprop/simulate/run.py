@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from msgspec import UNSET
 
-from foreprop.config import PRESETS
 from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link, own_links
 from foreprop.simulate.collective import simulate_ddp
 from foreprop.simulate.presets import simulate_preset
@@ -26,7 +26,6 @@ from foreprop.workload.setting import (
     DISCARDED_STEPS,
     RING,
     RING_STEPS,
-    SIZE_MARK,
     best_bucket,
 )
 
@@ -47,10 +46,11 @@ def simulate_lab(
     the records are 0.
     """
     records = []
-    asked, setting = setting.compression, _with_codecs(setting, hosts or Hosts(), progress)
     for name in setting.systems:
+        asked = setting.codec_of(name)
+        coded = _with_codecs(replace(setting, compression=asked), hosts or Hosts(), progress)
         progress(f"{name}: simulating")
-        records.append(_simulate(name, setting, hosts or Hosts(), asked))
+        records.append(_simulate(name, coded, hosts or Hosts(), asked))
     return records
 
 
@@ -81,12 +81,11 @@ def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts, asked: str | N
         bucket_bytes=bucket_bytes,
         first_step=1 - uncounted,
     )
-    has_codecs = setting.compression is not None and name.partition(SIZE_MARK)[0] in PRESETS
-    coded = _coded(setting, asked) if has_codecs else {}
+    coded = {} if asked is None else _coded(setting, asked)
     return _record(name, setting, simulated, uncounted, bucket_bytes, coded)
 
 
-def _coded(setting: SimulatedSetting, asked: str | None) -> dict[str, Any]:
+def _coded(setting: SimulatedSetting, asked: str) -> dict[str, Any]:
     """What a record says of codecs."""
     from foreprop.core.justenough import shares_text
     from foreprop.simulate.compressed import array_codecs, coded_limit_s

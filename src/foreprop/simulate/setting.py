@@ -10,7 +10,7 @@ from typing import ClassVar
 from foreprop.config import PRESETS
 from foreprop.core.staleness import Staleness, most_steps_apart
 from foreprop.errors import ConfigError
-from foreprop.workload.setting import DDP, DDP_TUNED, RING, SIZE_MARK, LabSetting, option
+from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting, base_of, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,9 @@ class SimulatedSetting(LabSetting):
         0,
     )
     """See `core.staleness`; for presets that broadcast."""
-    compression: str | None = option(
-        "Codec of the presets' frames, as int8 or lossless:0.7; auto, or auto:int8 for nothing"
-        " lossier; or PATTERN=CODEC, separated by commas.",
-        None,
-    )
-    """The rate that follows from ``balance`` is that of float32."""
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
+    hooked_systems: ClassVar[tuple[str, ...]] = ()
     most_nodes: ClassVar[int] = 65_536
 
     def __post_init__(self) -> None:
@@ -93,16 +88,12 @@ class SimulatedSetting(LabSetting):
             )
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
-        if self.compression is not None:
-            from foreprop.simulate.compressed import check_compression
-
-            check_compression(self)
 
     def _check_staleness(self) -> None:
         if not most_steps_apart(self.staleness):
             return
         for system in self.systems:
-            name = system.partition(SIZE_MARK)[0]
+            name = base_of(system)
             if name not in STALE_SYSTEMS:
                 raise ConfigError(
                     f"systems has {system!r}, which makes its steps together; with a staleness"

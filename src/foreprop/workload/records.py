@@ -87,6 +87,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     compression: str | UnsetType = UNSET
     """Codecs of foreprop's frames, as they were asked for; left out if there were none. Then
     `limit_s` is of the bytes that are left."""
+    sent_bytes: int | UnsetType = UNSET
+    """That left a node's link in a step, by its interface, all headers included: the mean of the
+    nodes, in the last block; left out where links have no interface."""
+    counted_bytes: int | UnsetType = UNSET
+    """Of frames that foreprop counts, a worker's pushes and answers in such a step."""
     coded: str | UnsetType = UNSET
     """What share of the bytes went by which of them."""
 

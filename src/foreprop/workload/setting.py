@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
 from foreprop.config import PRESETS
+from foreprop.core.codec import NONE
 from foreprop.core.linkshares import shares_of, spare
 from foreprop.core.slicing import usual_slice_elems
 from foreprop.core.wire import HEADER_BYTES
@@ -22,6 +24,7 @@ from foreprop.workload.links import CrossTraffic, LinkRate, check_links
 from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer, Profile
 from foreprop.workload.unevenness import Draw, StepLengths, Unevenness
+from foreprop.workload.wirecodecs import check_codecs, powersgd_rank
 
 
 def option(
@@ -49,6 +52,8 @@ SYSTEMS = (*PRESETS, RING, *AUTO, WORKERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
 
 SIZE_MARK = "@"
 """``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
+CODEC_MARK = "+"
+"""``p3+int8`` is p3 with that codec, ``p3+none`` without; ``ddp+fp16`` has a hook of torch's."""
 
 DISCARDED_STEPS = 1
 """Of each block: TCP begins anew after a pause."""
@@ -77,6 +82,11 @@ def usual_compute_s(profile: Profile, nodes: int) -> float:
     slices = profile.slices(usual_slice_elems(nodes))
     more_nodes = max(1.0, nodes / _USUAL_NODES)
     return max(1.0, slices / _SLICES_PER_S) * math.pow(more_nodes, _MORE_NODES_EXPONENT)
+
+
+def base_of(system: str) -> str:
+    """``p3`` of ``p3@200000+int8``."""
+    return system.partition(CODEC_MARK)[0].partition(SIZE_MARK)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,12 @@ class LabSetting:
         "Elements per slice of the unscaled model, instead of the usual ones.", None
     )
     """By default what a session on so many nodes cuts (`slice_elems_of`)."""
+    compression: str | None = option(
+        "Codec of the presets' frames, as int8 or lossless:0.7; auto, or auto:int8 for nothing"
+        " lossier; or PATTERN=CODEC, separated by commas. Of one system: p3+int8, or p3+none.",
+        None,
+    )
+    """The rate that follows from ``balance`` is that of float32."""
     slow_nodes: int = option("Nodes that compute more slowly.", 0)
     """The last ones."""
     slowdown: float = option(
@@ -149,6 +165,9 @@ class LabSetting:
     known_systems: ClassVar[tuple[str, ...]] = SYSTEMS
     paced_systems: ClassVar[tuple[str, ...]] = tuple(PRESETS)
     """Those that can pace their own sockets, where there are no links made by the kernel."""
+    coded_systems: ClassVar[tuple[str, ...]] = tuple(PRESETS)
+    hooked_systems: ClassVar[tuple[str, ...]] = (DDP,)
+    """Those that may be compressed by codecs, and by hooks of torch's."""
     most_nodes: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
@@ -182,8 +201,15 @@ class LabSetting:
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
         self._check_evenness()
+        self._check_codecs()
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
+
+    def _check_codecs(self) -> None:
+        check_codecs(self.profile, self.compression)
+        for system in self.systems:
+            check = powersgd_rank if base_of(system) == DDP else partial(check_codecs, self.profile)
+            check(self.codec_of(system))
 
     def _check_evenness(self) -> None:
         self.unevenness.check(self.nodes)
@@ -195,9 +221,11 @@ class LabSetting:
                 raise ConfigError(f"{name} is {value}; mxnet-* can only be measured without")
 
     def _knows(self, system: str) -> bool:
-        name, mark, size = system.partition(SIZE_MARK)
+        whole, codec_mark, _ = system.partition(CODEC_MARK)
+        name, mark, size = whole.partition(SIZE_MARK)
         sized = not mark or (name in PRESETS and size.isdecimal() and int(size) > 0)
-        return sized and name in self.known_systems
+        coded = not codec_mark or name in (*self.coded_systems, *self.hooked_systems)
+        return sized and coded and name in self.known_systems
 
     def slice_elems_of(self, system: str) -> int:
         """Scaled: what the system's name says, ``slice_elems``, the environment, or the usual ones.
@@ -205,7 +233,7 @@ class LabSetting:
         Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
         so that the last one, hardly used, would cost a share that it does not cost unscaled.
         """
-        name, mark, size = system.partition(SIZE_MARK)
+        name, mark, size = system.partition(CODEC_MARK)[0].partition(SIZE_MARK)
         published = PRESETS.get(name, {}).get("slice_elems")
         usual = self._asked_slice_elems or published or self.unscaled_slice_elems
         elems = self.scaled(int(size) if mark else usual)
@@ -225,6 +253,13 @@ class LabSetting:
     def workers(self) -> int:
         """Of all nodes together."""
         return self.nodes * self.workers_per_node
+
+    def codec_of(self, system: str) -> str | None:
+        """What its name says, or for presets ``compression``; None: it sends float32."""
+        _, mark, own = system.partition(CODEC_MARK)
+        common = self.compression if base_of(system) in self.coded_systems else None
+        codec = own if mark else common
+        return None if codec == NONE else codec
 
     @property
     def layers(self) -> list[Layer]:

@@ -11,9 +11,9 @@ from foreprop.workload.setting import (
     CLIP_NORM,
     CLIPPED,
     RING,
-    SIZE_MARK,
     WORKERS,
     LabSetting,
+    base_of,
 )
 
 _DEFAULT = Config()
@@ -38,7 +38,7 @@ def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
         fields.setdefault("update", "workers")
     if CLIPPED.get(name) == "servers":
         fields.setdefault("clip_grad_norm", CLIP_NORM)
-    system = name.partition(SIZE_MARK)[0]
+    system = base_of(name)
     return Config.resolve(system if system in PRESETS else None, **fields)
 
 

@@ -10,10 +10,29 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from foreprop.core.codec import AUTO, NONE, choices_text, takes
-from foreprop.core.codecfacts import KnownCodec, codec_named
+from foreprop.core.codecfacts import KnownCodec, allowed_by, codec_named
 from foreprop.core.justenough import Need
 from foreprop.errors import ConfigError
 from foreprop.workload.profile import Layer, Profile, ProfiledArray
+
+HOOKS = "fp16, powersgd:RANK"
+"""Of torch's DistributedDataParallel, what runs over gloo; its bf16 hook needs NCCL."""
+
+
+def powersgd_rank(text: str | None) -> int | None:
+    """Of ``powersgd:2``; None of ``fp16`` and none. Raises `ConfigError` for other hooks."""
+    if text is None or text == "fp16":
+        return None
+    name, _, rank = text.partition(":")
+    if name != "powersgd" or not rank.isdecimal() or not int(rank):
+        raise ConfigError(f"systems has ddp+{text}; after ddp+ comes one of torch's hooks: {HOOKS}")
+    return int(rank)
+
+
+def check_codecs(profile: Profile, text: str | None) -> None:
+    """Raises `ConfigError` for codecs that there are not, and names that no array has."""
+    if text is not None and allowed_by(text) is None:
+        codecs_by_array(profile, parse_compression(text))
 
 
 def parse_compression(text: str) -> dict[str, str]:
@@ -60,6 +79,17 @@ def patterns_text(names: Sequence[str], codecs: Sequence[KnownCodec]) -> str:
     """As `parse_compression` reads it: the names of what does not go as it is."""
     pairs = zip(names, codecs, strict=True)
     return choices_text((name, codec.name) for name, codec in pairs if codec.name != NONE)
+
+
+def session_compression(text: str, profile: Profile, names: Sequence[str]) -> str | dict[str, str]:
+    """The setting of a session whose parameters, in the order of the arrays, have these names."""
+    if allowed_by(text) is not None:
+        return text
+    patterns = parse_compression(text)
+    if set(patterns) == {"*"}:
+        return codec_named(patterns["*"]).session_name
+    pairs = zip(names, codecs_by_array(profile, patterns), strict=True)
+    return {name: codec.session_name for name, codec in pairs}
 
 
 def is_flat(array: ProfiledArray) -> bool:
