@@ -16,7 +16,7 @@ import statistics
 import struct
 import threading
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -56,7 +56,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     host: int
     address: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     purpose: Purpose = "server"
 
 

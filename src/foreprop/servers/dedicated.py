@@ -63,7 +63,8 @@ _NEEDED = frozenset(
 class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
     """What `foreprop server` must know of a session, from rank 0."""
 
-    session_id: Annotated[str, msgspec.Meta(max_length=64)]
+    session_id: Annotated[str, msgspec.Meta(max_length=64, pattern=r"\A[0-9]+-[0-9A-Za-z-]+\Z")]
+    """It is in files' names."""
     world_size: _Count
     servers: _Count
     nodes: _Count
