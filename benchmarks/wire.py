@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,10 +94,11 @@ class WirePair:
 
 
 BARE, STILL, UPDATING = "bare sockets", "foreprop, no compute", "foreprop, with SGD"
+ENCRYPTED = "foreprop, with SGD, encrypted"
 
 
 def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
-    """Interleaves steps of bare sockets and of foreprop without and with the optimizer."""
+    """Interleaves steps of bare sockets and of foreprop without and with the optimizer, and TLS."""
     config = Config.resolve("p3", slice_elems=slice_elems)
     message_bytes = slice_elems * 4
     runs: dict[str, tuple[Callable[[], float], int]] = {}
@@ -105,8 +108,12 @@ def measure_wire(*, slice_elems: int, slices: int, steps: int) -> list[WireRow]:
         bare = BarePair(message_bytes, slices, config.unsent_bytes)
         stack.callback(bare.close)
         runs[BARE] = (bare.step, bare.pid)
-        for name, still in ((STILL, True), (UPDATING, False)):
-            pair = WirePair(slices, config, still=still)
+        secret = stack.enter_context(tempfile.NamedTemporaryFile())  # of mode 600
+        secret.write(secrets.token_bytes(32))
+        secret.flush()
+        tls = config.replace(encryption="tls", secret_file=secret.name)
+        for name, its in ((STILL, config), (UPDATING, config), (ENCRYPTED, tls)):
+            pair = WirePair(slices, its, still=name == STILL)
             stack.callback(pair.close)
             runs[name] = (pair.step, pair.server_pid)
         for number in range(steps + _STEP_WARM_UP):

@@ -28,6 +28,7 @@ class Node:
     workers: list[Client]
     server: FakeServer
     failures: list[Failure | None] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def make_a_step(self) -> None:
         for slice_ in range(2):
@@ -54,7 +55,12 @@ def node() -> Iterator[Node]:
         upstream=SocketStream(near, "server 0"),
     )
     made = Node(relay, [], FakeServer(far, 0))
-    thread = threading.Thread(target=lambda: made.failures.append(relay.run(listener)))
+
+    def run() -> None:
+        made.failures.append(relay.run(listener))
+        made.ended.set()
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         made.workers += [Client(port, rank) for rank in (2, 3)]

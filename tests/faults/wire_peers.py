@@ -15,11 +15,12 @@ import msgspec
 import torch
 
 from foreprop.config import Config
-from foreprop.core.authentication import NONCE_BYTES, ConnectingSide, Subject
+from foreprop.core.authentication import NONCE_BYTES, Channel, ConnectingSide, Subject
 from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from foreprop.errors import Failure, decode_failure
 from foreprop.link.connection import greeting
+from foreprop.link.encrypted import EncryptedStream
 from foreprop.link.secret import load_key, prove
 from foreprop.link.stream import SocketStream, listen
 from foreprop.path.server import Server
@@ -83,13 +84,23 @@ class Client:
             self.sock.sendall(data)
 
     def authenticate(
-        self, secret_file: str, session: str = SESSION, target: str = "server 0"
-    ) -> None:
+        self,
+        secret_file: str,
+        session: str = SESSION,
+        target: str = "server 0",
+        *,
+        encrypted: bool = False,
+    ) -> Channel:
         """As a worker that has the job's secret."""
-        subject, nonce = Subject(session, target), secrets.token_bytes(NONCE_BYTES)
+        subject, nonce = Subject(session, target, encrypted), secrets.token_bytes(NONCE_BYTES)
         side = ConnectingSide(load_key(secret_file), subject, self.rank, nonce)
         prove(self.sock, side, time.monotonic() + 10, lambda: None)
         self.sock.settimeout(10)
+        return side.channel
+
+    def encrypt(self, channel: Channel, config: Config) -> None:
+        """After the greeting."""
+        self.sock = EncryptedSocket(self.sock, channel, config)  # type: ignore[assignment]
 
     def hello(self, manifest: Manifest | None = None) -> None:
         manifest = manifest or manifest_of()
@@ -136,8 +147,29 @@ class Client:
         while self.receive() is not None:
             pass
 
+    def expect_closed(self) -> None:
+        """The same, whatever comes before."""
+        with contextlib.suppress(ConnectionResetError):
+            while self.sock.recv(4096):
+                pass
+
     def close(self) -> None:
         self.sock.close()
+
+
+class EncryptedSocket:
+    """What a client needs of a socket."""
+
+    def __init__(self, sock: socket.socket, channel: Channel, config: Config) -> None:
+        self._stream = EncryptedStream(sock, "server 0", channel, config, accepts=False)
+        self.close = self._stream.close
+
+    def sendall(self, data: bytes) -> None:
+        self._stream.send(b"", memoryview(data))
+
+    def recv(self, size: int) -> bytes:
+        data = bytearray(size)
+        return bytes(data[: self._stream.receive_into(memoryview(data))])
 
 
 class Session:
@@ -147,8 +179,9 @@ class Session:
         self.listener = listen("127.0.0.1")
         self.port = self.listener.getsockname()[1]
         chosen = {"join_timeout_s": 20.0, "step_timeout_s": 10.0, **settings}
+        self.config = Config(**chosen)
         self.server = Server(
-            index=0, session_id=SESSION, config=Config(**chosen), composer=ServerComposer()
+            index=0, session_id=SESSION, config=self.config, composer=ServerComposer()
         )
         self.secret_file: str | None = settings.get("secret_file")
         self.failure: list[Failure | None] = []
@@ -164,10 +197,14 @@ class Session:
 
     def join(self) -> None:
         for rank in range(self._world_size):
-            self.workers.append(Client(self.port, rank))
+            worker, encrypted = Client(self.port, rank), self.config.encryption is not None
+            self.workers.append(worker)
             if self.secret_file is not None:
-                self.workers[-1].authenticate(self.secret_file)
-            self.workers[-1].hello(manifest_of(self._world_size))
+                channel = worker.authenticate(self.secret_file, encrypted=encrypted)
+            worker.greet()
+            if encrypted:
+                worker.encrypt(channel, self.config)
+            worker.send(Kind.MANIFEST, manifest_of(self._world_size).encode())
         for worker in self.workers:
             worker.expect(Kind.WELCOME)
         groups = msgspec.json.encode((GROUP,))

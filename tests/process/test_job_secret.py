@@ -169,13 +169,15 @@ def stranger_comes_as_rank_1(port: int) -> None:
         client.close()
 
 
+@pytest.mark.parametrize("encryption", ["none", *long_cases("tls")])
 def test_dedicated_servers_with_a_secret_in_a_range_of_ports(
-    zygote: Zygote, tmp_path: Path, secret: str
+    encryption: str, zygote: Zygote, tmp_path: Path, secret: str
 ) -> None:
     """A command with the secret serves; one without it is refused, and the run goes on."""
     port, first = free_port(), free_port_range(20)
     scenario = Scenario(settings={"dedicated_servers": 1})
     more = {"FOREPROP_SECRET_FILE": secret, "FOREPROP_PORT_RANGE": f"{first}-{first + 19}"}
+    more["FOREPROP_ENCRYPTION"] = encryption
     where = ("--rendezvous", f"127.0.0.1:{port}")
     with running(tmp_path) as run:
         odd = run.foreprop(zygote, run.environment(scenario), "server", *where)

@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from foreprop.cluster.rendezvous import Board, session_board
 from foreprop.cluster.world import World
+from foreprop.collectives.group import Group, report_open_collectives
 from foreprop.config import Config
 from foreprop.core.authentication import key_of
 from foreprop.errors import ConfigError, HandshakeError, StepTimeout, TransportError
@@ -156,6 +157,28 @@ def test_several_machines_without_a_secret_are_told_once(
     for _ in range(3):
         session_board(world, Config())
     assert capfd.readouterr().err.count("no secret is set: whoever can reach") == told
+
+
+@pytest.mark.parametrize(
+    ("host", "rank", "told"), [("10.0.0.1", 0, 1), ("10.0.0.1", 1, 0), ("127.0.0.1", 0, 0)]
+)
+def test_several_machines_with_collectives_are_told_once(
+    host: str,
+    rank: int,
+    told: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Although there is a secret: it is not for them."""
+    report_open_collectives.cache_clear()
+    monkeypatch.setattr("foreprop.collectives.group.local_address", lambda *_: "10.0.0.2")
+    for _ in range(3):
+        world = world_of(HashStore(), rank, 2, host)
+        Group(world, Config(architecture="ring", secret_file=secret_file(tmp_path)))
+    said = capfd.readouterr().err
+    assert said.count("collectives are torch's: gloo and NCCL connect ranks without") == told
+    assert "no secret" not in said
 
 
 def test_a_secret_is_no_reason_to_say_anything(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import pytest
 from foreprop.doctor.probe import Probe
 from foreprop.doctor.records import Reach, Send
 from foreprop.errors import TransportError
+from foreprop.link import traffic
 from foreprop.link.stream import listen
 from foreprop.link.traffic import (
     Endpoint,
@@ -65,6 +67,40 @@ def test_idle_connections_make_room(listener: ProbeListener, peer: Endpoint) -> 
             stack.enter_context(idle)
         assert reach(0, peer, TOKEN, 5.0).outcome == "connected"
         assert len(listener._strangers) <= 64
+
+
+def test_a_thousand_idle_connections_cost_no_thread(
+    listener: ProbeListener, peer: Endpoint
+) -> None:
+    """Whatever they have said of a greeting; they are closed in time."""
+    before = threading.active_count()
+    with ExitStack() as stack:
+        for number in range(1000):
+            idle = socket.create_connection((ADDRESS, listener.port), timeout=10)
+            stack.enter_context(idle)
+            idle.sendall(TOKEN[: number % 16])
+            if number % 100 == 99:
+                assert reach(0, peer, TOKEN, 5.0).outcome == "connected"
+        assert threading.active_count() <= before + 1
+
+
+def test_strangers_are_closed_in_time(
+    listener: ProbeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "_PATIENCE_S", 0.2)
+    with socket.create_connection((ADDRESS, listener.port), timeout=10) as idle:
+        idle.sendall(TOKEN)
+        assert idle.recv(1) == b""
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300, 601.0])
+def test_who_asks_for_an_endless_measurement_is_closed(
+    seconds: float, listener: ProbeListener
+) -> None:
+    for greeting in ((TOKEN, 2, seconds, 0.1), (TOKEN, 2, 0.1, seconds), (TOKEN, 3, 0.1, 0.1)):
+        with socket.create_connection((ADDRESS, listener.port), timeout=10) as sock:
+            sock.sendall(struct.pack("!16sBdd", *greeting))
+            assert sock.recv(1) == b""
 
 
 def test_who_does_not_know_the_token_is_not_answered(peer: Endpoint) -> None:

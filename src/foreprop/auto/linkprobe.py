@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from foreprop.cluster.entries import decode_entry
 from foreprop.cluster.rendezvous import Board
 from foreprop.config import Config
 from foreprop.errors import TransportError
@@ -70,7 +71,7 @@ def exchange_reports(
         board.publish(f"address/{node}", msgspec.json.encode(here).decode())
         next_node = (node + 1) % nodes
         there = board.lookup(f"address/{next_node}", f"node {next_node}'s address")
-        peer = msgspec.json.decode(there, type=Endpoint)
+        peer: Endpoint = decode_entry(there, Endpoint, f"node {next_node}'s address")
         trip = ping(node, peer, token, _PING_S)
         board.publish(f"pinged/{node}", "")
         for other in range(nodes):
@@ -93,7 +94,7 @@ def exchange_reports(
         ]
     finally:
         listener.close()
-    return [msgspec.json.decode(text, type=Report) for text in told]
+    return [decode_entry(text, Report, "a node's measurement of its links") for text in told]
 
 
 def _token(session: str, secret_file: str | None) -> bytes:
@@ -145,8 +146,9 @@ def _send_back(board: Board, node: int, nodes: int, token: bytes) -> list[Flow]:
     for other in range(nodes):
         board.lookup(f"sent/{other}", f"node {other} to measure its links")
     before = (node - 1) % nodes
-    there = board.lookup(f"address/{before}", f"node {before}'s address")
-    return _send(node, msgspec.json.decode(there, type=Endpoint), token)
+    what = f"node {before}'s address"
+    there: Endpoint = decode_entry(board.lookup(f"address/{before}", what), Endpoint, what)
+    return _send(node, there, token)
 
 
 def _send(node: int, peer: Endpoint, token: bytes) -> list[Flow]:

@@ -29,6 +29,7 @@ from foreprop.auto.unevennodes import (
     rates_as_setting,
     with_touched_rows,
 )
+from foreprop.cluster.entries import decode_entry
 from foreprop.cluster.rendezvous import Board, Look, step_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
@@ -152,7 +153,7 @@ class Planning:
         compute_s = 0.0 if profile is None else profile.measured_s or 0.0
         told = board.exchange("compute", json.dumps(compute_s), "time of a step")
         if self._world.rank == 0:
-            computed_s = [json.loads(text) for text in told]
+            computed_s = [decode_entry(text, float, "a rank's time of a step") for text in told]
             slowest_s = max(computed_s)
             plan = Plan(row_wise, text=table)
             if profile is not None and slowest_s > 0 and links is not None:
@@ -168,7 +169,7 @@ class Planning:
                     infos=self._infos,
                 )
             board.publish("plan", msgspec.json.encode(plan).decode())
-        return msgspec.json.decode(board.lookup("plan", "rank 0's plan"), type=Plan)
+        return decode_entry(board.lookup("plan", "rank 0's plan"), Plan, "rank 0's plan")
 
     def _by_node(self, computed_s: Sequence[float]) -> list[float]:
         """The slowest rank's on each."""

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
+from foreprop.cluster.entries import decode_entry
 from foreprop.cluster.rendezvous import Board
+from foreprop.errors import RemoteProtocolError
 from foreprop.workload.profile import Profile
 
 if TYPE_CHECKING:
@@ -127,7 +129,11 @@ class SparsityCount:
 def agree_on_shares(mine: Mapping[str, float], board: Board) -> dict[str, float]:
     """The mean over all ranks, the same on each."""
     told = board.exchange("shares", json.dumps(mine), "shares of touched rows")
-    found = [json.loads(text) for text in told]
+    found: list[dict[str, float]] = [
+        decode_entry(text, dict[str, float], "shares of touched rows") for text in told
+    ]
+    if any(mine.keys() - each.keys() for each in found):
+        raise RemoteProtocolError("the ranks have counted touched rows of different parameters")
     return {name: statistics.fmean(shares[name] for shares in found) for name in mine}
 
 

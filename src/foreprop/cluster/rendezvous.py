@@ -127,9 +127,10 @@ class Board:
         self._parts[name] = len(starts)
 
     def lookup_bytes(self, name: str, what: str, look: Look | None = None) -> memoryview:
-        count = int(self.lookup(name, what, look))
-        parts = [self._wait_for(f"{name}/{number}", what, look) for number in range(count)]
-        return memoryview(b"".join(parts))
+        from foreprop.cluster.entries import decode_parts
+
+        numbers = decode_parts(self.lookup(name, what, look), what)
+        return memoryview(b"".join(self._wait_for(f"{name}/{n}", what, look) for n in numbers))
 
     def forget_bytes(self, name: str) -> None:
         """Remove this rank's, if there are such."""
@@ -248,6 +249,7 @@ def _parse_shape(text: str) -> tuple[str, Mapping[str, object]]:
         session_id, shape = json.loads(text)
     except (ValueError, TypeError) as error:
         raise RemoteProtocolError(f"the store has {text[:100]!r} for a session: {error}") from error
-    if not isinstance(session_id, str) or not isinstance(shape, dict):
+    named = isinstance(session_id, str) and session_id.replace("-", "").isalnum()
+    if not named or not session_id.isascii() or len(session_id) > 64 or not isinstance(shape, dict):
         raise RemoteProtocolError(f"the store has {text[:100]!r} for a session")
     return session_id, shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,11 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from foreprop.cluster.rendezvous import Look, session_board, step_board
 from foreprop.cluster.world import World, within
-from foreprop.config import Config
+from foreprop.config import LOGGER, Config
 from foreprop.core.ring_machine import most_collectives
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
 from foreprop.link.announced import check_reachable
-from foreprop.link.stream import local_address
+from foreprop.link.stream import is_loopback, local_address
 
 _Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
 _ALIVE_S = 2.0
@@ -47,6 +48,8 @@ class Group:
         self.address = local_address(world.host, config.interface)
         if world.size > world.local_size:
             check_reachable(self.address, world.host)
+            if world.rank == 0 and not is_loopback(world.host):
+                report_open_collectives()
         self._world = world
         self._config = config
         self._group: Any = None
@@ -194,6 +197,17 @@ class Group:
         if self._nccl is not None:
             self._nccl.abort()  # nothing is under way, or it never ends
         self._group = self._nccl = None
+
+
+@functools.cache
+def report_open_collectives() -> None:
+    """Once per process, for a job of several machines."""
+    LOGGER.warning(
+        "collectives are torch's: gloo and NCCL connect ranks without authentication and send in"
+        " the clear, also where a secret is set. Whoever can reach these machines' ports may read"
+        " and change gradients, or take a rank's place: put the machines into a VPN, or use servers"
+        " (docs/strangers.md)"
+    )
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from foreprop.cluster.entries import decode_entry, decode_order
 from foreprop.cluster.rendezvous import Look
 from foreprop.collectives.group import Group
 from foreprop.core.order import Chunk, Observer, better_order, plans_after
@@ -85,7 +86,8 @@ class Ordering:
         for rank in range(1, self._ranks):
             key = f"ready/{step}/{rank}"
             what = f"rank {rank}'s times of its gradients, after step {step}"
-            found.append(json.loads(self._board.lookup(key, what, self._look)))
+            text = self._board.lookup(key, what, self._look)
+            found.append(decode_entry(text, list[float], what))
             self._board.forget(key)
         return found
 
@@ -100,7 +102,5 @@ class Ordering:
             ready_s = self._observer.ready_s()
         self._board.publish(f"ready/{step}/{self._board.rank}", json.dumps(ready_s))
         what = f"rank 0's order of collectives after step {step}"
-        order: Sequence[int] | None = json.loads(
-            self._board.lookup(f"order/{step}", what, self._look)
-        )
-        return order
+        text = self._board.lookup(f"order/{step}", what, self._look)
+        return None if text == "null" else decode_order(text, len(self._chunks), what)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,8 @@ def _check_architecture(config: Config) -> None:
     """Raises `ConfigError` for what does not go together with the architecture or lanes; ports."""
     if config.port_range is not None:
         parse_port_range(config.port_range)
+    if config.encryption is not None:
+        _check_encryption(config)
     if config.lanes == "one" and config.order != "priority":
         raise ConfigError(
             f"lanes is 'one' and order is {config.order!r}; one lane goes by priority: set"
@@ -164,6 +167,25 @@ def _check_architecture(config: Config) -> None:
             _check_uneven_nodes(config, name)
     if config.rebalance_s is not None:
         _check_rebalancing(config)
+
+
+def _check_encryption(config: Config) -> None:
+    if config.secret_file is None:
+        raise ConfigError(
+            f"encryption is {config.encryption!r}, whose keys are made of the job's secret: set"
+            " secret_file (FOREPROP_SECRET_FILE; `foreprop run` does so by itself)"
+        )
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(
+            f"encryption is {config.encryption!r}, whose keys are made by the package cryptography,"
+            " which is not installed: pip install 'foreprop[tls]'"
+        )
+    if config.architecture in ("ring", "hybrid", "auto"):
+        raise ConfigError(
+            f"encryption is {config.encryption!r}, which is for servers; with architecture="
+            f"{config.architecture!r} torch's collectives send in the clear. Use 'p2p' or 'ps', or"
+            " leave encryption out and put the machines into a VPN (docs/strangers.md)"
+        )
 
 
 def _check_rebalancing(config: Config) -> None:

@@ -31,6 +31,7 @@ SliceElems = int | Literal["auto"] | None
 Collectives = Literal["auto", "gloo", "nccl"]
 LocalAggregation = Literal["auto", "on", "off"]
 Wait = Literal["use", "modules"]
+Encryption = Literal["tls"]
 UpdateBy = Literal["auto", "servers", "workers"]
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow", "p3-2019"]
 
@@ -53,8 +54,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture node_rates late_nodes rebalance_s clip_grad_norm clip_grad_value ema trace_steps"
-    " table_init port_range"
+    "architecture clip_grad_norm clip_grad_value ema encryption late_nodes node_rates port_range"
+    " rebalance_s table_init trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -130,6 +131,9 @@ class Config:
     secret_file: str | None = _setting(
         None, "file of mode 600 with the job's secret, the same on every machine"
     )
+    encryption: Encryption | None = _setting(
+        None, "tls: TLS 1.3 between workers and servers, with keys made of the job's secret"
+    )
     link_rate_bits_per_s: float | None = _setting(
         None, "pace each node's link to this rate, both directions (for trying things out)", 1000
     )
@@ -151,9 +155,7 @@ class Config:
     )
     unsent_bytes: int = _setting(131_072, "unsent bytes that the kernel may hold per link", 1)
     push_window_bytes: int = _setting(
-        1_572_864,
-        "most that a worker's pushes to all servers may be under way, unacknowledged",
-        1,
+        1_572_864, "most that a worker's pushes to all servers may be under way, unacknowledged", 1
     )
     chunk_elems: int = _setting(
         400_000, "architecture=ring: elements per collective; small parameters join one", 1
@@ -254,8 +256,8 @@ class Config:
             raise ConfigError(
                 "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
             )
-        few = any(getattr(self, name) is not None for name in _FEW)
-        if few or self.dedicated_servers or self.slice_elems == "auto" or self.lanes == "one":
+        few = any(getattr(self, name) is not None for name in _FEW) or self.lanes == "one"
+        if few or self.dedicated_servers or self.slice_elems == "auto":
             from foreprop.config.checks import check_settings
 
             check_settings(self)
@@ -347,8 +349,7 @@ class Config:
 
     def keeps_whole_tables(self, rank: int) -> bool:
         """Whether this rank gets all rows of tables, in a checkpoint: see ``whole_tables``."""
-        keepers = {"all": True, "rank0": rank == 0, "none": False}
-        return keepers[self.whole_tables or "all"]
+        return {"all": True, "rank0": rank == 0, "none": False}[self.whole_tables or "all"]
 
     @property
     def aggregation(self) -> Aggregation:

@@ -8,6 +8,7 @@ from typing import TypedDict
 from foreprop.config.settings import (
     Architecture,
     Collectives,
+    Encryption,
     LocalAggregation,
     SliceElems,
     UpdateBy,
@@ -39,6 +40,7 @@ class Settings(TypedDict, total=False):
     interface: str | None
     port_range: str | None
     secret_file: str | None
+    encryption: Encryption | None
     link_rate_bits_per_s: float | None
     node_rates: str | None
     late_nodes: str | None

@@ -10,8 +10,10 @@ first, too: a stranger who connects gets nothing that he could try secrets on.
     accepting side    its proof   32 bytes
 
 A proof is the HMAC of the prover's role, the version, both nonces, the session's id, what is
-connected to, and the rank. Roles differ, so a proof cannot be sent back to who made it; nonces are
-new for each connection, so none can be used again. All sizes are fixed, and nothing is parsed.
+connected to, whether it is encrypted, and the rank. Roles differ, so a proof cannot be sent back to
+who made it; nonces are new for each connection, so none can be used again. All sizes are fixed, and
+nothing is parsed. Of the same things, and the secret, the keys of an encrypted connection are made
+(`link.encrypted`), so that whoever has not taken part in these four messages cannot follow them.
 
 No socket and no clock is known here. Bytes come in, bytes go out; nonces are arguments.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from foreprop.core.wire import HEADER_BYTES, SIGNED, decode_header
 from foreprop.errors import ForepropError, HandshakeError, RemoteProtocolError, TransportError
@@ -31,14 +33,17 @@ PROOF_BYTES = 32
 LEAST_SECRET_BYTES = 16
 _VERSION = b"1"
 _MARK_BYTES = 8
-_OPENING_MARK = b"P3-open" + _VERSION
-_CHALLENGE_MARK = b"P3nonce" + _VERSION
+_OPENING_MARKS = (b"P3-open" + _VERSION, b"P3-otls" + _VERSION)
+_CHALLENGE_MARKS = (b"P3nonce" + _VERSION, b"P3nctls" + _VERSION)
+"""Of a side that does not encrypt, and of one that does."""
 _NO_SECRET_MARK = b"P3plain" + _VERSION
 _OPENING = struct.Struct(f"!{_MARK_BYTES}sI{NONCE_BYTES}s")
 OPENING_BYTES = _OPENING.size
 CHALLENGE_BYTES = _MARK_BYTES + NONCE_BYTES
 _ADVICE = "set FOREPROP_SECRET_FILE to a copy of the same file on every machine"
 _CONNECTS, _ACCEPTS, _ENTRY = b"connects", b"accepts", b"entry"
+Way = Literal["to accepting", "to connecting"]
+"""Of an encrypted connection: each has keys of its own."""
 
 NO_SECRET = _NO_SECRET_MARK.ljust(CHALLENGE_BYTES, b"\0")
 """What a side without a secret answers to an opening, in the challenge's place."""
@@ -51,6 +56,17 @@ class Subject(NamedTuple):
     """Its id."""
     target: str
     """What is connected to, as ``server 3``."""
+    encrypted: bool = False
+
+
+class Channel(NamedTuple):
+    """A connection whose ends have shown that they have the secret; nothing of this is secret."""
+
+    subject: Subject
+    rank: int
+    """Of who has connected."""
+    nonces: bytes
+    """The connecting side's, then the accepting side's."""
 
 
 class ConnectingSide:
@@ -60,7 +76,7 @@ class ConnectingSide:
     """
 
     def __init__(self, key: bytes, subject: Subject, rank: int, nonce: bytes) -> None:
-        self.opening = _OPENING.pack(_OPENING_MARK, rank, nonce)
+        self.opening = _OPENING.pack(_OPENING_MARKS[subject.encrypted], rank, nonce)
         self.wanted = CHALLENGE_BYTES
         """So many bytes more are to come before it goes on; 0: each side knows the other."""
         self.is_challenged = False
@@ -69,6 +85,11 @@ class ConnectingSide:
         self._rank = rank
         self._nonces = nonce
         self._got = b""
+
+    @property
+    def channel(self) -> Channel:
+        """When nothing more is ``wanted``."""
+        return Channel(self._subject, self._rank, self._nonces)
 
     def receive(self, data: bytes) -> bytes:
         """Take some of the bytes that are ``wanted``; returns what is to be sent.
@@ -91,10 +112,13 @@ class ConnectingSide:
         rank, target = self._rank, self._subject.target
         if challenge.startswith(_NO_SECRET_MARK):
             raise HandshakeError(describe_one_sided(rank, target))
-        if not challenge.startswith(_CHALLENGE_MARK):
+        encrypted, mark = self._subject.encrypted, challenge[:_MARK_BYTES]
+        if mark == _CHALLENGE_MARKS[not encrypted]:
+            raise HandshakeError(describe_encryption(rank, target, encrypted))
+        if mark != _CHALLENGE_MARKS[encrypted]:
             raise HandshakeError(
                 f"what rank {rank} has reached is not {target}, or another version of foreprop:"
-                f" it answers {challenge[:_MARK_BYTES]!r}"
+                f" it answers {mark!r}"
             )
         self._nonces += challenge[_MARK_BYTES:]
         self.wanted, self.is_challenged = PROOF_BYTES, True
@@ -116,6 +140,8 @@ class AcceptingSide:
         """Of who connects; proven when nothing more is ``wanted``."""
         self.has_opened = False
         """It has sent a whole opening."""
+        self.refused: str | None = None
+        """Why it has been answered and must be closed, if so."""
         self.wanted = OPENING_BYTES
         """As a `ConnectingSide`'s."""
         self._key = key
@@ -123,6 +149,11 @@ class AcceptingSide:
         self._nonce = nonce
         self._nonces = b""
         self._got = b""
+
+    @property
+    def channel(self) -> Channel:
+        """When nothing more is ``wanted``."""
+        return Channel(self._subject, self.rank, self._nonces)
 
     def receive(self, data: bytes) -> bytes:
         """Take some of the bytes that are ``wanted``; returns what is to be sent.
@@ -141,7 +172,7 @@ class AcceptingSide:
     def _check_mark(self) -> None:
         """As soon as it can be known: a frame may be shorter than an opening."""
         mark = self._got[:_MARK_BYTES]
-        if _OPENING_MARK.startswith(mark):
+        if any(known.startswith(mark) for known in _OPENING_MARKS):
             return
         if len(self._got) < HEADER_BYTES:
             return
@@ -151,10 +182,14 @@ class AcceptingSide:
         )
 
     def _challenge(self, opening: bytes) -> bytes:
-        _, self.rank, nonce = _OPENING.unpack(opening)
+        mark, self.rank, nonce = _OPENING.unpack(opening)
         self._nonces = nonce + self._nonce
         self.wanted, self.has_opened = PROOF_BYTES, True
-        return _CHALLENGE_MARK + self._nonce
+        encrypted = self._subject.encrypted
+        if mark != _OPENING_MARKS[encrypted]:  # the challenge says so to the other side
+            self.refused = describe_encryption(self.rank, self._subject.target, not encrypted)
+            self.wanted = 0
+        return _CHALLENGE_MARKS[encrypted] + self._nonce
 
     def _check_proof(self, proof: bytes) -> bytes:
         about = (self._subject, self.rank, self._nonces)
@@ -165,7 +200,7 @@ class AcceptingSide:
 
 def maybe_rank_opening(data: bytes | bytearray) -> int | None:
     """The rank in what begins like an opening (of at least `HEADER_BYTES`), else None."""
-    if not data.startswith(_OPENING_MARK):
+    if not data.startswith(_OPENING_MARKS):
         return None
     return int.from_bytes(data[_MARK_BYTES : _MARK_BYTES + 4], "big")
 
@@ -173,6 +208,16 @@ def maybe_rank_opening(data: bytes | bytearray) -> int | None:
 def describe_one_sided(rank: int, target: str) -> str:
     """To who has opened a connection to a side without a secret."""
     return f"rank {rank} has a secret, {target} has none: {_ADVICE}"
+
+
+def describe_encryption(rank: int, target: str, connecting_encrypts: bool) -> str:
+    """Of two sides of which one encrypts."""
+    sides = (f"rank {rank}", target)
+    who, who_not = sides if connecting_encrypts else sides[::-1]
+    return (
+        f"{who} encrypts and {who_not} does not: set encryption (or FOREPROP_ENCRYPTION) to the"
+        " same on every machine"
+    )
 
 
 def describe_unequal(rank: int, target: str) -> str:
@@ -195,6 +240,12 @@ def token_of(key: bytes, purpose: str, size_bytes: int) -> bytes:
     return _mac(key, b"token", purpose.encode())[:size_bytes]
 
 
+def seed_of(key: bytes, channel: Channel, way: Way) -> bytes:
+    """Of the key pair that both ends of a connection have for one way, 32 bytes; a secret."""
+    about = (channel.subject, channel.rank, channel.nonces)
+    return _prove(key, b"seed " + way.encode(), *about)
+
+
 # The store.
 def sign(key: bytes, name: str, value: bytes) -> bytes:
     """An entry for the store that nobody without the key can make, or put under another name."""
@@ -211,7 +262,7 @@ def maybe_signed(key: bytes, name: str, entry: bytes) -> bytes | None:
 
 def _prove(key: bytes, role: bytes, subject: Subject, rank: int, nonces: bytes) -> bytes:
     about = (subject.session.encode(), subject.target.encode(), rank.to_bytes(4, "big"))
-    return _mac(key, role, nonces, *about)
+    return _mac(key, role, nonces, *about, b"tls" if subject.encrypted else b"")
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

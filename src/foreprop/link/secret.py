@@ -12,7 +12,8 @@ import stat
 import time
 from collections.abc import Callable
 
-from foreprop.core.authentication import NONCE_BYTES, ConnectingSide, Subject, key_of
+from foreprop.config import Config
+from foreprop.core.authentication import NONCE_BYTES, Channel, ConnectingSide, Subject, key_of
 from foreprop.errors import ConfigError, TransportError
 
 _MOST_BYTES = 4096
@@ -23,6 +24,13 @@ _LOOK_S = 1.0
 def load_key(path: str) -> bytes:
     """The key made of a secret's file; raises `ConfigError` that says what to do."""
     return key_of(read_secret(path))
+
+
+def secret_file_of(config: Config) -> str:
+    """Raises `ConfigError` if there is none."""
+    if config.secret_file is None:
+        raise ConfigError("secret_file is None; this needs the job's secret")
+    return config.secret_file
 
 
 def read_secret(path: str) -> bytes:
@@ -55,24 +63,27 @@ def read_secret(path: str) -> bytes:
 
 def authenticate(
     sock: socket.socket,
-    secret_file: str,
-    subject: Subject,
+    config: Config,
+    session_id: str,
+    target: str,
     rank: int,
     deadline_s: float,
     look: Callable[[], None],
-) -> socket.socket:
-    """The connection, when its other end has shown that it has the secret, too; else it is closed.
+) -> Channel:
+    """Return when the other end has shown that it has the secret, too; else it is closed.
 
     A server with many strangers before it may close one that it has not answered: that is a
     `TransportError`, after which it may be tried again. Raises `HandshakeError` if secrets differ.
     """
-    side = ConnectingSide(load_key(secret_file), subject, rank, secrets.token_bytes(NONCE_BYTES))
+    subject = Subject(session_id, target, config.encryption is not None)
+    key = load_key(secret_file_of(config))
+    side = ConnectingSide(key, subject, rank, secrets.token_bytes(NONCE_BYTES))
     try:
         prove(sock, side, deadline_s, look)
     except BaseException:
         sock.close()
         raise
-    return sock
+    return side.channel
 
 
 def prove(

@@ -214,17 +214,17 @@ class SocketStream:
                 sent = len(header)
             if sent < len(header) + len(payload):
                 self._sock.sendall(payload[sent - len(header) :])
-            if self._room is not None:
-                self._room.poll()
-            if self._bound is not None and payload:
-                self._adapt(self._bound)
+            self.after_sending(payload)
         except OSError as error:
             raise TransportError(f"cannot send to {self._peer}: {error}") from error
 
-    def _adapt(self, bound: SendBound) -> None:
-        times_us = round_trips_us(self._sock)
-        if times_us is not None and bound.observe(*times_us):
-            bound_send_buffer(self._sock, bound.bytes)
+    def after_sending(self, payload: memoryview) -> None:
+        if self._room is not None:
+            self._room.poll()
+        if (bound := self._bound) is not None and payload:
+            times_us = round_trips_us(self._sock)
+            if times_us is not None and bound.observe(*times_us):
+                bound_send_buffer(self._sock, bound.bytes)
 
     def receive_into(self, view: memoryview) -> int:
         try:

@@ -8,13 +8,15 @@ counted for a while and the rate is told. Everything here ends after a bounded t
 from __future__ import annotations
 
 import contextlib
+import hmac
 import select
+import selectors
 import socket
 import statistics
 import struct
 import threading
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -36,6 +38,11 @@ _GIVE_UP_S = 30.0
 """A connection on which nothing moves for as long is broken by the kernel."""
 _MAX_STRANGERS = 64
 """Connections that have not greeted; the oldest makes room."""
+_MOST_SERVED = 256
+"""At once, of who has greeted; each has a thread."""
+_LONGEST_S = 600.0
+"""That somebody may ask to be counted."""
+_LOOK_S, _AGAIN_S = 0.5, 0.05
 _ABORT = struct.pack("ii", 1, 0)
 """SO_LINGER: what is unsent at the end is dropped, not left to disturb the next measurement."""
 
@@ -49,7 +56,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     host: int
     address: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     purpose: Purpose = "server"
 
 
@@ -92,8 +99,20 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class _Stranger:
+    """Who has connected and not greeted."""
+
+    def __init__(self) -> None:
+        self.came_at_s = time.monotonic()
+        self.got = b""
+
+
 class ProbeListener:
-    """Answers others' greetings on a free port, by threads of its own, until it is closed."""
+    """Answers others' greetings on a free port until it is closed.
+
+    One thread accepts and hears who has not greeted, a fixed number of bytes at most; only who has
+    the token gets a thread of its own.
+    """
 
     def __init__(self, sock: socket.socket, host: int, token: bytes) -> None:
         self._sock = sock
@@ -101,8 +120,10 @@ class ProbeListener:
         self._token = token
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, None] = {}
-        """Those of them that have not greeted, in the order in which they came."""
+        """Of those who have greeted."""
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        """In the order in which they came. Of the accepting thread."""
+        self._selector = selectors.DefaultSelector()
         self._closed = False
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -123,45 +144,87 @@ class ProbeListener:
         self._sock.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
+        self._sock.setblocking(False)
+        self._selector.register(self._sock, selectors.EVENT_READ)
+        while not self._closed:
+            for key, _ in self._selector.select(_LOOK_S):
+                if key.fileobj is self._sock:
+                    self._arrive()
+                elif (sock := key.fileobj) in self._strangers:  # not crowded out meanwhile
+                    self._hear(sock)  # type: ignore[arg-type]
+            since_s = time.monotonic() - _PATIENCE_S
+            for sock, each in list(self._strangers.items()):
+                if each.came_at_s < since_s:
+                    self._dismiss(sock)
+        for sock in list(self._strangers):
+            self._dismiss(sock)
+        self._selector.close()
+
+    def _arrive(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            if not self._closed:  # gone before we looked, or too many descriptors
+                time.sleep(_AGAIN_S)
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._dismiss(next(iter(self._strangers)))
+        sock.setblocking(False)
+        self._strangers[sock] = _Stranger()
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _dismiss(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        sock.close()
+
+    def _forget(self, sock: socket.socket) -> None:
+        del self._strangers[sock]
+        self._selector.unregister(sock)
+
+    def _hear(self, sock: socket.socket) -> None:
+        stranger = self._strangers[sock]
+        try:
+            data = sock.recv(_GREETING.size - len(stranger.got))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.got += data
+        if not data:
+            self._dismiss(sock)
+        elif len(stranger.got) == _GREETING.size:
+            self._take(sock, stranger.got)
+
+    def _take(self, sock: socket.socket, greeting: bytes) -> None:
+        """Who has the token is served; what it asks for has a bound, too."""
+        token, kind, settle_s, seconds = _GREETING.unpack(greeting)
+        is_ours = hmac.compare_digest(token, self._token) and kind in (_QUESTIONS, _BULK)
+        if not is_ours or not (0 <= settle_s <= _LONGEST_S and 0 <= seconds <= _LONGEST_S):
+            self._dismiss(sock)
+            return
+        self._forget(sock)
+        with self._lock:
+            self._threads = [known for known in self._threads if known.is_alive()]
+            if self._closed or len(self._threads) > _MOST_SERVED:
+                sock.close()
                 return
-            with self._lock:
-                if self._closed:
-                    sock.close()
-                    return
-                self._connections.add(sock)
-                self._strangers[sock] = None
-                if len(self._strangers) > _MAX_STRANGERS:
-                    self._crowd_out(next(iter(self._strangers)))
-                thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-                self._threads = [known for known in self._threads if known.is_alive()]
-                self._threads.append(thread)
-                thread.start()
+            self._connections.add(sock)
+            about = (sock, kind, settle_s, seconds)
+            self._threads.append(threading.Thread(target=self._serve, args=about, daemon=True))
+            self._threads[-1].start()
 
-    def _crowd_out(self, oldest: socket.socket) -> None:
-        del self._strangers[oldest]
-        with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, kind: int, settle_s: float, seconds: float) -> None:
         try:
             sock.settimeout(_PATIENCE_S)
-            token, kind, settle_s, seconds = _GREETING.unpack(_receive(sock, _GREETING.size))
-            with self._lock:
-                self._strangers.pop(sock, None)
-            if token == self._token and kind == _QUESTIONS:
+            if kind == _QUESTIONS:
                 self._answer_questions(sock)
-            elif token == self._token and kind == _BULK:
+            else:
                 _count(sock, settle_s, seconds)
         except OSError:
             pass  # the other end tells what happened
         finally:
             with self._lock:
                 self._connections.discard(sock)
-                self._strangers.pop(sock, None)
             sock.close()
 
     def _answer_questions(self, sock: socket.socket) -> None:

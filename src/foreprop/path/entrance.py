@@ -14,11 +14,12 @@ import socket
 import time
 from typing import NamedTuple
 
-from foreprop.config import LOGGER
+from foreprop.config import LOGGER, Config
 from foreprop.core.authentication import (
     NO_SECRET,
     NONCE_BYTES,
     AcceptingSide,
+    Channel,
     Subject,
     describe_one_sided,
     maybe_rank_opening,
@@ -26,6 +27,7 @@ from foreprop.core.authentication import (
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
 from foreprop.errors import Failure, HandshakeError, RemoteProtocolError
+from foreprop.link.stream import SocketStream, Stream
 
 MAX_GREETING_BYTES = 256
 GREETING_S = 10.0
@@ -43,6 +45,19 @@ class Greeting(NamedTuple):
     address: str
     header: Header
     payload: memoryview
+    channel: Channel | None = None
+    """Where a secret has been shown."""
+
+
+def stream_of(whole: Greeting, config: Config) -> Stream:
+    """Of who has greeted: from now on it blocks. If encrypted, its first user shakes hands."""
+    whole.sock.setblocking(True)
+    name = f"rank {whole.header.rank} at {whole.address}"
+    if config.encryption is None or whole.channel is None:
+        return SocketStream(whole.sock, name)
+    from foreprop.link.encrypted import EncryptedStream
+
+    return EncryptedStream(whole.sock, name, whole.channel, config, accepts=True)
 
 
 class Stranger:
@@ -70,13 +85,16 @@ class Stranger:
         while side is not None and side.wanted:
             if reply := side.receive(self._receive(side.wanted)):
                 self.send(reply)
+            if side.refused is not None:
+                raise HandshakeError(side.refused)
         while self.header is None:
             self._got += self._receive(HEADER_BYTES - len(self._got))
             if len(self._got) == HEADER_BYTES:
                 self.header, self._got = self._decode(self._got), b""
         while (missing := self.header.payload_bytes - len(self._got)) > 0:
             self._got += self._receive(missing)
-        return Greeting(self.sock, self.address, self.header, memoryview(self._got))
+        channel = None if side is None else side.channel
+        return Greeting(self.sock, self.address, self.header, memoryview(self._got), channel)
 
     def _receive(self, wanted: int) -> bytes:
         data = self.sock.recv(wanted)

@@ -25,8 +25,8 @@ from foreprop.core.frames import Peers, Stage
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import Failure, ForepropError, RemoteProtocolError, StorageError, failure_of
 from foreprop.link.connection import Connection, unexpected_bytes
-from foreprop.link.stream import SocketStream, tune
-from foreprop.path.entrance import Entrance, Greeting
+from foreprop.link.stream import tune
+from foreprop.path.entrance import Entrance, Greeting, stream_of
 from foreprop.path.joining import Composer, GreetingRefused, Joining, Reception, StreamWrapper
 from foreprop.path.stallreport import StallReporter
 
@@ -84,7 +84,7 @@ class Server:
         self._entrance = Entrance(
             self.name,
             index,
-            Subject(session_id, process or f"server {index}"),
+            Subject(session_id, process or f"server {index}", config.encryption is not None),
             config.secret_file,
             self._join_limit_s,
         )
@@ -153,13 +153,10 @@ class Server:
             LOGGER.warning("%s: accept: %s", self.name, error)
             time.sleep(_ACCEPT_AGAIN_S)
             return False
+        unsent_bytes = None if self._config.lanes == "one" else self._config.unsent_bytes
+        timeout_s = self._config.step_timeout_s
         try:
-            tune(
-                sock,
-                unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,
-                timeout_s=self._config.step_timeout_s,
-                emulated=self._is_emulated,
-            )
+            tune(sock, unsent_bytes=unsent_bytes, timeout_s=timeout_s, emulated=self._is_emulated)
         except OSError:
             sock.close()
         else:
@@ -219,20 +216,25 @@ class Server:
 
     def _admit(self, whole: Greeting) -> None:
         """Take the connection of who has greeted; the rest is said in a thread of its own."""
-        whole.sock.setblocking(True)
-        stream = SocketStream(whole.sock, f"worker at {whole.address}")
-        peer = Connection(
-            stream, self._joining.owners, sender=self.index, whose="rank", give_up_s=_FAREWELL_S
-        )
-        try:
-            self._joining.greet(peer, whole.header, whole.payload)
-        except RemoteProtocolError as error:
-            self.on_refused(peer, error)
+        stream, owners = stream_of(whole, self._config), self._joining.owners
+        peer = Connection(stream, owners, sender=self.index, whose="rank", give_up_s=_FAREWELL_S)
+        # to encrypt takes a while: who has shown the secret may have a thread for that
+        later = whole if self._config.encryption is not None else None
+        if later is None and not self._greets(peer, whole):
             stream.close()
             return
         with self.lock:
             self._connections.append(peer)
-        self._spawn("receive", lambda: self._receive(peer))
+        self._spawn("receive", lambda: self._receive(peer, later))
+
+    def _greets(self, peer: Connection, whole: Greeting) -> bool:
+        """Whether the greeting fits; who is refused is told."""
+        try:
+            self._joining.greet(peer, whole.header, whole.payload)
+        except RemoteProtocolError as error:
+            self.on_refused(peer, error)
+            return False
+        return True
 
     def wait(self) -> Failure | None:
         """Block until the session has ended, then release everything."""
@@ -282,9 +284,10 @@ class Server:
         thread.start()
 
     # Receiving, and what becomes of connections. In their receiving threads.
-    def _receive(self, peer: Connection) -> None:
+    def _receive(self, peer: Connection, whole: Greeting | None) -> None:
         torch.set_grad_enabled(False)  # holds for this thread, which may have to update slices
-        peer.receive(self)
+        if whole is None or self._greets(peer, whole):
+            peer.receive(self)
         if not peer.joined:
             with self.lock:  # first: who sees the end may come again at once, with the same rank
                 self._reception.forget(peer)
@@ -304,6 +307,8 @@ class Server:
 
     def on_lost(self, peer: Connection, why: str) -> None:
         """Told in `_on_closed`, if it is a loss."""
+        if why and not peer.joined:
+            self._entrance.refused = why
 
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
         """A peer that breaks the rules loses its connection; a stranger costs nobody anything."""

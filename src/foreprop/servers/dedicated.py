@@ -55,7 +55,7 @@ _REFUSED = "refused "
 _Count = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 _NEEDED = frozenset(
     "join_timeout_s step_timeout_s stall_report_s unsent_bytes push_window_bytes"
-    " link_rate_bits_per_s trace_steps".split()
+    " link_rate_bits_per_s trace_steps encryption".split()
 )
 """The settings that a server takes from an announcement: numbers, and nothing that names a file."""
 
@@ -63,7 +63,8 @@ _NEEDED = frozenset(
 class PublishedSession(msgspec.Struct, frozen=True, kw_only=True):
     """What `foreprop server` must know of a session, from rank 0."""
 
-    session_id: Annotated[str, msgspec.Meta(max_length=64)]
+    session_id: Annotated[str, msgspec.Meta(max_length=64, pattern=r"\A[0-9]+-[0-9A-Za-z-]+\Z")]
+    """It is in files' names."""
     world_size: _Count
     servers: _Count
     nodes: _Count
@@ -278,6 +279,11 @@ class Supervisor:
         """
         theirs = {name: value for name, value in published.config.items() if name in _NEEDED}
         own, trace = self._config, self._config.trace
+        if own.encryption != (script_s := theirs.get("encryption")):
+            raise ConfigError(
+                f"encryption is {own.encryption!r} here, and {script_s!r} in the script: set"
+                " FOREPROP_ENCRYPTION to the same for both"
+            )
         if trace is not None:
             check_trace_folder(trace)
         elif published.config.get("trace") is not None:

@@ -20,6 +20,7 @@ from foreprop.link.stream import (
     SocketStream,
     Stream,
     connect,
+    is_loopback,
     listen,
     local_address,
     stays_on_this_machine,
@@ -28,6 +29,7 @@ from foreprop.link.stream import (
 from foreprop.servers.processes import ProcessServer, ServerTask, node_links, start_server
 
 if TYPE_CHECKING:
+    from foreprop.core.authentication import Channel
     from foreprop.link.pacing import NodeLinks
     from foreprop.servers.main import ThreadServer
 
@@ -48,6 +50,8 @@ class Connections:
         self.handles: list[ProcessServer | ThreadServer] = []
         self._world = world
         self._config = config
+        self.channel: Channel | None = None
+        """Of the connection made last, where a secret is shown."""
         self._sockets: list[socket.socket] = []
         self.workers_per_node = config.workers_per_node or world.local_size
         self.nodes = -(-world.size // self.workers_per_node)
@@ -120,6 +124,7 @@ class Connections:
             "dedicated_servers": self._config.dedicated_servers,
             "servers": self.servers,
             "local_aggregation": self._config.local_aggregation,
+            "encryption": self._config.encryption,
         }
 
     def _start_servers(self) -> None:
@@ -150,11 +155,16 @@ class Connections:
             window_bytes = self._window_bytes(sock)
         except OSError as error:
             raise self._ended(sock, error) from error
-        order, bound = self._config.order, None
+        order, bound, name = self._config.order, None, self.server_names()[server]
         waits = takes_turns(order, self.servers)
         if window_bytes and runs_ahead(order, self.servers):
             bound = SendBound(window_bytes)
-        stream: Stream = SocketStream(sock, self.server_names()[server], bound)
+        stream: Stream = SocketStream(sock, name, bound)
+        if self._config.encryption is not None:
+            from foreprop.link.encrypted import connect_encrypted
+
+            stream = connect_encrypted(sock, name, self.channel, self._config, bound)
+            self._sockets += stream.ways
         if self.links is not None and direct:
             stream = self.links.wrap_to_node(stream, self.node_of(server))
         if window_bytes and direct and waits:
@@ -183,7 +193,10 @@ class Connections:
             what = f"server {server}, which rank {self._starter_of(server)} starts"
             found = self.board.lookup(f"server/{server}", what)
         address, port = _parse_address(found, what)
-        self._check_reachable(server, address)
+        if is_loopback(address) and not is_loopback(self.address):
+            from foreprop.link.announced import unreachable
+
+            raise unreachable(server, address, self._world.rank, self.address)
         return self._greeted(self._connect_to(address, port, f"server {server}"))
 
     def _greeted(self, sock: socket.socket) -> socket.socket:
@@ -229,32 +242,18 @@ class Connections:
             self.board.check_failed()
             try:
                 sock = connect(address, port, timeout_s=min(1.0, timeout_s))
-                return self._authenticated(sock, target, deadline)
+                if self._config.secret_file is not None:
+                    from foreprop.link.secret import authenticate
+
+                    about = (self.session_id, target, rank, deadline, self.board.check_failed)
+                    self.channel = authenticate(sock, self._config, *about)
+                return sock
             except TransportError as error:
                 if time.monotonic() >= deadline:
                     raise TransportError(
                         f"rank {rank} tried for {timeout_s:g} s (join_timeout_s): {error}"
                     ) from error
             time.sleep(_AGAIN_S)
-
-    def _authenticated(self, sock: socket.socket, target: str, deadline_s: float) -> socket.socket:
-        if (secret_file := self._config.secret_file) is None:
-            return sock
-        from foreprop.core.authentication import Subject
-        from foreprop.link.secret import authenticate
-
-        about = (secret_file, Subject(self.session_id, target), self._world.rank)
-        return authenticate(sock, *about, deadline_s, self.board.check_failed)
-
-    def _check_reachable(self, server: int, address: str) -> None:
-        theirs, ours = ipaddress.ip_address(address), ipaddress.ip_address(self.address)
-        if theirs.is_loopback and not ours.is_loopback:
-            raise TransportError(
-                f"server {server} listens on {address}, where only its own machine can reach it;"
-                f" rank {self._world.rank} is at {self.address}. Set interface (or"
-                " FOREPROP_INTERFACE) on that machine, or give torchrun a rendezvous address that"
-                " is not a loopback one"
-            )
 
     def server_names(self) -> list[str]:
         """At the other end of each connection, with who goes if it goes."""

@@ -112,7 +112,7 @@ def build_relays(
     relays = []
     for server, sock in enumerate(upstreams):
         name = task.server_names[server]
-        stream: Stream = SocketStream(sock, name)
+        stream = _upstream(task, config, server, sock)
         if links is not None:
             stream = links.wrap_to_node(stream, task.server_nodes[server])
         relay = Relay(
@@ -129,6 +129,19 @@ def build_relays(
             weakref.finalize(relay, links.close)
         relays.append(relay)
     return relays
+
+
+def _upstream(task: RelayTask, config: Config, server: int, sock: socket.socket) -> Stream:
+    """To a server; the worker that has connected and authenticated is the node's first."""
+    name = task.server_names[server]
+    if config.encryption is None:
+        return SocketStream(sock, name)
+    from foreprop.core.authentication import Channel, Subject
+    from foreprop.link.encrypted import connect_encrypted
+
+    subject = Subject(task.session_id, f"server {server}", True)
+    rank, nonces = task.node * task.workers_per_node, bytes.fromhex(task.nonces[server])
+    return connect_encrypted(sock, name, Channel(subject, rank, nonces), config)
 
 
 class ThreadServer:

@@ -49,6 +49,8 @@ class RelayTask:
     """Of all servers, by index, for messages."""
     server_nodes: list[int]
     """Which (emulated) node each is on."""
+    nonces: list[str]
+    """Of the connections to them, in hexadecimal, if those are to be encrypted; else none."""
 
 
 class ProcessServer:

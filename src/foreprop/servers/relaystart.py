@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def start_relays(connections: Connections, world: World, config: Config) -> None:
     """Called by a node's first worker. The relays get connections that are made already."""
     servers = range(connections.servers)
+    nonces: list[str] = []
     task = RelayTask(
         session_id=connections.session_id,
         world_size=world.size,
@@ -26,12 +27,15 @@ def start_relays(connections: Connections, world: World, config: Config) -> None
         workers_per_node=connections.workers_per_node,
         server_names=connections.direct_names(),
         server_nodes=[connections.node_of(server) for server in servers],
+        nonces=nonces,
     )
     upstreams: list[socket.socket] = []
     listeners: list[socket.socket] = []
     try:
         for server in servers:
             upstreams.append(connections.reach(server))
+            if config.encryption is not None and connections.channel is not None:
+                nonces.append(connections.channel.nonces.hex())
             listeners.append(listen(connections.address, config.port_range))
     except BaseException:
         for sock in (*upstreams, *listeners):

@@ -277,8 +277,10 @@ class FirstStep:
             order = self.use_order + rest
             board.publish("order", json.dumps(order))
         else:
+            from foreprop.cluster.entries import decode_order
+
             what = "rank 0's first step (its forward pass gives the priorities)"
-            order = json.loads(board.lookup("order", what))
+            order = decode_order(board.lookup("order", what), len(training.parameters), what)
         training.backends.learn_priorities(order)
 
     def missing_steps(self) -> str | None:

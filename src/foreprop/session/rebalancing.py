@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from foreprop.auto.linkprobe import Report, conclude, exchange_reports
+from foreprop.cluster.entries import decode_entry
 from foreprop.cluster.rendezvous import Board
 from foreprop.config import LOGGER
 from foreprop.core.linkshares import as_setting, rates_on, shares_of
@@ -79,7 +80,7 @@ class Rebalancing:
             found = msgspec.json.encode(self._decide(reports, before))
             board.publish("node_rates", found.decode())
         told = board.lookup("node_rates", "rank 0 to say what servers own")
-        after = msgspec.json.decode(told, type=str | None)
+        after: str | None = decode_entry(told, str | None, "what servers are to own")
         if after != before:
             training.config = training.config.replace(node_rates=after)
             with training.state.quietly():

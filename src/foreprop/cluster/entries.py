@@ -1,0 +1,46 @@
+"""What the store's entries say, read: each has a type and a bound, or is an error that names it.
+
+Whoever can write to the store may have written them, if no secret is set (docs/strangers.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from foreprop.errors import RemoteProtocolError
+
+T = TypeVar("T")
+MOST_PARTS = 4096
+"""Of one value: 16 GiB."""
+_SHOWN = 100
+
+
+def decode_entry(text: str | bytes, kind: type[T] | Any, what: str) -> T:
+    """JSON of this type; raises `RemoteProtocolError` that says for ``what`` it was read."""
+    try:
+        found: T = msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"the store has {text[:_SHOWN]!r} for {what}: {error}") from error
+    return found
+
+
+def decode_order(text: str, count: int, what: str) -> list[int]:
+    """Each number below ``count`` once, in some order."""
+    order: list[int] = decode_entry(text, list[int], what)
+    if sorted(order) != list(range(count)):
+        raise RemoteProtocolError(
+            f"the store has {text[:_SHOWN]!r} for {what}, which is no order of {count} numbers"
+        )
+    return order
+
+
+def decode_parts(text: str, what: str) -> range:
+    """The numbers of a value's parts."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > MOST_PARTS:
+        raise RemoteProtocolError(
+            f"the store has {text[:_SHOWN]!r} for the number of parts of {what}; it must be"
+            f" {MOST_PARTS} at most"
+        )
+    return range(int(text))

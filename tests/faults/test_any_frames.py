@@ -1,0 +1,326 @@
+"""Frames of every kind in every state, right ones and wrong ones in any order, from every side.
+
+Strangers change nothing. A peer that takes part ends the session, with an error that names it:
+never a hang, an error of nobody's (`InternalError`), or memory for what has not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foreprop.core.codec import choices_of
+from foreprop.core.manifest import Aggregation, Manifest, ParameterInfo
+from foreprop.core.rowinit import row_init_of
+from foreprop.core.wire import Kind, encode_header
+from foreprop.errors import Failure, ForepropError
+from foreprop.path.tensors import encode_state
+from foreprop.path.worker import WorkerEngine
+from foreprop.tables.parts import VALUES, KeptRows, encode_kept, encode_numbers, encode_pull
+from tests.faults.relay_peers import node
+from tests.faults.wire_peers import (
+    GROUP,
+    Client,
+    Session,
+    engine,
+    gradient,
+    manifest_of,
+    resident_bytes,
+    session,
+)
+from tests.secretfile import secret_file
+
+pytestmark = pytest.mark.timeout(600)
+
+MOST_NEW_BYTES = 256 * 2**20
+"""That all examples of a test may add to this process, with what torch loads in the first."""
+
+
+class Said(NamedTuple):
+    """A frame, or the beginning of one."""
+
+    kind: int
+    flags: int
+    step: int
+    slice_: int
+    payload: bytes
+    more_bytes: int
+    """That its header announces, and that do not come."""
+    rank: int | None
+    """None: the true one."""
+
+
+NUMBERS = torch.tensor([1, 3])
+PAYLOADS = [
+    b"",
+    gradient(1.0),
+    gradient(1.0)[:12],
+    bytes(8),
+    struct.pack("!d", float("nan")),
+    struct.pack("!q", -1),
+    struct.pack("!ddH", 1.0, 1.0, 0),
+    manifest_of().encode(),
+    manifest_of(2**40, servers=2**40).encode(),
+    Failure(kind="StepTimeout", message="rank 1 waited").encode(),
+    Failure(kind="NoSuchError", message="\n", peer="x" * 99, step=2**70).encode(),
+    msgspec.json.encode((GROUP,)),
+    msgspec.json.encode(({**GROUP, "lr": 1e400 - 1e400},)),
+    msgspec.json.encode(({**GROUP, "lr": "0.1"},)),
+    encode_state({}),
+    encode_state({"momentum_buffer": torch.zeros(6)}),
+    encode_state({"momentum_buffer": torch.zeros(2**10), "step": 3}),
+    encode_kept(KeptRows(torch.tensor([1]), {})),
+    encode_kept(KeptRows(torch.tensor([1]), {VALUES: torch.ones(1, 3)})),
+    encode_numbers(NUMBERS),
+    bytes(encode_numbers(NUMBERS)) + torch.ones(2, 3).numpy().tobytes(),
+    encode_pull(0, NUMBERS),
+    b"[" * 5000,
+]
+
+
+@st.composite
+def changed(draw: st.DrawFn, payloads: Sequence[bytes]) -> bytes:
+    """A payload that some frame has, whole or not, or with one byte changed; or any."""
+    data = draw(st.sampled_from(payloads))
+    how = draw(st.integers(0, 4))
+    if how == 0:
+        return draw(st.binary(max_size=64))
+    if how == 1:
+        return data[: draw(st.integers(0, len(data)))]
+    if how == 2 and data:
+        place = draw(st.integers(0, len(data) - 1))
+        return data[:place] + bytes([draw(st.integers(0, 255))]) + data[place + 1 :]
+    return data
+
+
+FRAMES = st.builds(
+    Said,
+    kind=st.sampled_from([int(kind) for kind in Kind]),
+    flags=st.one_of(
+        st.just(0), st.sampled_from([1 << n for n in range(16)]), st.integers(0, 65535)
+    ),
+    step=st.sampled_from([0, 1, 2, 2, 3, 2**31, 2**63, 2**64 - 1]),
+    slice_=st.sampled_from([0, 0, 1, 2, 5, -1, -(2**31), 2**31 - 1]),
+    payload=changed(PAYLOADS),
+    more_bytes=st.sampled_from([0] * 12 + [1, 4, 1000, 2**31, 2**32 - 4000]),
+    rank=st.sampled_from([None] * 12 + [0, 1, 2, 65_535]),
+)
+
+
+def say(client: Client, frames: Sequence[Said]) -> None:
+    """All of them; then nothing more comes."""
+    for each in frames:
+        size = len(each.payload) + each.more_bytes
+        rank = client.rank if each.rank is None else each.rank
+        head = encode_header(each.kind, each.flags, rank, each.step, each.slice_, 0, size)
+        client.raw(head + each.payload)
+    with contextlib.suppress(OSError):  # it may have been closed already
+        client.sock.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory() -> Iterator[None]:
+    before = resident_bytes()
+    yield
+    assert resident_bytes() - before < MOST_NEW_BYTES
+
+
+def fuzz(examples: int) -> Callable[[Any], Any]:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+SHORT, LONG = 25, 1500
+
+
+def tiers(test: Callable[[int], None]) -> Any:
+    """A few examples after every change, and many of the others' turn."""
+    long = pytest.param(LONG, marks=[pytest.mark.long, pytest.mark.timeout(600)])
+    return pytest.mark.parametrize("examples", [SHORT, long])(test)
+
+
+# Strangers.
+Arrive = Callable[[Session, Client], None]
+STATES: dict[str, tuple[bool, bool, Arrive]] = {
+    # with a secret, begun
+    "connected": (False, False, lambda s, c: None),
+    "connected to one with a secret": (True, False, lambda s, c: None),
+    "connected, begun": (False, True, lambda s, c: None),
+    "authenticated": (True, False, lambda s, c: authenticated(s, c)),
+    "authenticated, begun": (True, True, lambda s, c: authenticated(s, c)),
+}
+
+
+def authenticated(running: Session, client: Client) -> None:
+    assert running.secret_file is not None
+    client.authenticate(running.secret_file)
+
+
+@pytest.mark.parametrize("state", STATES)
+@tiers
+def test_nothing_that_is_said_before_a_greeting_touches_a_session(
+    examples: int, state: str, tmp_path: Path
+) -> None:
+    with_secret, begun, arrive = STATES[state]
+    changes = {"secret_file": secret_file(tmp_path)} if with_secret else {}
+    with session(joined=begun, **changes) as running:
+
+        @fuzz(examples)
+        @given(frames=st.lists(FRAMES.filter(lambda each: each.kind != Kind.HELLO), min_size=1))
+        def check(frames: list[Said]) -> None:
+            client = Client(running.port, 1)
+            arrive(running, client)
+            say(client, frames)
+            client.expect_closed()
+            client.close()
+            if begun:
+                running.make_a_step()
+
+        check()
+        if not begun:
+            running.join()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+@tiers
+def test_whatever_a_stranger_says_who_has_greeted_the_true_worker_joins(examples: int) -> None:
+    """It knows the session's id; only that it has failed would be believed, without a secret."""
+
+    @fuzz(examples)
+    @given(frames=st.lists(FRAMES.filter(lambda each: each.kind != Kind.FAILURE), min_size=1))
+    def check(frames: list[Said]) -> None:
+        with session(joined=False) as running:
+            odd = running.stranger(1)
+            odd.greet()
+            say(odd, [each for each in frames if not is_manifest(each)])
+            odd.expect_closed()
+            running.join()
+            running.make_a_step()
+            running.say_goodbye()
+
+    check()
+
+
+def is_manifest(said: Said) -> bool:
+    """With which it would be the worker."""
+    return said.kind == Kind.MANIFEST and said.payload == manifest_of().encode()
+
+
+# Those who take part.
+TABLE = ParameterInfo(
+    name="t", shape=(8, 3), dtype="float32", group=0, rows=True, init=row_init_of("t", None)
+)
+ROWS = ParameterInfo(name="r", shape=(8, 3), dtype="float32", group=0, rows=True)
+
+
+def with_knobs(**changes: Any) -> Manifest:
+    manifest = manifest_of()
+    return msgspec.structs.replace(
+        manifest, knobs=msgspec.structs.replace(manifest.knobs, **changes)
+    )
+
+
+MANIFESTS = {
+    "plain": manifest_of(),
+    "clipped by norm, averaged": with_knobs(
+        aggregation=Aggregation(clip_grad_norm=1.0, ema=0.9, check_finite=True)
+    ),
+    "notify": with_knobs(reply="notify"),
+    "pull": with_knobs(reply="pull"),
+    "half": with_knobs(wire_dtype="float16"),
+    "codec": with_knobs(compression=choices_of("topk:0.5")),
+    "lossless": with_knobs(compression=choices_of("lossless")),
+    "tables": manifest_of(parameters=(TABLE, ROWS, manifest_of().parameters[0])),
+}
+OURS = {
+    error.__name__
+    for error in ForepropError.__subclasses__()
+    if error.__name__ not in ("InternalError", "LocalProtocolError")
+}
+
+
+def check_told(failure: Failure | None, who: str, frames: Sequence[Said]) -> None:
+    """Why the session has ended is an error that says who is to blame."""
+    assert failure is not None, frames
+    reported = any(each.kind == Kind.FAILURE for each in frames)
+    assert failure.kind in OURS or reported, (failure, frames)
+    left = any(each.kind == Kind.BYE for each in frames)
+    assert who in failure.message or left or reported, (failure, frames)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+@tiers
+def test_whatever_a_rank_says_ends_the_session_with_its_name(examples: int, name: str) -> None:
+    manifest = MANIFESTS[name]
+
+    @fuzz(examples)
+    @given(rank=st.sampled_from([0, 1, 1]), frames=st.lists(FRAMES, min_size=1, max_size=8))
+    def check(rank: int, frames: list[Said]) -> None:
+        with session(joined=False, join_timeout_s=10.0, step_timeout_s=5.0) as running:
+            workers = [running.stranger(each) for each in (0, 1)]
+            for worker in workers:
+                worker.hello(manifest)
+            for worker in workers:
+                worker.expect(Kind.WELCOME)
+            say(workers[rank], frames)
+            if any(each.kind == Kind.BYE for each in frames):
+                workers[1 - rank].close()  # and the other one goes without a word
+            running.wait()
+            (failure,) = running.failure
+        check_told(failure, f"rank {rank}", frames)
+
+    check()
+
+
+def step_until_it_fails(made: WorkerEngine) -> None:
+    for step in range(1, 4):  # right frames may do for a step
+        made.wait(0, step)
+        made.push(0, step + 1)
+
+
+@tiers
+def test_whatever_a_server_says_is_an_error_that_names_it(examples: int) -> None:
+    @fuzz(examples)
+    @given(frames=st.lists(FRAMES, min_size=1, max_size=8))
+    def check(frames: list[Said]) -> None:
+        with engine() as (made, (fake,)):
+            made.push(0, 1)
+            say(fake, frames)
+            with pytest.raises(ForepropError) as caught:
+                step_until_it_fails(made)
+        failure = Failure(kind=type(caught.value).__name__, message=str(caught.value))
+        check_told(failure, "server 0", frames)
+
+    check()
+
+
+@pytest.mark.parametrize("who", ["rank 2", "server 0"])
+@tiers
+def test_whatever_is_said_to_a_relay_ends_the_session_with_a_name(examples: int, who: str) -> None:
+    @fuzz(examples)
+    @given(frames=st.lists(FRAMES, min_size=1, max_size=8))
+    def check(frames: list[Said]) -> None:
+        with node() as running:
+            said_by = running.server if who == "server 0" else running.workers[0]
+            say(said_by, frames)
+            if any(each.kind == Kind.BYE for each in frames):
+                running.workers[1].close()
+            running.ended.wait(10)
+        assert running.failures, frames
+        check_told(running.failures[0], who, frames)
+
+    check()

@@ -1,0 +1,387 @@
+"""What a listener, and who is on the path, can do where connections are encrypted."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import foreprop
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.core.authentication import Channel, Subject
+from foreprop.errors import (
+    ConfigError,
+    ForepropError,
+    HandshakeError,
+    TransportError,
+)
+from foreprop.link.encrypted import EncryptedStream
+from foreprop.link.stream import connect
+from tests.cluster import run_cluster
+from tests.faults.wire_peers import session
+from tests.secretfile import secret_file
+from tests.tiers import long_cases
+
+pytestmark = pytest.mark.timeout(60)
+
+_SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> dict[str, Any]:
+    return {"secret_file": secret_file(tmp_path), "encryption": "tls"}
+
+
+def train(world: World, **changes: Any) -> list[torch.Tensor]:
+    with _SEEDING:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(60, 80), nn.Tanh(), nn.Linear(80, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    chosen = {"join_timeout_s": 20.0, "step_timeout_s": 20.0, "slice_elems": 1000, **changes}
+    with foreprop.parallelize(model, optimizer, world=world, **chosen):
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.full((5, 60), 0.1 * (world.rank + step))).square().sum().backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "servers": (2, 1, {}),
+    "several servers": (2, 1, {"servers_per_node": 2}),
+    "relays": (4, 2, {"local_aggregation": "on"}),
+    "paced links": (2, 1, {"link_rate_bits_per_s": 1e9}),
+    "one lane": (2, 1, {"lanes": "one"}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_bits_are_those_without_encryption(name: str, encrypted: dict[str, Any]) -> None:
+    size, local_size, changes = LAYOUTS[name]
+    plain = run_cluster(size, lambda world: train(world, **changes), local_size=local_size)
+    found = run_cluster(
+        size, lambda world: train(world, **changes, **encrypted), local_size=local_size
+    )
+    for rank in range(size):
+        assert all(map(torch.equal, plain[rank], found[rank]))
+
+
+# Whoever is on the path.
+Change = Callable[[bytearray, int, bool], None]
+"""Changes some bytes that begin at a place of their direction; the last: towards the server."""
+
+
+class ManInTheMiddle:
+    """What all connections of some ranks pass: bytes are recorded, and may be changed."""
+
+    def __init__(self, change: Change | None = None) -> None:
+        self.recorded: dict[tuple[int, bool], bytearray] = {}
+        """By connection and whether it goes to a server."""
+        self._change = change
+        self._threads: list[threading.Thread] = []
+        self._sockets: list[socket.socket] = []
+
+    def connect(self, address: str, port: int, *, timeout_s: float) -> socket.socket:
+        """In the place of `link.stream.connect`."""
+        far = connect(address, port, timeout_s=timeout_s)
+        listener = socket.create_server(("127.0.0.1", 0))
+        near = socket.create_connection(listener.getsockname())
+        inside, _ = listener.accept()
+        listener.close()
+        number = len(self._sockets)
+        self._sockets += [inside, far]
+        for source, target, to_server in ((inside, far, True), (far, inside, False)):
+            thread = threading.Thread(target=self._pump, args=(number, source, target, to_server))
+            self._threads.append(thread)
+            thread.start()
+        return near
+
+    def _pump(self, number: int, source: socket.socket, target: socket.socket, up: bool) -> None:
+        seen = self.recorded.setdefault((number, up), bytearray())
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(65_536)):
+                if self._change is not None:
+                    self._change(data, len(seen), up)
+                seen += data
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for sock in self._sockets:
+            sock.close()
+
+    @property
+    def everything(self) -> bytes:
+        return b"|".join(map(bytes, self.recorded.values()))
+
+
+@contextlib.contextmanager
+def on_the_path(change: Change | None = None) -> Iterator[ManInTheMiddle]:
+    path = ManInTheMiddle(change)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foreprop.servers.launch.connect", path.connect)
+        try:
+            yield path
+        finally:
+            path.close()
+
+
+def test_a_listener_reads_no_gradient_and_no_parameter(encrypted: dict[str, Any]) -> None:
+    """Nor names and sizes of parameters; without encryption it reads them all."""
+    said = {}
+    for name, changes in {"plain": {}, "encrypted": encrypted}.items():
+        with on_the_path() as path:
+            values = run_cluster(2, lambda world, more=changes: train(world, **more))[0]
+        said[name] = path.everything
+    wanted = [value.numpy().tobytes()[:64] for value in values] + [b'"SGD"', b"0.weight"]
+    assert all(each in said["plain"] for each in wanted)
+    assert not any(each in said["encrypted"] for each in wanted)
+    assert len(said["encrypted"]) > len(said["plain"])  # it is the same training
+
+
+def flip_at(place: int, up: bool) -> Change:
+    """One bit of one byte, in one direction of each connection."""
+
+    def change(data: bytearray, start: int, to_server: bool) -> None:
+        if to_server == up and start <= place < start + len(data):
+            data[place - start] ^= 1
+
+    return change
+
+
+def outcome(make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | ForepropError:
+    try:
+        return make()
+    except ForepropError as error:
+        return error
+
+
+def test_what_is_changed_on_the_path_goes_unseen_without_encryption() -> None:
+    """So much does the test below show: 40 KB are sent, and gradients do not say what is wrong."""
+    with on_the_path(flip_at(20_003, up=True)):
+        first, second = run_cluster(2, lambda world: train(world))
+    right = run_cluster(2, lambda world: train(world))[0]
+    assert all(map(torch.equal, first, second))
+    assert not all(map(torch.equal, first, right))
+
+
+# of what is sent: handshakes, the manifest, then gradients; the last: a record's middle
+PLACES = [20_003, *long_cases(3, 60, 100, 130, 300, 700, 900, 1300, 2000, 30_000)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("up", [True, False])
+def test_what_is_changed_on_the_path_ends_in_an_error(
+    place: int, up: bool, encrypted: dict[str, Any]
+) -> None:
+    changes = {**encrypted, "join_timeout_s": 2.5}
+    with on_the_path(flip_at(place, up)):
+        found = run_cluster(2, lambda world: outcome(lambda: train(world, **changes)))
+    assert all(isinstance(each, ForepropError) for each in found), found
+    if place == 20_003:
+        text = str(found[0])
+        assert re.search(r"what has come from (rank|server) \d .* is not what was sent", text), text
+        assert "somebody on the path changes it" in text
+
+
+# The handshakes.
+def pair(first: tuple[Channel, str], second: tuple[Channel, str]) -> list[EncryptedStream]:
+    near, far = socket.socketpair()
+    sides = zip((near, far), (first, second), ("server 0", "rank 1"), (False, True), strict=True)
+    return [
+        EncryptedStream(
+            sock,
+            peer,
+            channel,
+            Config(encryption="tls", secret_file=file, join_timeout_s=5.0),
+            accepts=accepts,
+        )
+        for sock, (channel, file), peer, accepts in sides
+    ]
+
+
+def opened(streams: list[EncryptedStream]) -> list[TransportError]:
+    """The errors of both ends, which shake hands at the same time."""
+    errors: list[TransportError] = []
+
+    def open_one(stream: EncryptedStream) -> None:
+        try:
+            stream.open()
+            stream.send(b"x" * 28, memoryview(b""))
+            stream.receive_into(memoryview(bytearray(28)))
+        except TransportError as error:
+            errors.append(error)
+            stream.close()
+
+    threads = [threading.Thread(target=open_one, args=(stream,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return errors
+
+
+CHANNEL = Channel(Subject("a-session", "server 0", True), 1, bytes(64))
+OTHERS = {
+    "nonces": CHANNEL._replace(nonces=bytes(63) + b"1"),
+    "rank": CHANNEL._replace(rank=2),
+    "server": CHANNEL._replace(subject=Subject("a-session", "server 1", True)),
+    "session": CHANNEL._replace(subject=Subject("another", "server 0", True)),
+    "secret": CHANNEL,
+}
+
+
+@pytest.mark.parametrize("differing", OTHERS)
+def test_connections_that_somebody_has_joined_are_refused(differing: str, tmp_path: Path) -> None:
+    """Both ends have the secret, of two connections that were meant for others; or it has not."""
+    file = secret_file(tmp_path)
+    other = secret_file(tmp_path, "other", "f" * 32) if differing == "secret" else file
+    streams = pair((CHANNEL, file), (OTHERS[differing], other))
+    errors = opened(streams)
+    assert len(errors) == 2
+    assert any("cannot be encrypted (" in str(error) for error in errors), errors
+    for stream in streams:
+        stream.close()
+
+
+def test_both_ways_at_once_and_any_sizes(tmp_path: Path) -> None:
+    file = secret_file(tmp_path)
+    streams = pair((CHANNEL, file), (CHANNEL, file))
+    sizes = [0, 1, 16_355, 16_356, 16_357, 16_384, 100_000, 3_000_001]
+    received: dict[int, bytearray] = {}
+
+    def send(stream: EncryptedStream) -> None:
+        for size in sizes:
+            stream.send(b"h" * 28, memoryview(bytes([size % 251]) * size))
+
+    def receive(number: int, stream: EncryptedStream) -> None:
+        memory = bytearray(sum(sizes) + 28 * len(sizes))
+        view = memoryview(memory)
+        while view:
+            view = view[stream.receive_into(view) :]
+        received[number] = memory
+
+    threads = [
+        *(threading.Thread(target=send, args=(stream,)) for stream in streams),
+        *(threading.Thread(target=receive, args=each) for each in enumerate(streams)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert received[0] == received[1] == b"".join(b"h" * 28 + bytes([n % 251]) * n for n in sizes)
+    assert [way.version() for way in streams[0].ways] == ["TLSv1.3"] * 2
+    streams[0].close()
+    assert streams[1].receive_into(memoryview(bytearray(9))) == 0  # the end is told as ever
+    streams[1].close()
+    streams[1].close()
+
+
+def test_a_stream_that_is_closed_wakes_who_is_blocked(tmp_path: Path) -> None:
+    file = secret_file(tmp_path)
+    streams = pair((CHANNEL, file), (CHANNEL, file))
+    assert opened(streams) == []
+    errors: list[BaseException | int] = []
+
+    def receive() -> None:
+        try:
+            errors.append(streams[0].receive_into(memoryview(bytearray(9))))
+        except TransportError as error:
+            errors.append(error)
+
+    def send() -> None:
+        try:
+            streams[0].send(b"", memoryview(bytes(50_000_000)))
+        except TransportError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=receive), threading.Thread(target=send)]
+    for thread in threads:
+        thread.start()
+    streams[0].close()
+    for thread in threads:
+        thread.join(10)
+    assert len(errors) == 2, "somebody hangs"
+    streams[1].close()
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x00\x10" + bytes(16), b"x" * 5000])
+def test_who_has_the_secret_and_does_not_shake_hands_holds_up_nobody(
+    said: bytes, encrypted: dict[str, Any]
+) -> None:
+    with session(joined=False, **encrypted) as running:
+        odd = running.stranger(1)
+        odd.authenticate(encrypted["secret_file"], encrypted=True)
+        odd.greet()
+        odd.raw(said)
+        if said:
+            odd.expect_closed()
+        else:
+            odd.close()
+        running.join()
+        running.make_a_step()
+        running.say_goodbye()
+
+
+# Told by name.
+def test_a_rank_that_does_not_encrypt_is_told(encrypted: dict[str, Any]) -> None:
+    def work(world: World) -> object:
+        changes = {**encrypted, "join_timeout_s": 2.0}
+        if world.rank:
+            changes.pop("encryption")
+        return outcome(lambda: train(world, **changes))
+
+    _, one = run_cluster(2, work)
+    assert isinstance(one, HandshakeError)
+    assert "do not agree: encryption: rank 0 has tls, rank 1 has None" in str(one)
+
+
+@pytest.mark.parametrize("server_encrypts", [True, False])
+def test_a_server_that_does_not_encrypt_as_its_worker_is_told(
+    server_encrypts: bool, encrypted: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = encrypted["secret_file"]
+    changes = encrypted if server_encrypts else {"secret_file": file}
+    sides = ("server 0", "rank 1") if server_encrypts else ("rank 1", "server 0")
+    expected = "{} encrypts and {} does not: set encryption".format(*sides)
+    with session(joined=False, **changes) as running:
+        with pytest.raises(HandshakeError, match=expected):
+            running.stranger(1).authenticate(file, encrypted=not server_encrypts)
+        running.join()
+        running.make_a_step()
+        running.say_goodbye()
+    assert expected in capfd.readouterr().err
+
+
+def test_settings_that_do_not_go_together(encrypted: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="encryption is 'tls', whose keys are made of the job's"):
+        Config(encryption="tls")
+    with pytest.raises(ConfigError, match="encryption is 'ssl'; it must be"):
+        Config(**{**encrypted, "encryption": "ssl"})
+    for architecture in ("ring", "hybrid", "auto"):
+        with pytest.raises(ConfigError, match=f"architecture='{architecture}' torch's collectives"):
+            Config(architecture=architecture, **encrypted)  # type: ignore[arg-type]
+
+
+def test_without_the_package_that_makes_keys(
+    encrypted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'foreprop[tls]'")):
+        Config(**encrypted)
