@@ -192,6 +192,31 @@ def test_a_table_that_does_not_fit_is_printed_row_by_row_with_nothing_cut() -> N
     ]
 
 
+def help_of(command: str, columns: int) -> str:
+    env, words = {"COLUMNS": str(columns)}, [*command.split(), "--help"]
+    plain = {"terminal_width": columns - 2}  # the runner says 80 to what draws no frames
+    return CliRunner().invoke(app, words, env=env, **plain).output
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_a_help_fits_the_terminal_with_nothing_cut(entry: Entry, columns: int) -> None:
+    lines = help_of(entry.name, columns).splitlines()
+    shown = " ".join(lines)
+    options = [p for p in command_of(entry).params if p.param_type_name == "option"]
+    assert [p.opts[-1] for p in options if p.opts[-1] not in shown] == []
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert [line for line in lines if len(line) > columns and not line.startswith("    fore")] == []
+
+
+def test_a_help_that_does_not_fit_keeps_its_headings_and_examples() -> None:
+    output = help_of("compare", 60)
+    assert output.splitlines()[0].endswith(" compare [OPTIONS] SCRIPT [ARGS]...")
+    assert "\n    foreprop compare --workers-per-node 2 train.py\n" in output
+    headings = [line for line in output.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings[:3] == ["Arguments:", "Cluster:", "On every host:"]
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_what_is_piped_is_never_wrapped(columns: str) -> None:
     output = CliRunner().invoke(app, ["config"], env={"COLUMNS": columns}).output

@@ -112,6 +112,22 @@ def test_it_is_over_when_all_have_ended() -> None:
     assert not is_over([])
 
 
+def test_piped_no_line_is_wrapped(tmp_path: Path) -> None:
+    error = "ValueError: " + "x " * 100
+    shown(tmp_path, *(status(rank, state="failed", error=error) for rank in range(3)))
+    lines = CliRunner().invoke(app, ["top", str(tmp_path)], env={"COLUMNS": "60"}).output
+    assert len(lines.splitlines()) == 1 + 3 + 3
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_on_a_narrow_terminal_nothing_is_cut(tmp_path: Path, columns: int) -> None:
+    host = "a-host-with-a-name-of-its-own"
+    shown(tmp_path, *(status(rank, host=host) for rank in range(3)))
+    seen = io.StringIO()
+    Console(file=seen, width=columns).print(live_page(tmp_path, NOW_S)[0])
+    assert "\N{HORIZONTAL ELLIPSIS}" not in seen.getvalue()
+
+
 def test_piped_the_table_is_printed_once(tmp_path: Path) -> None:
     shown(tmp_path, status(0), status(1), status(2))
     for arguments in (["top", str(tmp_path)], ["top", str(tmp_path), "--once"]):
@@ -125,7 +141,7 @@ def test_in_a_terminal_it_goes_on_until_all_have_ended(
 ) -> None:
     seen = io.StringIO()
     console = Console(file=seen, force_terminal=True, width=120)
-    monkeypatch.setattr("foreprop.cli.top.Console", lambda: console)
+    monkeypatch.setattr("foreprop.cli.top.console", lambda: console)
     shown(tmp_path, status(0), status(1), status(2))
     slept: list[float] = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,8 @@ PANELS = {
 """Where a help shows an option, by its name."""
 _TYPED = "foreprop.typed"
 """Of a context's meta: by our name of an option, the other one that was typed."""
+_CUT = "\N{HORIZONTAL ELLIPSIS}"
+"""What rich leaves of a word that does not fit."""
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 
 
@@ -63,6 +67,8 @@ class CheckedCommand(TyperCommand):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
         for parameter in self.params:
+            if _is_argument(parameter):
+                continue
             if getattr(parameter, "rich_help_panel", "") is None:
                 parameter.rich_help_panel = _PANEL_OF.get(parameter.name or "")  # type: ignore[attr-defined]
 
@@ -95,10 +101,37 @@ class CheckedCommand(TyperCommand):
             error.args = (self._with_options(str(error), ctx),)
             raise
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments in capitals, as their own metavars have it."""
+        arguments = filter(_is_argument, self.get_params(ctx))
+        return [self.options_metavar or "", *map(_usage_of, arguments)]
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        shown = copy.copy(self)
-        shown.help = escape(unwrapped(self.help or ""))
-        super(CheckedCommand, shown).format_help(ctx, formatter)
+        """In frames, or where those would cut a word (narrow terminals), as plain text."""
+        framed, plain = copy.copy(self), copy.copy(self)
+        framed.help = escape(unwrapped(self.help or ""))
+        plain.help, plain.rich_markup_mode = unwrapped(self.help or "", keep="\b\n"), None
+        draw = super(CheckedCommand, framed).format_help
+        with contextlib.redirect_stdout(io.StringIO()) as drawn:
+            draw(ctx, formatter)
+        if _CUT in drawn.getvalue():
+            super(CheckedCommand, plain).format_help(ctx, formatter)
+        else:
+            draw(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Of the plain text, with the same headings."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            usual = "Arguments" if _is_argument(parameter) else "Options"
+            panel = getattr(parameter, "rich_help_panel", None) or usual
+            if (record := parameter.get_help_record(ctx)) is not None:
+                panels.setdefault(panel, []).append(record)
+        for panel, records in panels.items():
+            if not records:
+                continue
+            with formatter.section(panel):
+                formatter.write_dl(records)
 
     def _with_options(self, text: str, ctx: Any) -> str:
         """Where ``text`` names a field, or a parameter of ours: the option that is typed."""
@@ -187,7 +220,21 @@ def _of_today(name: str, value: str, other: Renamed, typed_as: dict[str, str]) -
         yield value
 
 
-def unwrapped(text: str) -> str:
-    """Paragraphs as one line each, for the terminal to wrap; indented lines, as examples', stay."""
+def _is_argument(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "argument")
+
+
+def _usage_of(argument: Any) -> str:
+    if argument.metavar:
+        return str(argument.metavar)
+    name = argument.name.upper() + ("..." if argument.nargs != 1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def unwrapped(text: str, keep: str = "") -> str:
+    """Paragraphs as one line each, for the terminal to wrap; indented lines, as examples', stay.
+
+    ``keep`` is put before a paragraph whose lines stay.
+    """
     paragraphs = text.split("\n\n")
-    return "\n\n".join(p if "\n  " in p else " ".join(p.split("\n")) for p in paragraphs)
+    return "\n\n".join(keep + p if "\n  " in p else " ".join(p.split("\n")) for p in paragraphs)

@@ -35,6 +35,7 @@ class Shown:
     metavar: str | None = None
     declared: tuple[str, ...] = ()
     """How it is written, if not as its name says."""
+    show_default: bool = True
     read: Callable[[Any], Any] = lambda value: value
     """From what is typed to what the field holds; None stays None."""
 
@@ -55,6 +56,7 @@ class Shown:
             min=limits.get("min"),
             max=limits.get("max"),
             metavar=self.metavar,
+            show_default=self.show_default,
         )
         return inspect.Parameter(
             name,

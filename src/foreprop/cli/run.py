@@ -84,6 +84,7 @@ def asking_for_hosts(**helps: str) -> Callable[[Command], Command]:
     forms = {
         "resources": Shown(metavar="FILE"),
         "master_addr": Shown(metavar="ADDRESS"),
+        "python": Shown(show_default=False),
         "env": Shown(kind=list[str] | None, default=None, metavar="NAME[=VALUE]"),
     }
     forms |= {name: replace(forms.get(name, Shown()), help=text) for name, text in helps.items()}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
+from foreprop.cli.output import console
 from foreprop.report.live import live_page
 
 
@@ -29,12 +29,12 @@ def top(
       foreprop top runs/trace
       foreprop top --once runs/trace
     """
-    console = Console()
+    screen = console()
     page, over = live_page(directory)
-    if once or not console.is_terminal:
-        console.print(page)
+    if once or not screen.is_terminal:
+        screen.print(page)
         return
-    with Live(page, console=console, auto_refresh=False) as live:
+    with Live(page, console=screen, auto_refresh=False) as live:
         while not over:
             time.sleep(every)
             page, over = live_page(directory)

@@ -62,10 +62,10 @@ def live_page(folder: Path, now_s: float | None = None) -> tuple[RenderableType,
 def _table(statuses: Sequence[RankStatus], now_s: float) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     shown.add_column("rank", justify="right")
-    shown.add_column("host", no_wrap=True)
+    shown.add_column("host", overflow="fold")
     for heading in ("step", "per step", "waiting", "out", "in", "queue"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("state")
+        shown.add_column(heading, justify="right", overflow="fold")
+    shown.add_column("state", overflow="fold")
     slowest = waited_for(statuses)
     for status in statuses:
         shown.add_row(
