@@ -6,7 +6,6 @@ All processes decide alike, from the manifest.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from foreprop.core.codec import (
     codec_of,
     is_exact,
     kind_of,
+    matches,
     takes,
 )
 from foreprop.core.manifest import Manifest, ParameterInfo
@@ -96,7 +96,7 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
             continue
         training = _training_of(name, manifest, piece.parameter)
         if (name, training) not in codecs:
-            replies = make_for_replies(name, manifest.world_size, training)
+            replies = make_for_replies(name, manifest.peers().count, training)
             codecs[name, training] = make(name, training), replies
         coded = SliceCodec(piece, *codecs[name, training], dtypes[piece.parameter])
         if training is not None:
@@ -159,7 +159,7 @@ def check_setting(config: Config, manifest: Manifest) -> None:
     check_codecs(choices)
     names = [info.name for info in manifest.parameters]
     for pattern, _ in choices:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             raise ConfigError(
                 f"compression: no parameter's name matches {pattern!r}; there are {names}"
             )

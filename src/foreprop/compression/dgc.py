@@ -123,10 +123,10 @@ def dgc(given: str = "0.001", training: DgcTraining | None = None) -> Dgc:
     return Dgc(f"dgc:{given}", _sent_share(given, training), training)
 
 
-def dgc_replies(given: str, world_size: int, training: DgcTraining | None = None) -> TopK:
-    """The largest differences, as many as all workers' pushes have elements."""
+def dgc_replies(given: str, pushes: int, training: DgcTraining | None = None) -> TopK:
+    """The largest differences, as many as all pushes to a slice have elements."""
     sent = _sent_share(given, training or DgcTraining())
-    return TopK(f"dgc:{given}", SentShare(sent.share, sent.warmup_steps, world_size))
+    return TopK(f"dgc:{given}", SentShare(sent.share, sent.warmup_steps, pushes))
 
 
 def _sent_share(given: str, training: DgcTraining) -> SentShare:

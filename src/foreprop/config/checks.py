@@ -96,11 +96,6 @@ def check_compression(config: Config) -> None:
             f"compression is {text!r}, which is for servers: collectives add up on their way;"
             f" architecture is {config.architecture!r}, use 'p2p' or 'ps'"
         )
-    if config.local_aggregation == "on":
-        raise ConfigError(
-            f"compression is {text!r}, and local_aggregation is 'on', whose sums are sent as they"
-            " are; leave one of them out"
-        )
     if config.check_stale:
         raise ConfigError(
             f"compression is {text!r}, and check_stale is on, which overwrites the values that"

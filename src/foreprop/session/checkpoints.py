@@ -70,9 +70,10 @@ class Checkpoints:
 
         training = self._training
         world, averages = training.world, training.config.reduction == "mean"
-        own = divided(states, rank=world.rank, world_size=world.size, averages=averages)
         training.flush()
         for codecs in self._codecs():
+            ranks = codecs.residuals.ranks
+            own = divided(states, ranks=ranks, world_size=world.size, averages=averages)
             codecs.residuals.replace(own)
 
     def _codecs(self) -> list[PushCodecs]:
