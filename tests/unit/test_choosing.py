@@ -99,7 +99,6 @@ def test_what_says_nothing_is_refused(value: Any, says: str) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"architecture": "ring"},
         {"architecture": "hybrid"},
         {"architecture": "auto"},
         {"check_stale": True},
@@ -144,6 +143,6 @@ def test_it_travels_and_another_order_is_another_setting() -> None:
 
 
 def test_the_line_at_the_start_says_whether_it_is_exact() -> None:
-    assert describe(manifest_of("lossless")) == " compression=lossless (exact)"
-    assert describe(manifest_of({"*": "int8"})) == " compression=int8 (lossy)"
-    assert describe(manifest_of("h*=lossless")) == " compression=h*=lossless (exact)"
+    assert describe(Config(compression="lossless").codecs) == " compression=lossless (exact)"
+    assert describe(Config(compression={"*": "int8"}).codecs) == " compression=int8 (lossy)"
+    assert describe(Config(compression="h*=lossless").codecs) == " compression=h*=lossless (exact)"

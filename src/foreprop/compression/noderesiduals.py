@@ -25,7 +25,7 @@ class NodeResiduals:
         self._engine = engine
         self._slices = slices
         self._kept = [number for number, coded in slices.items() if coded.codec.new_state(1)]
-        self._copies = Residuals(engine.manifest, slices, rank=engine.rank)
+        self._copies = Residuals(engine.parameters, slices, rank=engine.rank)
         """On their way to or from the relays; knows the loss's scale."""
         peers = engine.manifest.peers()
         own = (ranks for ranks in peers.ranks if ranks.start == engine.rank)

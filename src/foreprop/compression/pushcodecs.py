@@ -53,7 +53,7 @@ class PushCodecs:
         if engine.manifest.workers_per_push > 1:  # relays encode; nothing is on the node
             self.residuals = NodeResiduals(engine, self._slices)
         else:
-            self.residuals = Residuals(engine.manifest, self._slices, rank=engine.rank)
+            self.residuals = Residuals(engine.parameters, self._slices, rank=engine.rank)
         self.raw_pushed_bytes = self.raw_reply_bytes = 0
         """What has crossed, as it would be without compression."""
         engine.executor.payload_of = self.payload_of
@@ -61,7 +61,7 @@ class PushCodecs:
             engine.owners[kind] = self
 
     def describe(self) -> str:
-        return describe(self._engine.manifest)
+        return describe(self._engine.manifest.knobs.compression)
 
     # The sending threads.
     def payload_of(self, frame: SendFrame) -> memoryview:

@@ -18,7 +18,7 @@ import torch
 from foreprop.compression.choosing import SliceCodec
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
-from foreprop.core.manifest import Manifest
+from foreprop.core.manifest import ParameterInfo
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, RemoteProtocolError
 
@@ -28,10 +28,16 @@ Arrays = Mapping[str, torch.Tensor]
 class Residuals:
     """Of one worker or relay. Sending threads use them, each those of its server's slices."""
 
-    def __init__(self, manifest: Manifest, slices: Mapping[int, SliceCodec], *, rank: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[ParameterInfo],
+        slices: Mapping[int, SliceCodec],
+        *,
+        rank: int,
+    ) -> None:
         self.ranks = range(rank, rank + 1)
         """Whose saved residuals it loads. A relay goes by its node's first rank."""
-        self._manifest = manifest
+        self._parameters = parameters
         self._slices = slices
         self._lock = threading.Lock()
         self._arrays: dict[int, Arrays] = {}
@@ -116,7 +122,7 @@ class Residuals:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for number in self._arrays:
             piece = self._slices[number].piece
-            info = self._manifest.parameters[piece.parameter]
+            info = self._parameters[piece.parameter]
             for key, array in self.get(number).items():
                 parts = found.setdefault(info.name, {})
                 if key not in parts:
@@ -130,7 +136,7 @@ class Residuals:
         self._arrays.clear()
         self._scale_of.clear()
         for number, coded in self._slices.items():
-            info = self._manifest.parameters[coded.piece.parameter]
+            info = self._parameters[coded.piece.parameter]
             given = whole.get(info.name)
             if given is None:
                 continue

@@ -39,7 +39,7 @@ class SumCodecs:
         own = (piece for piece in manifest.slices() if piece.server == executor.host.index)
         self._slices = coded_slices(manifest, own)
         rank = executor.peers.first_rank(0)
-        self.residuals = Residuals(manifest, self._slices, rank=rank)
+        self.residuals = Residuals(manifest.parameters, self._slices, rank=rank)
         executor.payload_of = self.payload_of
 
     # The sending threads.
