@@ -98,7 +98,7 @@ def train(name: str, seed: int, data: Split, test: Split, epochs: int = EPOCHS) 
     """The accuracy after so many epochs; the learning rate falls to 0 in a line."""
     model = perceptron(seed)
     steps = epochs * (len(data[1]) // (RANKS * BATCH))
-    training = DgcTraining(momentum=MOMENTUM, world_size=RANKS, warmup_steps=max(1, steps // 10))
+    training = DgcTraining(momentum=MOMENTUM, pushes=RANKS, warmup_steps=max(1, steps // 10))
     slices = [*_slices_of(model, name, training)]
     optimizer = torch.optim.SGD(_groups(name, slices), lr=SIGN_LR if name == "sign" else LR)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)

@@ -94,7 +94,7 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
         name, info = names[piece.parameter], manifest.parameters[piece.parameter]
         if name == NONE or not takes(name, info.shape):
             continue
-        training = _training_of(name, manifest, piece.parameter)
+        training = _training_of(name, manifest, piece)
         if (name, training) not in codecs:
             replies = make_for_replies(name, manifest.peers().count, training)
             codecs[name, training] = make(name, training), replies
@@ -106,12 +106,12 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     return found
 
 
-def _training_of(name: str, manifest: Manifest, parameter: int) -> DgcTraining | None:
+def _training_of(name: str, manifest: Manifest, piece: Slice) -> DgcTraining | None:
     if kind_of(name) != "dgc":
         return None
     from foreprop.compression.dgctraining import training_of
 
-    return training_of(manifest, parameter)
+    return training_of(manifest, piece)
 
 
 def check_code(header: Header, coded: SliceCodec) -> None:
