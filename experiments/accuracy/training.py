@@ -102,7 +102,7 @@ def train(
     steps = len(order)
     training = DgcTraining(
         momentum=task.momentum,
-        world_size=ranks,
+        pushes=ranks,
         warmup_steps=max(1, int(WARM_UP * steps / _WARM_UP_STAGES)),
     )
     slices = [*_slices_of(model, name, training, ranks)]

@@ -41,6 +41,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.scaler_runs import make_scaler
+from tests.tiers import long_cases
 
 pytestmark = servers_only
 
@@ -122,6 +123,25 @@ def test_every_setting(settings: dict[str, Any]) -> None:
     check_no_bit_changes(build, batches_of(2), **settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        *long_cases({"preset": "kvstore"}, {"preset": "tensorflow"}, {"clip_grad_norm": 0.1}),
+        *long_cases({"wire_dtype": "bfloat16"}, {"update": "workers"}),
+    ],
+    ids=str,
+)
+def test_relays_change_no_bit(settings: dict[str, Any]) -> None:
+    by_rank = batches_of(3)
+    settings = {"local_size": 2, **settings}
+    wanted = run_foreprop(with_wide(), train_classifier, by_rank, **settings)
+    got = run_foreprop(with_wide(), train_classifier, by_rank, compression="lossless", **settings)
+    for ours, theirs in zip(got, wanted, strict=True):
+        check_same_bits(ours.model, theirs.model)
+        assert ours.stats["reply_bytes"] < 0.97 * theirs.stats["reply_bytes"]
+
+
 def test_a_norm_that_the_loop_asks_for() -> None:
     def loop(model: Any, optimizer: Any, batches: Sequence[Batch]) -> list[float]:
         norms: list[float] = []
@@ -193,14 +213,15 @@ def replace_data(model: Any, _: torch.Generator) -> None:
         parameter.data = parameter.data * 0.5
 
 
+@pytest.mark.parametrize("ranks", [2, *long_cases(3)])
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize(
     "change", [change_all, change_differently, change_through_data, replace_data]
 )
 def test_changes_by_hand(
-    change: Callable[[Any, torch.Generator], None], wire_dtype: str | None
+    change: Callable[[Any, torch.Generator], None], wire_dtype: str | None, ranks: int
 ) -> None:
-    """Values cross as they are then, and differences go on from there."""
+    """Values cross as they are then, and differences go on from there. Of three, by relays."""
 
     def loop(model: Any, optimizer: Any, batches: Sequence[Batch]) -> Values:
         values = []
@@ -215,9 +236,10 @@ def test_changes_by_hand(
                 values.append(values_of(model))  # waits; from then on p.data is not noticed
         return values
 
-    build, by_rank = with_wide(), batches_of(2, count=8)
-    wanted = run_foreprop(build, loop, by_rank, wire_dtype=wire_dtype)
-    got = run_foreprop(build, loop, by_rank, wire_dtype=wire_dtype, compression="lossless")
+    build, by_rank = with_wide(), batches_of(ranks, count=8)
+    settings: dict[str, Any] = {"wire_dtype": wire_dtype, "local_size": ranks - 1}
+    wanted = run_foreprop(build, loop, by_rank, **settings)
+    got = run_foreprop(build, loop, by_rank, compression="lossless", **settings)
     for ours, theirs in zip(got, wanted, strict=True):
         check_values(ours.result, theirs.result)
 

@@ -26,6 +26,7 @@ from tests.conformance.parity import (
     servers_only,
     with_sgd,
 )
+from tests.conformance.scaler_runs import make_scaler
 
 pytestmark = servers_only
 
@@ -61,6 +62,7 @@ def emulate(
     *,
     nesterov: bool = False,
     weight_decay: float = 0.0,
+    clip_norm: float | None = None,
 ) -> Values:
     """Algorithm 4 by hand: matrices by u and v of each rank, biases by torch's momentum."""
     master, _ = build_seeded(with_lr())
@@ -75,6 +77,7 @@ def emulate(
     zeros = [[torch.zeros_like(p) for p in master.parameters()] for _ in range(2 * ranks)]
     u, v = zeros[:ranks], zeros[ranks:]
     values: Values = []
+    clipped = 0
     for step, batches in enumerate(zip(*by_rank, strict=True), start=1):
         sums = [torch.zeros_like(p) for p in master.parameters()]
         for rank, (x, y) in enumerate(batches):
@@ -87,6 +90,11 @@ def emulate(
                     sums[number] += grad
                     continue
                 grad = grad + weight_decay * parameter.detach()
+                if clip_norm is not None:  # of the mean, so the sum's is N times as large
+                    limit = ranks * clip_norm / ranks**0.5
+                    limit *= math.sqrt(grad.numel() / (5 * 8 + 8 * 3))
+                    clipped += float(grad.norm()) > limit
+                    grad = grad * min(1.0, limit / float(grad.norm()))
                 if nesterov:
                     u[rank][number] = MOMENTUM * (u[rank][number] + grad)
                     v[rank][number] += u[rank][number] + grad
@@ -105,6 +113,9 @@ def emulate(
                     parameter.grad = total / ranks
                 else:
                     parameter -= LR * total / ranks
+            if clip_norm is not None:
+                biases = [p for p in master.parameters() if p.dim() == 1]
+                clipped += float(nn.utils.clip_grad_norm_(biases, clip_norm)) > clip_norm
             dense.step()
             for shown, full in zip(image.parameters(), master.parameters(), strict=True):
                 count = ranks * count_at(step, share, warmup_steps, full.numel())
@@ -113,6 +124,7 @@ def emulate(
                 else:
                     shown += (full - shown) * only_largest(full - shown, count)
         values.append(values_of(image))
+    assert clip_norm is None or 5 < clipped < 5 * len(values) - 5
     return values
 
 
@@ -120,6 +132,7 @@ def train(
     by_rank: Sequence[Sequence[Batch]], codec: str, reduction: str, options: dict[str, Any]
 ) -> list[Values]:
     settings: dict[str, Any] = {"compression": codec, "reduction": reduction}
+    settings["clip_grad_norm"] = options.pop("clip_norm", None)
 
     def work(world: World) -> Values:
         model, optimizer = build_seeded(with_lr(**options), seed=world.rank)
@@ -139,7 +152,13 @@ def train(
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"nesterov": True}, {"weight_decay": 0.2}, {"nesterov": True, "weight_decay": 0.2}],
+    [
+        {},
+        {"nesterov": True},
+        {"weight_decay": 0.2},
+        {"nesterov": True, "weight_decay": 0.2},
+        {"clip_norm": 0.25},
+    ],
     ids=str,
 )
 def test_every_step_is_that_of_the_paper(options: dict[str, Any], reduction: str) -> None:
@@ -167,8 +186,12 @@ def check_every_step(
     ("options", "settings", "says"),
     [
         ({"dampening": 0.5}, {}, r"0.weight, whose parameter group has dampening=0.5"),
-        ({}, {"clip_grad_norm": 1.0}, "and clip_grad_norm is 1.0.* or use topk"),
-        ({}, {"clip_grad_value": 1.0}, "and clip_grad_value is 1.0.* or use topk"),
+        ({}, {"clip_grad_value": 1.0}, "and clip_grad_value is 1.0.* or topk"),
+        (
+            {},
+            {"clip_grad_norm": 1.0, "scaler": make_scaler(), "update": "servers"},
+            "clip_grad_norm is 1.0, and there is a GradScaler.* or use topk",
+        ),
     ],
 )
 def test_what_dgc_does_not_go_together_with(options: Any, settings: Any, says: str) -> None:

@@ -75,7 +75,7 @@ def check_images(session: Any, shown: dict[str, torch.Tensor]) -> None:
 
 
 def run(
-    build: Build, by_rank: Sequence[Sequence[Batch]], **settings: Any
+    build: Build, by_rank: Sequence[Sequence[Batch]], *, local_size: int = 1, **settings: Any
 ) -> list[tuple[Values, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]:
     """By rank: values by step, totals, state, masters."""
 
@@ -85,7 +85,7 @@ def run(
             values = train_by(session, model, optimizer, by_rank[world.rank])
             return values, session.stats(), session.state_dict(), session.master_state_dict()
 
-    return run_cluster(len(by_rank), work)
+    return run_cluster(len(by_rank), work, local_size=local_size)
 
 
 def check_alike(runs: Sequence[Any]) -> None:
@@ -127,12 +127,15 @@ def test_with_every_setting(settings: dict[str, Any], codec: str) -> None:
         assert any(not torch.equal(masters[name], values[-1][name]) for name in masters)
 
 
-def emulate(name: str, build: Build, by_rank: Sequence[Sequence[Batch]]) -> tuple[Values, Any, Any]:
-    """One process with the codecs in its loop: values by step, masters, states by rank."""
-    codec, replies, nowhere = make(name), make_for_replies(name, len(by_rank)), Place(0, 0, 0)
+def emulate(
+    name: str, build: Build, by_rank: Sequence[Sequence[Batch]], *, local_size: int = 1
+) -> tuple[Values, Any, Any]:
+    """One process with the codecs in its loop: values by step, masters, states by node."""
+    nodes = range(0, len(by_rank), local_size)
+    codec, replies, nowhere = make(name), make_for_replies(name, len(nodes)), Place(0, 0, 0)
     master, optimizer = build_seeded(build)
     image = copy.deepcopy(master)
-    states = [[codec.new_state(p.numel()) for p in master.parameters()] for _ in by_rank]
+    states = [[codec.new_state(p.numel()) for p in master.parameters()] for _ in nodes]
     values: Values = []
 
     def pushed(gradient: torch.Tensor, state: Any) -> torch.Tensor:
@@ -151,11 +154,12 @@ def emulate(name: str, build: Build, by_rank: Sequence[Sequence[Batch]]) -> tupl
 
     for step, batches in enumerate(zip(*by_rank, strict=True)):
         sums: list[torch.Tensor] = []
-        for rank, (x, y) in enumerate(batches):
+        for node, first in enumerate(nodes):
             image.zero_grad()
-            F.cross_entropy(image(x), y).backward()
+            for x, y in batches[first : first + local_size]:  # .grad adds up in their order
+                F.cross_entropy(image(x), y).backward()
             grads = [p.grad for p in image.parameters() if p.grad is not None]
-            own = [pushed(*of) for of in zip(grads, states[rank], strict=True)]
+            own = [pushed(*of) for of in zip(grads, states[node], strict=True)]
             sums = [a + b for a, b in zip(sums, own, strict=True)] if sums else own
         for parameter, total in zip(master.parameters(), sums, strict=True):
             parameter.grad = total.sign() if name == "sign" else total / len(by_rank)
@@ -180,6 +184,44 @@ def test_every_step_has_the_bits_of_the_codec_in_the_loop(ranks: int, codec: str
         for name, arrays in zip(masters, states[rank], strict=True):
             for key, array in arrays.items():
                 assert torch.equal(state["residuals"][name][key].view(-1), array)
+
+
+# Relays: a node's sum is encoded, and nothing on the node.
+@pytest.mark.parametrize("codec", [*SHOWN, "dgc:0.1:2", *long_cases(*set(LOSSY) - {*SHOWN})])
+def test_images_behind_relays_are_the_same_bits_everywhere(codec: str) -> None:
+    """The last node has one worker. Relays clip what DGC accumulates."""
+    settings: dict[str, Any] = {"clip_grad_norm": 0.5} if codec.startswith("dgc") else {}
+    settings |= {"local_size": 2, "compression": codec}
+    runs = run(with_sgd(weight_decay=0.1), batches_of(3), **settings)
+    check_alike(runs)
+    assert runs[1][2] == {"residuals": {}}
+    for *_, state, _ in (runs[0], runs[2]):
+        kept = [array.any() for own in state["residuals"].values() for array in own.values()]
+        assert any(kept) == bool(make(codec).new_state(1))
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.3", *long_cases("1bit", "sign", "bf16")])
+def test_relays_have_the_bits_of_the_codec_on_the_sum_of_a_node(codec: str) -> None:
+    build, by_rank = with_sgd(lambda: nn.Linear(5, 3)), batches_of(3, count=8)
+    wanted, masters, states = emulate(codec, build, by_rank, local_size=2)
+    runs = run(build, by_rank, local_size=2, compression=codec)
+    for rank, (values, _, state, master) in enumerate(runs):
+        for ours, theirs in zip(values, wanted, strict=True):
+            check_same_bits(ours, theirs)
+        check_same_bits(master, masters)
+        if rank % 2:  # not its node's first
+            assert state == {"residuals": {}}
+            continue
+        for name, arrays in zip(masters, states[rank // 2], strict=True):
+            for key, array in arrays.items():
+                assert torch.equal(state["residuals"][name][key].view(-1), array)
+
+
+@pytest.mark.parametrize("preset", ["p3", *long_cases(*set(PRESETS) - {"p3"})])
+def test_relays_with_every_preset(preset: str) -> None:
+    settings: dict[str, Any] = {"preset": preset, "ema": 0.9, "clip_grad_norm": 0.1}
+    runs = run(with_sgd(), batches_of(4), local_size=2, compression="int8", **settings)
+    check_alike(runs)
 
 
 def test_what_a_pattern_leaves_out_has_the_bits_of_off() -> None:
@@ -218,9 +260,11 @@ def test_a_change_by_hand_keeps_what_was_not_changed_in_full() -> None:
     check_same_bits(first, second)
 
 
+@pytest.mark.parametrize("local_size", [1, 2])
 @pytest.mark.parametrize("codec", ["int8", "1bit", "topk:0.1", "dgc:0.1"])
-def test_a_scale_that_changes_changes_no_bit(codec: str) -> None:
-    """Powers of two: residuals are multiplied with them, exactly."""
+def test_a_scale_that_changes_changes_no_bit(codec: str, local_size: int) -> None:
+    """Powers of two: residuals are multiplied with them, exactly. With relays by them."""
+    ranks = 1 + local_size  # of the last node one
 
     def work(world: World, scaler: Any) -> tuple[dict[str, torch.Tensor], Any]:
         decayed = with_sgd(weight_decay=0.25)
@@ -229,7 +273,7 @@ def test_a_scale_that_changes_changes_no_bit(codec: str) -> None:
         with foreprop.parallelize(
             model, optimizer, world=world, scaler=scaler, **settings
         ) as session:
-            for x, y in batches_of(2, count=9)[world.rank]:
+            for x, y in batches_of(ranks, count=9)[world.rank]:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(x), y)
                 if scaler is None:
@@ -241,8 +285,10 @@ def test_a_scale_that_changes_changes_no_bit(codec: str) -> None:
                 scaler.update()
             return values_of(model), session.state_dict()["residuals"]
 
-    scaled = run_cluster(2, lambda world: work(world, make_scaler(growth_interval=2)))
-    plain = run_cluster(2, lambda world: work(world, None))
+    scaled = run_cluster(
+        ranks, lambda world: work(world, make_scaler(growth_interval=2)), local_size=local_size
+    )
+    plain = run_cluster(ranks, lambda world: work(world, None), local_size=local_size)
     for (ours, residuals), (theirs, others) in zip(scaled, plain, strict=True):
         check_same_bits(ours, theirs)
         for name, arrays in others.items():
@@ -265,6 +311,35 @@ def test_an_infinity_reaches_everybody() -> None:
 
 
 # Checkpoints.
+@pytest.mark.parametrize("codec", ["int8", *long_cases("dgc:0.1")])
+def test_a_node_that_goes_on_has_what_its_ranks_had(codec: str) -> None:
+    """From workers' residuals to relays', and on to those of other relays."""
+    by_rank = batches_of(4)
+    saved = [state for _, _, state, _ in run(with_sgd(), by_rank, compression=codec)]
+
+    def work(world: World, states: Any, slice_elems: int) -> Any:
+        model, optimizer = build_seeded(with_sgd())
+        settings: Any = {"compression": codec, "slice_elems": slice_elems}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            session.load_state_dict(states)
+            found = session.state_dict()
+            train_by(session, model, optimizer, by_rank[world.rank])
+            return found
+
+    nodes = run_cluster(4, lambda world: work(world, saved, 12), local_size=2)
+    assert nodes[1] == nodes[3] == {"residuals": {}}
+    again = run_cluster(3, lambda world: work(world, nodes, 7), local_size=2)
+    for name, arrays in saved[0]["residuals"].items():
+        for key in arrays:
+            had = [state["residuals"][name][key] for state in saved]
+            assert had[0].any()
+            of_nodes = [nodes[rank]["residuals"][name][key] for rank in (0, 2)]
+            assert torch.equal(of_nodes[0], had[0] + had[1])
+            assert torch.equal(of_nodes[1], had[2] + had[3])
+            assert torch.equal(again[0]["residuals"][name][key], of_nodes[0] * 0.75)
+            assert torch.equal(again[2]["residuals"][name][key], of_nodes[1] * 0.75)
+
+
 @pytest.mark.parametrize("codec", ["int8", "dgc:0.1"])
 def test_residuals_of_all_ranks_go_on_with_other_slices_and_fewer_ranks(codec: str) -> None:
     by_rank = batches_of(3)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from plan_example import GBIT, setting, sparse_profile
 
-from foreprop.auto.compressing import choose_compression
+from foreprop.auto.compressing import choose_compression, codecs_as_setting
 from foreprop.config import Config
+from foreprop.core.codec import codec_of
+from foreprop.core.manifest import ParameterInfo
 from foreprop.workload.profile import Profile, ProfiledArray
 
 WITH_BIASES = Profile(
@@ -38,5 +41,20 @@ def test_names_and_codecs_where_they_are_slow() -> None:
 def test_nothing_where_a_session_refuses_codecs() -> None:
     slow = {"rate_bits_per_s": 0.1 * GBIT}
     assert choose_compression(setting(profile=sparse_profile(), **slow), Config())[0] == {}
-    assert choose_compression(setting(workers_per_node=2, **slow), Config())[0] == {}
-    assert choose_compression(setting(**slow), Config())[0]
+    several = setting(workers_per_node=2, **slow)
+    assert choose_compression(several, Config(local_aggregation="off"))[0] == {}
+    chosen = choose_compression(setting(**slow), Config())
+    assert chosen[0]
+    assert choose_compression(several, Config()) == chosen  # a node's relays push what one would
+
+
+@pytest.mark.parametrize("name", ["blocks[0].weight", "a=b.weight", "a,b.weight", "?.*"])
+def test_names_of_any_letters_are_what_a_session_takes(name: str) -> None:
+    profile = Profile(name="odd", arrays=(ProfiledArray(name=name, shape=(500, 400)),))
+    infos = [ParameterInfo(name=name, shape=(500, 400), dtype="float32", group=0)]
+    asked = setting(profile=profile, rate_bits_per_s=0.01 * GBIT)
+    said, _ = codecs_as_setting(asked, Config(compression="auto"), None, infos)
+    assert said is not None
+    config = Config(compression=said)
+    assert codec_of(name, config.codecs) != "none"
+    assert codec_of("blocks0.weight", config.codecs) == "none"

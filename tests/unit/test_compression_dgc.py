@@ -24,7 +24,7 @@ def gradient(step: int) -> torch.Tensor:
 @pytest.mark.parametrize("clip_norm", [None, 20.0])
 def test_momentum_and_accumulation_step_by_step(nesterov: bool, clip_norm: float | None) -> None:
     """Lin et al., algorithm 4: clip, u = m u + g, v = v + u, send the largest of v, mask both."""
-    training = DgcTraining(momentum=0.9, nesterov=nesterov, clip_norm=clip_norm, world_size=4)
+    training = DgcTraining(momentum=0.9, nesterov=nesterov, clip_norm=clip_norm, pushes=4)
     codec = make("dgc:0.02", training)
     state = codec.new_state(ELEMS)
     u, v = np.zeros(ELEMS), np.zeros(ELEMS)
@@ -51,7 +51,7 @@ def test_momentum_and_accumulation_step_by_step(nesterov: bool, clip_norm: float
 
 
 def test_a_gradient_below_the_limit_is_not_scaled() -> None:
-    clipped = make("dgc:0.1", DgcTraining(clip_norm=1.0, world_size=4))
+    clipped = make("dgc:0.1", DgcTraining(clip_norm=1.0, pushes=4))
     plain = make("dgc:0.1")
     for norm in (0.49, 0.51):
         values = noise(ELEMS)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from foreprop.config import Config
 from foreprop.core.frames import FrameSent, GradientReady, ReplyArrived, SendFrame
-from foreprop.core.pushwindow import PushWindow
+from foreprop.core.manifest import Manifest, OptimizerInfo, ParameterInfo
+from foreprop.core.pushwindow import PushWindow, pushed_bytes
 from foreprop.core.sendqueue import AT_ONCE, Order, window_share_bytes
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
@@ -20,6 +24,71 @@ def leave(window: PushWindow, *slices: int) -> None:
     for slice_ in slices:
         assert window.admits(0, 1, slice_, slice_)
         window.left(0, 1, slice_, slice_)
+
+
+def manifest_of(compression: str | None, **facts: Any) -> Manifest:
+    """A matrix of 512 by 250 elements, in slices of 10,000, and a bias."""
+    config = Config(compression=compression, slice_elems=10_000)
+    return Manifest(
+        foreprop="1",
+        torch="2",
+        byteorder="little",
+        session="s",
+        world_size=8,
+        knobs=config.knobs(8),
+        optimizer=OptimizerInfo(name="SGD"),
+        parameters=(
+            ParameterInfo(name="a.weight", shape=(512, 250), dtype="float32", group=0),
+            ParameterInfo(name="a.bias", shape=(512,), dtype="float32", group=0),
+        ),
+        blob_bytes=(0,),
+        **facts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("compression", "per_elem", "of_bias"),
+    [
+        (None, 4, 4),
+        ("int8", 1 + 4 / 128, 1 + 4 / 128),
+        ("*.weight=int4", 0.5 + 4 / 128, 4),
+        ("dgc:0.01:500", 0.08, 4),
+        ("topk:0.9", 4, 4),  # 7.2 would be more than as they are
+    ],
+)
+def test_codecs_count_with_what_they_send(
+    compression: str | None, per_elem: float, of_bias: float
+) -> None:
+    manifest = manifest_of(compression)
+    slices = manifest.slices()
+    sizes = pushed_bytes(manifest, slices)
+    for piece, size_bytes in zip(slices, sizes, strict=True):
+        expected = (of_bias if piece.parameter else per_elem) * piece.elems
+        assert size_bytes == pytest.approx(expected, abs=1)
+    assert len(sizes) == 14
+
+
+def test_to_a_relay_pushes_go_as_they_are() -> None:
+    manifest = manifest_of("int8", workers_per_push=2)
+    slices = manifest.slices()
+    assert pushed_bytes(manifest, slices) == [4 * piece.elems for piece in slices]
+
+
+def test_a_window_of_codes_holds_more_pushes() -> None:
+    """Of 80 kB for each server: two float32 slices, but no fewer than four, or eight in int8."""
+    lets_go = {}
+    for compression in (None, "int8"):
+        manifest = manifest_of(compression)
+        window_bytes = 8 * 80_000
+        window = PushWindow(pushed_bytes(manifest, manifest.slices()), window_bytes, servers=8)
+        own = [piece.number for piece in manifest.slices() if piece.parameter == 0]
+        ahead = 0
+        while ahead < len(own) and window.admits(0, 1, 0, own[ahead]):
+            window.left(0, 1, 0, own[ahead])
+            ahead += 1
+        lets_go[compression] = ahead
+    assert lets_go[None] == 4  # half as many as there are servers
+    assert lets_go["int8"] == 8
 
 
 def test_connections_share_what_may_be_unacknowledged() -> None:

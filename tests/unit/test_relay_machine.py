@@ -65,6 +65,18 @@ def pushed_on(machine: RelayMachine, slice_: int, step: int = 1) -> list[object]
     return [*sent, *machine.handle(FrameSent(SERVER))]
 
 
+@pytest.mark.parametrize("worker", [0, 1])
+def test_what_one_worker_may_have_changed_its_node_may_have(worker: int) -> None:
+    """And only in that step."""
+    machine = make()
+    flags = [Flag.EXPOSED if peer == worker else 0 for peer in range(2)]
+    handle_all(machine, [push(0, 0, flags=flags[0]), push(1, 0, flags=flags[1])])
+    assert machine.handle(SliceUpdated()) == [frame(Kind.PUSH, SERVER, 0, flags=Flag.EXPOSED)]
+    machine.handle(FrameSent(SERVER))
+    handle_all(machine, [answer(0), FrameSent(0), FrameSent(1)])
+    assert pushed_on(machine, 0, step=2) == [frame(Kind.PUSH, SERVER, 0, step=2)]
+
+
 def test_one_push_leaves_when_every_worker_has_pushed_and_the_answer_goes_to_all() -> None:
     machine = make()
     assert machine.handle(push(1, 0)) == []

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foreprop.cli.main import app
+from foreprop.core.codec import choices_of
 from foreprop.core.codecfacts import Coded
 from foreprop.core.frames import NO_TOKEN, SendFrame
 from foreprop.core.wire import Flag, Kind
@@ -23,7 +24,7 @@ from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 from foreprop.workload.records import Record
-from foreprop.workload.wirecodecs import codecs_by_array, parse_compression
+from foreprop.workload.wirecodecs import codecs_by_array
 from tests.tiers import long_cases
 
 MODEL = Profile(
@@ -84,7 +85,7 @@ def test_links_carry_what_is_left(
 
 
 def test_replies_to_sparse_pushes_are_their_union() -> None:
-    codec, *_ = codecs_by_array(MODEL, {"*.weight": "topk:0.01"})
+    codec, *_ = codecs_by_array(MODEL, [("*.weight", "topk:0.01")])
     coded = codec.coded(5_000, ranks=3)
     assert coded.reply_bytes == 3 * coded.push_bytes == 1200
 
@@ -192,7 +193,7 @@ def test_auto_leaves_biases_exact_and_takes_the_least_lossy_that_is_allowed() ->
         ("int7", "codec 'int7'"),
         ("", "compression is ''"),
         ("conv*=int8", "pattern 'conv\\*', which no array of small matches"),
-        ("=int8", "in front of ="),
+        ("=int8", "'=int8' is no PATTERN=CODEC"),
         ("topk:2", "at most 1"),
         ("auto:int7", "after auto: comes the lossiest codec"),
     ],
@@ -211,10 +212,10 @@ def test_relays_and_half_precision_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    patterns = parse_compression("0.*=none, *.weight=int8, *=bf16")
-    names = [codec.name for codec in codecs_by_array(MODEL, patterns)]
+    choices = choices_of("0.*=none, *.weight=int8, *=bf16")
+    names = [codec.name for codec in codecs_by_array(MODEL, choices)]
     assert names == ["none", "none"] + ["int8", "bf16"] * 4
-    dgc = [codec.name for codec in codecs_by_array(MODEL, {"*": "dgc"})]
+    dgc = [codec.name for codec in codecs_by_array(MODEL, [("*", "dgc")])]
     assert dgc == ["dgc", "none"] * 5  # biases stay dense (Lin 2018)
 
 

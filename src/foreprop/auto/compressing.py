@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreprop.config import Config
-from foreprop.core.codec import NONE, choices_text
+from foreprop.core.codec import NONE, choices_text, pattern_of
 from foreprop.core.codecfacts import AUTO_CODECS, allowed_by
 from foreprop.core.manifest import ParameterInfo
 from foreprop.model.planner import PlanSetting
@@ -26,12 +26,15 @@ def choose_compression(
     Pure and deterministic.
 
     Parameters that are not in it go as they are: an empty dict says that exact is fast enough, or
-    that nothing is faster; or that a session refuses codecs, for a model with tables or for several
-    workers on a node. ``allowed``: codecs in the order of loss, the first one exact; of
-    ``lossless:0.7`` 70 % of the bytes were measured to be left. Raises `ConfigError` for others.
+    that nothing is faster; or that nobody knows, of a model with tables, or of several workers on a
+    node that all push. Where relays make one push of theirs, a node counts as one. ``allowed``:
+    codecs in the order of loss, the first one exact; of ``lossless:0.7`` 70 % of the bytes were
+    measured to be left. Raises `ConfigError` for others.
     """
-    if setting.tables or setting.workers_per_node > 1:
-        return {}, "compression: none, for tables or several workers on a node"
+    if setting.tables:
+        return {}, "compression: none, for a model with tables"
+    if setting.workers_per_node > 1 and config.local_aggregation == "off":
+        return {}, "compression: none, for several workers on a node without local_aggregation"
     slice_elems = config.cut_elems(setting.nodes)
     simulated = SimulatedSetting(
         profile=setting.profile,
@@ -60,5 +63,5 @@ def codecs_as_setting(
         config = config.replace(slice_elems=slice_elems)
     codecs, sentence = choose_compression(setting, config, allowed=allowed)
     wide = {info.name for info in infos if info.dtype == "float32"}
-    chosen = [(name, codec) for name, codec in codecs.items() if name in wide]
+    chosen = [(pattern_of(name), codec) for name, codec in codecs.items() if name in wide]
     return choices_text(chosen) if chosen else None, sentence

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,6 +47,9 @@ from foreprop.observe.trace import RingStage
 from foreprop.path.progress import NOTHING, Progress
 from foreprop.servers.setup import Setup
 
+if TYPE_CHECKING:
+    from foreprop.collectives.codedsums import CodedSums
+
 _LEAVE_S = 1.0
 _KEPT_BLOBS = 3
 
@@ -77,7 +81,8 @@ class RingEngine:
         self.counters = self.progress.counters
         self._norms = GradientNorms(self.progress, config)
         self.settings = StepSettings(self._board, ranks=group.size)
-        self.sums = GradientSums(setup, self.settings, group, device)
+        self.codecs: CodedSums | None = None
+        self.sums = self._make_sums(setup)
         self.chunks = self.sums.chunks
         self._sizes_bytes = self.sums.chunk_sizes_bytes()
         self._updates = RingUpdates(self.sums, updater, self._aggregation)
@@ -105,6 +110,15 @@ class RingEngine:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _make_sums(self, setup: Setup) -> GradientSums:
+        about = (setup, self.settings, self._group, self._device)
+        if not setup.config.codecs:
+            return GradientSums(*about)
+        from foreprop.collectives.codedsums import CodedSums
+
+        self.codecs = CodedSums(*about)
+        return self.codecs
 
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:

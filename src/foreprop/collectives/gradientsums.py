@@ -32,7 +32,7 @@ from foreprop.servers.setup import Setup
 
 _DIGEST_BITS = 18
 _OTHERS_S = 5.0
-_MARKS = 2 + _DIGEST_BITS
+MARKS = 2 + _DIGEST_BITS
 """Elements behind a parameter's: how many ranks had a gradient, how many had changed it by hand,
 and for each bit of the settings' digest, how many ranks have it. None exceeds the number of ranks.
 """
@@ -138,7 +138,7 @@ class GradientSums:
         begin, total = self._sum_of(first), self._sum_of(last)
         begin_elems = begin.storage_offset() + start
         if stop == self._parameters[last].elems:
-            stop += _MARKS
+            stop += MARKS
         elems = total.storage_offset() + stop - begin_elems
         return begin.as_strided((elems,), (1,), begin_elems)
 
@@ -149,7 +149,7 @@ class GradientSums:
         return self._sums[parameter]
 
     def _make_sums(self, family: Sequence[int]) -> None:
-        ends = list(accumulate(self._parameters[p].elems + _MARKS for p in family))
+        ends = list(accumulate(self._parameters[p].elems + MARKS for p in family))
         dtype = self._dtypes[family[0]]
         memory = torch.empty(ends[-1], dtype=dtype, device=self._device.device)
         for parameter, run in zip(family, pairwise([0, *ends]), strict=True):

@@ -16,6 +16,7 @@ from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, 
 from foreprop.collectives.gradientsums import MOST_RANKS
 from foreprop.collectives.group import Group
 from foreprop.collectives.local_update import LocalState, LocalUpdater, comparable, settings_of
+from foreprop.config import Config
 from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
 from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 class RingBackend:
     """Collectives of torch.distributed in a planned order, updates on the workers."""
 
-    codecs = None
-    """What collectives add up is not encoded."""
-
     def __init__(self, setup: Setup) -> None:
         if not setup.by_workers:
             _check_optimizer(setup.optimizer)
@@ -48,6 +46,7 @@ class RingBackend:
             self.engine = RingEngine(
                 setup, self._updater, self._group, self._device, self.session_id
             )
+            self.codecs = self.engine.codecs
             self.state = LocalState(setup, self._updater, self.engine.sums)
         except BaseException as error:
             self.refuse(error)
@@ -60,6 +59,10 @@ class RingBackend:
             group.joining, self._setup.config, secrets.token_hex(8), shape
         )
         ours = self._manifest()
+        if ours.knobs.compression:
+            from foreprop.compression.choosing import check_choices
+
+            check_choices(ours.knobs.compression, ours.parameters, ours.knobs.wire_dtype)
         if group.rank == 0:
             group.board.publish_bytes("manifest", ours.encode())
         else:
@@ -73,6 +76,7 @@ class RingBackend:
         mine = usable_gpu(parameters, collectives)
         gpus = dict(enumerate(group.board.exchange("gpu", mine, "device")))
         if group.size > 1 and uses_nccl(collectives, gpus):
+            _check_codecs_on_gpus(self._setup.config)
             group.open(parameters[0].device)
             return GpuWork(parameters[0].device)
         group.open()
@@ -86,6 +90,7 @@ class RingBackend:
             aggregation=self._setup.aggregation,
             wire_dtype=config.wire_dtype,
             settings=tuple(json.loads(self._settings())),
+            compression=config.codecs,
         )
         return self._setup.manifest(knobs, session=self.session_id)
 
@@ -164,8 +169,15 @@ class RingBackend:
         return (
             f"{group.size} workers, architecture=ring (all-reduce by {by}, updates on the workers);"
             f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight}"
-            f"{describe_wire_dtype(config)}; address {group.address}"
+            f"{describe_wire_dtype(config)}{self._describe_codecs()}; address {group.address}"
         )
+
+    def _describe_codecs(self) -> str:
+        if self.codecs is None:
+            return ""
+        from foreprop.compression.choosing import describe
+
+        return describe(self._setup.config.codecs)
 
 
 class OutgoingMemory:
@@ -198,6 +210,14 @@ def _check_wire_dtype(wire_dtype: WireDtype | None, ranks: int) -> None:
         raise ConfigError(
             f"wire_dtype is {wire_dtype!r} with {ranks} ranks; architecture='ring' allows it for at"
             f" most {MOST_RANKS[DTYPES[wire_dtype]]}"
+        )
+
+
+def _check_codecs_on_gpus(config: Config) -> None:
+    if config.codecs:
+        raise ConfigError(
+            f"compression is {config.compression!r}, whose elements are chosen on the host, and"
+            " NCCL sums on GPUs; set collectives='gloo', or leave compression out"
         )
 
 

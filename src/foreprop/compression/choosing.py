@@ -5,8 +5,7 @@ All processes decide alike, from the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,9 +20,10 @@ from foreprop.core.codec import (
     codec_of,
     is_exact,
     kind_of,
+    matches,
     takes,
 )
-from foreprop.core.manifest import Manifest, ParameterInfo
+from foreprop.core.manifest import Manifest, ParameterInfo, WireDtype
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import ConfigError, RemoteProtocolError
@@ -94,9 +94,9 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
         name, info = names[piece.parameter], manifest.parameters[piece.parameter]
         if name == NONE or not takes(name, info.shape):
             continue
-        training = _training_of(name, manifest, piece.parameter)
+        training = _training_of(name, manifest, piece)
         if (name, training) not in codecs:
-            replies = make_for_replies(name, manifest.world_size, training)
+            replies = make_for_replies(name, manifest.peers().count, training)
             codecs[name, training] = make(name, training), replies
         coded = SliceCodec(piece, *codecs[name, training], dtypes[piece.parameter])
         if training is not None:
@@ -106,12 +106,12 @@ def coded_slices(manifest: Manifest, slices: Iterable[Slice]) -> dict[int, Slice
     return found
 
 
-def _training_of(name: str, manifest: Manifest, parameter: int) -> DgcTraining | None:
+def _training_of(name: str, manifest: Manifest, piece: Slice) -> DgcTraining | None:
     if kind_of(name) != "dgc":
         return None
     from foreprop.compression.dgctraining import training_of
 
-    return training_of(manifest, parameter)
+    return training_of(manifest, piece)
 
 
 def check_code(header: Header, coded: SliceCodec) -> None:
@@ -156,27 +156,34 @@ def check_setting(config: Config, manifest: Manifest) -> None:
             f"compression is {config.compression!r}, which keeps something of each slice, and"
             " slice_elems is 'auto', which changes slices after some steps; give a number"
         )
+    check_choices(choices, manifest.parameters, manifest.knobs.wire_dtype)
+    if any(kind_of(codec) == "dgc" for _, codec in choices):
+        from foreprop.compression.dgctraining import check_dgc
+
+        check_dgc(config, manifest)
+
+
+def check_choices(
+    choices: Sequence[Choice], parameters: Sequence[ParameterInfo], wire_dtype: WireDtype | None
+) -> None:
+    """Raises `ConfigError` for codecs and patterns that are not for these parameters."""
     check_codecs(choices)
-    names = [info.name for info in manifest.parameters]
+    names = [info.name for info in parameters]
     for pattern, _ in choices:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             raise ConfigError(
                 f"compression: no parameter's name matches {pattern!r}; there are {names}"
             )
-    for info in manifest.parameters:
+    for info in parameters:
         codec = codec_of(info.name, choices)
         if codec != NONE:
             _check_parameter(info, codec)
     lossy = {codec for _, codec in choices} - EXACT
-    if lossy and manifest.knobs.wire_dtype is not None:
+    if lossy and wire_dtype is not None:
         raise ConfigError(
             f"compression is {', '.join(sorted(lossy))}, of float32, and wire_dtype is"
-            f" {manifest.knobs.wire_dtype!r}; leave one of them out"
+            f" {wire_dtype!r}; leave one of them out"
         )
-    if any(kind_of(codec) == "dgc" for codec in lossy):
-        from foreprop.compression.dgctraining import check_dgc
-
-        check_dgc(config, manifest)
 
 
 def _check_parameter(info: ParameterInfo, codec: str) -> None:
@@ -192,9 +199,8 @@ def _check_parameter(info: ParameterInfo, codec: str) -> None:
         )
 
 
-def describe(manifest: Manifest) -> str:
+def describe(choices: Sequence[Choice]) -> str:
     """For the line that is printed at the start."""
-    choices = manifest.knobs.compression
     shown = choices_text(choices)
     if len(choices) == 1 and choices[0][0] == "*":
         shown = choices[0][1]

@@ -73,25 +73,24 @@ def make(name: str, training: DgcTraining | None = None) -> TensorCodec:
         raise ConfigError(f"compression is {name!r}; {kind} takes {PARAMETERS[kind]}") from error
 
 
-def make_for_replies(
-    name: str, world_size: int, training: DgcTraining | None = None
-) -> TensorCodec:
+def make_for_replies(name: str, pushes: int, training: DgcTraining | None = None) -> TensorCodec:
     """What answers pushes in codec ``name``: always with an empty state.
 
     What a reply leaves out is in the next difference, so its codec has to bring the image nearer
     each time. Those of ``sign``, TernGrad and coarse QSGD need not, so others take their place.
-    The ranks' largest elements are different ones: their union has ``world_size`` times as many.
+    Workers', or nodes', largest elements are different ones: the union of all ``pushes`` to a slice
+    has so many times as many.
     """
     kind, _, parameter = name.partition(":")
     make(name, training)  # its parameter is checked
     if kind == "topk":
         from foreprop.compression.sparse import SentShare, TopK, parse_share
 
-        return TopK(name, SentShare(parse_share(parameter or "0.01"), times=world_size))
+        return TopK(name, SentShare(parse_share(parameter or "0.01"), times=pushes))
     if kind == "dgc":
         from foreprop.compression.dgc import dgc_replies
 
-        return dgc_replies(parameter or "0.001", world_size, training)
+        return dgc_replies(parameter or "0.001", pushes, training)
     coarse = kind == "qsgd" and parameter and int(parameter) <= 7
     others = {"sign": "efsign", "terngrad": "int4", "qsgd": "int4" if coarse else "int8"}
     return make(others.get(kind, name))

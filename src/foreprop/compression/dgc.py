@@ -35,8 +35,8 @@ class DgcTraining(NamedTuple):
     nesterov: bool = False
     clip_norm: float | None = None
     """The limit of the norm of the summed gradient, here of each slice."""
-    world_size: int = 1
-    """N: a worker clips at ``clip_norm / sqrt(N)``, for N independent gradients sum to that."""
+    pushes: int = 1
+    """N: each pusher clips at ``clip_norm / sqrt(N)``, for N independent gradients sum to that."""
     warmup_steps: int = 0
     """Steps of each stage of the warm-up, an epoch in the paper; 0: none."""
     decay: float = 0.0
@@ -105,7 +105,7 @@ class Dgc:
         """Section 3.2: before the accumulation, at N^(-1/2) of the limit."""
         if self.training.clip_norm is None:
             return 1.0
-        limit = self.training.clip_norm / self.training.world_size**0.5
+        limit = self.training.clip_norm / self.training.pushes**0.5
         squares = (
             float(torch.linalg.vector_norm(values[span], dtype=torch.float64)) ** 2
             for span in spans(len(values))
@@ -123,10 +123,10 @@ def dgc(given: str = "0.001", training: DgcTraining | None = None) -> Dgc:
     return Dgc(f"dgc:{given}", _sent_share(given, training), training)
 
 
-def dgc_replies(given: str, world_size: int, training: DgcTraining | None = None) -> TopK:
-    """The largest differences, as many as all workers' pushes have elements."""
+def dgc_replies(given: str, pushes: int, training: DgcTraining | None = None) -> TopK:
+    """The largest differences, as many as all pushes to a slice have elements."""
     sent = _sent_share(given, training or DgcTraining())
-    return TopK(f"dgc:{given}", SentShare(sent.share, sent.warmup_steps, world_size))
+    return TopK(f"dgc:{given}", SentShare(sent.share, sent.warmup_steps, pushes))
 
 
 def _sent_share(given: str, training: DgcTraining) -> SentShare:

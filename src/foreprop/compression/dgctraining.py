@@ -7,27 +7,49 @@ the gradients that are accumulated.
 
 from __future__ import annotations
 
+import math
+
 from foreprop.compression.dgc import DgcTraining
 from foreprop.config import Config
 from foreprop.core.codec import codec_of, kind_of, takes
 from foreprop.core.manifest import NO_GROUP, Hyperparameters, Manifest
+from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError, TrainingLoopError
 
 _SETTLED = ("momentum", "nesterov", "dampening", "weight_decay", "maximize")
 """Numbers of SGD that must stay as they were when workers began to accumulate."""
 
 
-def training_of(manifest: Manifest, parameter: int) -> DgcTraining:
-    """Of the optimizer's group that has the parameter, if servers update it."""
+def training_of(manifest: Manifest, piece: Slice) -> DgcTraining:
+    """Of the optimizer's group that has the slice's parameter, if servers update it."""
+    parameter, pushes = piece.parameter, manifest.peers().count
+    clip_norm = _clip_norm_of(manifest, piece)
     if manifest.parameters[parameter].group == NO_GROUP:
-        return DgcTraining(world_size=manifest.world_size)
+        return DgcTraining(clip_norm=clip_norm, pushes=pushes)
     group = manifest.optimizer.groups[manifest.parameters[parameter].group]
     return DgcTraining(
         momentum=_number(group, "momentum"),
         nesterov=bool(group.get("nesterov")),
-        world_size=manifest.world_size,
+        clip_norm=clip_norm,
+        pushes=pushes,
         decay=_decay_of(manifest, group, parameter),
     )
+
+
+def _clip_norm_of(manifest: Manifest, piece: Slice) -> float | None:
+    """The slice's part of ``clip_grad_norm``, as a limit of the sum of the ranks' gradients.
+
+    A slice leaves before the others' gradients are known, so each has the part of the square that
+    its elements are of all that are accumulated: together they are within the limit. Of a mean
+    the limit is that of the sum divided by the number of ranks, as in algorithm 4.
+    """
+    limit = manifest.knobs.aggregation.clip_grad_norm
+    if limit is None:
+        return None
+    elems = sum(manifest.parameters[number].elems for number in dgc_parameters(manifest))
+    if manifest.reductions()[piece.parameter] == "mean":
+        limit *= manifest.world_size
+    return limit * math.sqrt(piece.elems / elems)
 
 
 def _decay_of(manifest: Manifest, group: Hyperparameters, parameter: int) -> float:
@@ -59,13 +81,19 @@ def without_momentum(
 
 def check_dgc(config: Config, manifest: Manifest) -> None:
     """Raises `ConfigError`, with what to do about it."""
-    for setting in ("clip_grad_norm", "clip_grad_value"):
-        if (limit := getattr(config, setting)) is not None:
-            raise ConfigError(
-                f"compression is {config.compression!r} and {setting} is {limit!r}, which is of"
-                " the summed gradient; with dgc that has been accumulated over steps, and its"
-                " momentum is in it. Leave one of them out, or use topk"
-            )
+    if config.clip_grad_value is not None:
+        raise ConfigError(
+            f"compression is {config.compression!r} and clip_grad_value is"
+            f" {config.clip_grad_value!r}, which is of the summed gradient; with dgc that has been"
+            " accumulated over steps, and its momentum is in it. Use clip_grad_norm, which workers"
+            " apply before, or topk"
+        )
+    if config.clip_grad_norm is not None and manifest.knobs.aggregation.skip_nonfinite:
+        raise ConfigError(
+            f"compression is {config.compression!r}, clip_grad_norm is {config.clip_grad_norm!r},"
+            " and there is a GradScaler; dgc clips on workers, where gradients are of the scaled"
+            " loss. Train in bfloat16 without a scaler, leave clip_grad_norm out, or use topk"
+        )
     optimizer = manifest.optimizer
     if optimizer.name != "SGD":
         raise ConfigError(

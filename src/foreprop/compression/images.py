@@ -18,6 +18,7 @@ import torch
 from foreprop.compression.choosing import coded_slices
 from foreprop.core.codec import codec_of, kind_of
 from foreprop.core.manifest import Hyperparameters, Manifest
+from foreprop.core.norm import ZERO, SquareSum
 from foreprop.core.slicing import Slice
 from foreprop.path.slicestore import SliceStore, SliceTensors
 from foreprop.path.tensors import IMAGE, MASTER, encode_state
@@ -60,7 +61,14 @@ class ImageStore(SliceStore):
         coded = self._accumulated.get(slice_)
         if coded is not None and ranks:
             groups = self._without_momentum(coded.piece.parameter, groups)
+            coefficient = 1.0  # workers have clipped what they accumulated
         super().update(slice_, ranks, groups, coefficient)
+
+    def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
+        """As every store's. The global norm is without what workers have clipped themselves."""
+        squares = super().aggregate(slice_, ranks, scale)
+        is_clipped = slice_ in self._accumulated and self._aggregation.clip_grad_norm is not None
+        return ZERO if is_clipped else squares
 
     def _without_momentum(
         self, parameter: int, groups: Sequence[Hyperparameters]

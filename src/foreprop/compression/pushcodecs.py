@@ -15,6 +15,7 @@ import torch
 
 from foreprop.compression.choosing import SliceCodec, check_code, coded_slices, describe
 from foreprop.compression.images import bits_of, move_image, word_sum
+from foreprop.compression.noderesiduals import NodeResiduals
 from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import Place
 from foreprop.core.frames import SendFrame
@@ -48,7 +49,11 @@ class PushCodecs:
         """Of the others: what the parameter's own memory added up to when it was written."""
         self._scratch: dict[int, memoryview] = {}  # by server, for what arrives
         self._targets: dict[int, memoryview] = {}  # by server, where that belongs, decoded
-        self.residuals = Residuals(engine.manifest, self._slices)
+        self.residuals: Residuals | NodeResiduals
+        if engine.manifest.workers_per_push > 1:  # relays encode; nothing is on the node
+            self.residuals = NodeResiduals(engine, self._slices)
+        else:
+            self.residuals = Residuals(engine.parameters, self._slices, rank=engine.rank)
         self.raw_pushed_bytes = self.raw_reply_bytes = 0
         """What has crossed, as it would be without compression."""
         engine.executor.payload_of = self.payload_of
@@ -56,7 +61,7 @@ class PushCodecs:
             engine.owners[kind] = self
 
     def describe(self) -> str:
-        return describe(self._engine.manifest)
+        return describe(self._engine.manifest.knobs.compression)
 
     # The sending threads.
     def payload_of(self, frame: SendFrame) -> memoryview:
@@ -73,23 +78,17 @@ class PushCodecs:
         return data
 
     def _encoded(self, coded: SliceCodec, raw: memoryview, frame: SendFrame) -> memoryview:
-        codec, values = coded.codec, coded.tensor_of(raw)
-        if not codec.exact and (
-            frame.flags & Flag.GRADIENT or not np.isfinite(values.numpy()).all()
-        ):
-            return raw  # nobody may lose an infinity: it is what a scaler looks for
-        started_ns = 0 if self._trace is None else self._trace.now_ns()
-        place = Place(frame.step, frame.slice, self._engine.rank)
-        state = self.residuals.of(frame.slice, frame.step)
+        image = None
         if coded.decay:
             # the image stays until this gradient is answered
             image = coded.tensor_of(self._engine.memory.values(frame.slice))
-            decay = coded.decay * self.residuals.scale_at(frame.step)
-            values = torch.add(values, image, alpha=decay)
-        data = codec.encode(values, state, place)
-        if self._trace is not None:
+        if isinstance(self.residuals, NodeResiduals):
+            return raw if image is None else self.residuals.decayed(frame, raw, image)
+        started_ns = 0 if self._trace is None else self._trace.now_ns()
+        data = self.residuals.encoded(frame, raw, image)
+        if self._trace is not None and data is not raw:
             self._span(self._trace, CodecStage.ENCODED, frame, started_ns, len(data))
-        return data if len(data) < len(raw) else raw
+        return data
 
     # The receiving threads.
     def room(self, peer: Connection, header: Header) -> memoryview:

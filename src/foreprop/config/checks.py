@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from foreprop.core.codec import NONE, choices_of, choices_text, is_automatic
+from foreprop.core.codec import NONE, choices_of, choices_text, is_automatic, kind_of
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +18,10 @@ _RANGE = re.compile(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", re.ASCII)
 _WINDOW = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 
+_WIRE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+"""What these codecs are where everything is cast: `Config.wire_dtype`."""
+_RING_CODECS = (NONE, "randomk")
+"""Whose codes can be added up."""
 UNEVEN_LEFT_OUT = ("kvstore", "strict_round_robin")
 """Placements that have their own rule, whatever links differ."""
 
@@ -92,20 +96,39 @@ def check_compression(config: Config) -> None:
     elif all(codec == NONE for _, codec in choices_of(text)):
         object.__setattr__(config, "compression", None)
         return
-    if config.architecture in ("ring", "hybrid", "auto"):
+    if config.architecture == "ring":
+        _take_ring_codecs(config, text)
+        return
+    if config.architecture in ("hybrid", "auto"):
         raise ConfigError(
-            f"compression is {text!r}, which is for servers: collectives add up on their way;"
-            f" architecture is {config.architecture!r}, use 'p2p' or 'ps'"
-        )
-    if config.local_aggregation == "on":
-        raise ConfigError(
-            f"compression is {text!r}, and local_aggregation is 'on', whose sums are sent as they"
-            " are; leave one of them out"
+            f"compression is {text!r}, and architecture is {config.architecture!r}; servers and"
+            " rings take different codecs: choose 'p2p', 'ps' or 'ring'"
         )
     if config.check_stale:
         raise ConfigError(
             f"compression is {text!r}, and check_stale is on, which overwrites the values that"
             " differences are added to; leave compression out while you look for readers"
+        )
+
+
+def _take_ring_codecs(config: Config, text: str) -> None:
+    """A cast of everything is the wire's type. Raises `ConfigError` for what cannot be added up."""
+    choices = () if is_automatic(text) else choices_of(text)
+    everything = choices[0][1] if len(choices) == 1 and choices[0][0] == "*" else ""
+    wire_dtype = _WIRE_DTYPES.get(everything)
+    if wire_dtype is not None:
+        if config.wire_dtype not in (None, wire_dtype):
+            raise ConfigError(
+                f"compression is {text!r} and wire_dtype is {config.wire_dtype!r}; with"
+                " architecture='ring' the first means the second: leave one of them out"
+            )
+        object.__setattr__(config, "wire_dtype", wire_dtype)
+        object.__setattr__(config, "compression", None)
+    elif not choices or any(kind_of(codec) not in _RING_CODECS for _, codec in choices):
+        raise ConfigError(
+            f"compression is {text!r} and architecture is 'ring', whose collectives add up codes on"
+            " their way: that takes bf16 or fp16 for all parameters, or randomk, whose elements all"
+            " ranks draw alike. For other codecs use architecture='p2p' or 'ps'"
         )
 
 

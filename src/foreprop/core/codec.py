@@ -67,7 +67,7 @@ def choices_of(text: str) -> tuple[Choice, ...]:
         return (("*", parts[0]),)
     found = []
     for part in parts:
-        pattern, equals, codec = (piece.strip() for piece in part.partition("="))
+        pattern, equals, codec = (piece.strip() for piece in part.rpartition("="))
         if not (pattern and equals and codec):
             raise ConfigError(
                 f"compression is {text!r}; {part!r} is no PATTERN=CODEC. It must be a codec's name,"
@@ -82,9 +82,19 @@ def choices_text(choices: Iterable[Choice]) -> str:
     return ",".join(f"{pattern}={codec}" for pattern, codec in choices) or NONE
 
 
+def pattern_of(name: str) -> str:
+    """What a parameter's own choice says of its name, which may have a comma."""
+    return name.replace(",", "?")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Only * and ? stand for others: a name may have brackets."""
+    return fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
 def codec_of(name: str, choices: Sequence[Choice]) -> str:
     """Of a parameter of this name: the first match counts; `NONE` if nothing matches."""
-    return next((codec for pattern, codec in choices if fnmatchcase(name, pattern)), NONE)
+    return next((codec for pattern, codec in choices if matches(name, pattern)), NONE)
 
 
 def is_exact(choices: Sequence[Choice]) -> bool:

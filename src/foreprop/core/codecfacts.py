@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from foreprop.core.codec import AUTO, NONE, CodecFacts, kind_of
+from foreprop.core.codec import AUTO, NONE, Choice, CodecFacts, codec_of, kind_of, takes
+from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError
 
 LOSSLESS = "lossless"
@@ -152,9 +153,12 @@ def allowed_by(text: str) -> tuple[str, ...] | None:
 def codec_named(name: str) -> KnownCodec:
     """Of ``int8``, or with a parameter: ``topk:0.01`` keeps 1 % of the elements.
 
-    ``lossless:0.7`` says what share of the bytes was measured. Raises `ConfigError` for others.
+    ``lossless:0.7`` says what share of the bytes was measured. Of a warm-up, as in
+    ``dgc:0.001:500``, nothing is known. Raises `ConfigError` for others.
     """
     family, mark, text = name.partition(":")
+    if family == "dgc":
+        text = text.partition(":")[0]
     row = _TABLE.get(family)
     if row is None or (mark and family not in (*_SHARE_OF, _QSGD)):
         raise ConfigError(
@@ -169,6 +173,17 @@ def codec_named(name: str) -> KnownCodec:
     kept = share if family in _KEPT else None
     loss = row.loss if kept is None else 1 - kept
     return KnownCodec(name, _facts(row, kept), loss, kept, family == "randomk")
+
+
+def encoded_share(
+    choices: Sequence[Choice], name: str, shape: Sequence[int], piece: Slice
+) -> float:
+    """Of the bytes of a parameter's slice what a push has; 1 if that is not encoded."""
+    codec = codec_of(name, choices)
+    if codec == NONE or not takes(codec, shape):
+        return 1.0
+    bytes_per_elem = codec_named(codec).facts.bytes_per_elem(piece.elems)
+    return min(1.0, bytes_per_elem / _FLOAT_BYTES)
 
 
 def _qsgd(name: str, text: str, row: _Row) -> KnownCodec:

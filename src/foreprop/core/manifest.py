@@ -125,6 +125,7 @@ class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wire_dtype: WireDtype | None
     settings: tuple[dict[str, Any], ...]
     """The optimizer's, of each of its groups; whatever they are, for nobody is to make it anew."""
+    compression: tuple[tuple[str, str], ...] = ()
 
 
 def wire_dtype_of(dtype: str, wire_dtype: WireDtype | None) -> str:

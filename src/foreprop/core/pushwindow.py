@@ -5,11 +5,14 @@ Between few each connection holds little (`core.sendbound`), and pushes never wa
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Sequence
 
+from foreprop.core.manifest import ITEMSIZE_BYTES, Manifest
 from foreprop.core.sendqueue import Order, Reply
+from foreprop.core.slicing import Slice
 
 _Urgency = tuple[int, int, int]
 """(step, priority, slice): what is smaller is more urgent, and every worker agrees on it."""
@@ -26,6 +29,26 @@ def may_hold_back(order: Order, reply: Reply, *, needs_norm: bool = False) -> bo
     With ``needs_norm`` no push of a step is answered before all of them have left.
     """
     return (order, reply) == ("priority", "broadcast") and not needs_norm
+
+
+def pushed_bytes(manifest: Manifest, slices: Sequence[Slice]) -> list[int]:
+    """What a worker's push of each slice takes on the wire, the same on all workers.
+
+    With compression it is what codecs are known to send; during a warm-up they send more.
+    """
+    itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in manifest.wire_dtypes()]
+    raw = [piece.elems * itemsizes[piece.parameter] for piece in slices]
+    choices = manifest.knobs.compression
+    if not choices or manifest.workers_per_push > 1:  # on a node nothing is encoded
+        return raw
+    from foreprop.core.codecfacts import encoded_share
+
+    infos = manifest.parameters
+    shares = [
+        encoded_share(choices, infos[piece.parameter].name, infos[piece.parameter].shape, piece)
+        for piece in slices
+    ]
+    return [math.ceil(share * size) for share, size in zip(shares, raw, strict=True)]
 
 
 class PushWindow:

@@ -49,7 +49,7 @@ from foreprop.errors import InternalError, RemoteProtocolError
 RelayInstruction = ServerInstruction | Finish
 
 _COMMON = Flag.VALUE_CHANGED | Flag.GRADIENT | Flag.MEASURE | -1 << ROUND_SHIFT
-"""Flags that are the same on all of a slice's pushes."""
+"""Flags that are the same on all of a slice's pushes; one worker's ``EXPOSED`` is the node's."""
 
 
 class _Awaited:
@@ -98,7 +98,7 @@ class RelayMachine:
         self._to_server: SendLanes[SendFrame] = SendLanes(order)
         self._summing: UpdateSlice | None = None
         self._last_flags = 0
-        self._common: dict[int, int] = {}  # by slice: what all of its step's pushes say
+        self._common: dict[int, int] = {}  # by slice: what its step's pushes say
         self._valued: set[int] = set()  # slices whose values go before their push
         self._awaited: dict[int, _Awaited] = {}
         self._closing = False
@@ -147,7 +147,9 @@ class RelayMachine:
     # What comes from the workers.
     def _on_push_arrived(self, event: PushArrived) -> list[RelayInstruction]:
         following = self._workers.handle(event)
-        self._common[event.slice] = self._last_flags = event.flags & _COMMON
+        self._last_flags = event.flags & _COMMON
+        exposed = (self._common.get(event.slice, 0) | event.flags) & Flag.EXPOSED
+        self._common[event.slice] = self._last_flags | exposed
         return self._pass(following)
 
     def _on_value_arrived(self, event: ValueArrived) -> list[RelayInstruction]:
@@ -168,7 +170,7 @@ class RelayMachine:
         if slice_ in self._valued:
             self._valued.remove(slice_)
             self._enqueue(Kind.VALUE, step, slice_, priority)
-        flags = self._common[slice_] | (0 if ranks else Flag.NO_GRADIENT)
+        flags = self._common.pop(slice_) | (0 if ranks else Flag.NO_GRADIENT)
         self._enqueue(Kind.PUSH, step, slice_, priority, int(flags))
         self._awaited[slice_] = _Awaited(step)
         if self._workers.is_pulled(slice_):

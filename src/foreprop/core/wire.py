@@ -77,6 +77,7 @@ class Flag(IntEnum):
     GRADIENT = 128  # PUSH: workers update: answer with the aggregated gradient
     MEASURE = 256  # PUSH: and tell every worker the sums of squares of all of them
     EXPOSED = 512  # PUSH: the parameter may have been changed through `p.data`
+    RESIDUAL = 1024  # STATE, STATE_PULL: what a relay's codecs keep
 
 
 ROUND_SHIFT = 10

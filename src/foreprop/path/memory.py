@@ -227,10 +227,9 @@ def push_window(
     knobs = manifest.knobs
     if knobs.lanes == "one" or runs_ahead(knobs.order, servers):
         return None
-    from foreprop.core.pushwindow import PushWindow, may_hold_back
+    from foreprop.core.pushwindow import PushWindow, may_hold_back, pushed_bytes
 
     if not may_hold_back(knobs.order, knobs.reply, needs_norm=knobs.aggregation.needs_norm):
         return None
-    itemsizes = [ITEMSIZE_BYTES[dtype] for dtype in manifest.wire_dtypes()]
-    sizes_bytes = [piece.elems * itemsizes[piece.parameter] for piece in slices]
+    sizes_bytes = pushed_bytes(manifest, slices)
     return PushWindow(sizes_bytes, config.push_window_bytes, servers=servers)

@@ -93,7 +93,9 @@ class RelayWork:
         about = (self._settings.at, self._slices, self.names, link)
         self._sums = Sums(self._machine, self._executor, store, *about)
         self._waits = Waits([self._rows, self._slices])
-        owners = owners_of(self._services())
+        owners: dict[int, FrameOwner] = dict(owners_of(self._services()))
+        if manifest.knobs.compression:
+            self._use_codecs(owners)
         self.owners: dict[int, FrameOwner] = {
             kind: owners[kind] for kind in _FROM_WORKERS & owners.keys()
         }
@@ -114,6 +116,14 @@ class RelayWork:
         goodbyes = Goodbyes(self._executor)
         goodbyes.others.append(self._rows.rank_left)
         yield goodbyes
+
+    def _use_codecs(self, owners: dict[int, FrameOwner]) -> None:
+        from foreprop.relays.sumcodecs import KeptResiduals, SumCodecs
+
+        codecs = SumCodecs(self._manifest, self._executor, owners[Kind.REPLY], self._settings.at)
+        kept = KeptResiduals(codecs.residuals, self._executor, owners[Kind.STATE])
+        for service in (codecs, kept):
+            owners.update(dict.fromkeys(service.kinds, service))
 
     def _has_pushed(self, number: int, step: int) -> bool:
         return self._machine.has_pushed(number, step) or self._rows.has_pushed(number, step)
@@ -193,6 +203,11 @@ class Relay:
         return workers_of_node(self._node, manifest.world_size, manifest.workers_per_push)
 
     def why_not(self, manifest: Manifest) -> str | None:
+        if manifest.knobs.compression:
+            from foreprop.compression.choosing import why_not
+
+            if (missing := why_not(manifest)) is not None:
+                return missing
         return unknown_optimizer(manifest, SPARSE_OPTIMIZERS)
 
     def compose(

@@ -77,8 +77,7 @@ class Connections:
                 f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
                 " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
             )
-        sums = config.local_aggregation != "off" and config.compression is None
-        return workers if crosses and sums else 1
+        return workers if crosses and config.local_aggregation != "off" else 1
 
     @property
     def _first_rank(self) -> int:

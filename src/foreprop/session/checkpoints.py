@@ -14,6 +14,7 @@ from foreprop.numerics.moving_average import averaged_state_dict, averages_from
 from foreprop.path.tensors import AVERAGE
 
 if TYPE_CHECKING:
+    from foreprop.collectives.codedsums import CodedSums
     from foreprop.collectives.local_update import LocalState
     from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.servers.servedstate import ServedState
@@ -70,12 +71,13 @@ class Checkpoints:
 
         training = self._training
         world, averages = training.world, training.config.reduction == "mean"
-        own = divided(states, rank=world.rank, world_size=world.size, averages=averages)
         training.flush()
         for codecs in self._codecs():
+            ranks = codecs.residuals.ranks
+            own = divided(states, ranks=ranks, world_size=world.size, averages=averages)
             codecs.residuals.replace(own)
 
-    def _codecs(self) -> list[PushCodecs]:
+    def _codecs(self) -> list[PushCodecs | CodedSums]:
         backends = self._training.backends.all
         return [backend.codecs for backend in backends if backend.codecs is not None]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foreprop.config import Config
+from foreprop.core.codec import choices_of
 from foreprop.core.codecfacts import AUTO_CODECS, Coded, KnownCodec, allowed_by, codec_named
 from foreprop.core.justenough import MOST_CORES, Carriers, Enough, checked_enough
 from foreprop.core.slicing import Slice
@@ -26,7 +27,6 @@ from foreprop.workload.wirecodecs import (
     arrays_in_order,
     codecs_by_array,
     needs_of,
-    parse_compression,
     patterns_text,
 )
 
@@ -63,7 +63,7 @@ def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Sli
 def array_codecs(setting: SimulatedSetting) -> list[KnownCodec]:
     """By array, in forward order; ``auto`` is chosen anew."""
     chosen = with_chosen_codecs(setting, Hosts())
-    return codecs_by_array(setting.profile, parse_compression(chosen.compression or ""))
+    return codecs_by_array(setting.profile, choices_of(chosen.compression or ""))
 
 
 def with_chosen_codecs(setting: SimulatedSetting, hosts: Hosts) -> SimulatedSetting:

@@ -97,6 +97,9 @@ class Agreement:
         if not may_hold_back(self.order, self.reply, needs_norm=self.needs_norm):
             return None
         sizes_bytes = [piece.elems * self.bytes_per_elem for piece in self.slices]
+        if self.coded is not None:
+            codes_bytes = [each.push_bytes for each in self.coded]
+            sizes_bytes = list(map(min, sizes_bytes, codes_bytes))
         return PushWindow(sizes_bytes, self.push_window_bytes, servers=self.servers)
 
     def frame_bytes(self, frame: SendFrame) -> int:

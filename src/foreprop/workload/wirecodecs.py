@@ -1,15 +1,23 @@
-"""Which codec each array of a profile goes by, as somebody writes it; for model and simulator.
+"""Which codec each array of a profile goes by, as `core.codec.choices_of` reads it; for model and
+simulator.
 
-``int8`` is for all, ``*.weight=int8,head.*=none`` by patterns of names, the first that matches.
-What matches none goes as it is. DGC leaves biases and norms, arrays of one dimension, exact itself.
+DGC leaves biases and norms, arrays of one dimension, exact itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 
-from foreprop.core.codec import AUTO, NONE, choices_text, takes
+from foreprop.core.codec import (
+    NONE,
+    Choice,
+    choices_of,
+    choices_text,
+    codec_of,
+    matches,
+    pattern_of,
+    takes,
+)
 from foreprop.core.codecfacts import KnownCodec, allowed_by, codec_named
 from foreprop.core.justenough import Need
 from foreprop.errors import ConfigError
@@ -32,64 +40,40 @@ def powersgd_rank(text: str | None) -> int | None:
 def check_codecs(profile: Profile, text: str | None) -> None:
     """Raises `ConfigError` for codecs that there are not, and names that no array has."""
     if text is not None and allowed_by(text) is None:
-        codecs_by_array(profile, parse_compression(text))
+        codecs_by_array(profile, choices_of(text))
 
 
-def parse_compression(text: str) -> dict[str, str]:
-    """Codecs by pattern; not of ``auto``. Raises `ConfigError`."""
-    patterns: dict[str, str] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        pattern, equals, name = part.rpartition("=")
-        if equals and not pattern:
-            raise ConfigError(f"compression has {part!r}; in front of = stands a pattern of names")
-        patterns.setdefault(pattern if equals else "*", name)
-        codec_named(name)
-    if not patterns:
-        raise ConfigError(
-            f"compression is {text!r}; it must be a codec, {AUTO}, or PATTERN=CODEC separated by"
-            " commas"
-        )
-    return patterns
-
-
-def codecs_by_array(profile: Profile, patterns: Mapping[str, str]) -> list[KnownCodec]:
-    """Of `arrays_in_order`. Raises `ConfigError` for a pattern that no name matches."""
+def codecs_by_array(profile: Profile, choices: Sequence[Choice]) -> list[KnownCodec]:
+    """Of `arrays_in_order`. Raises `ConfigError` for a pattern that no name matches, or a codec."""
     arrays = arrays_in_order(profile)
-    for pattern in patterns:
-        if not any(_matches(array, pattern) for array in arrays):
+    for pattern, codec in choices:
+        codec_named(codec)
+        if not any(matches(array.name, pattern) for array in arrays):
             raise ConfigError(
                 f"compression has the pattern {pattern!r}, which no array of {profile.name}"
                 f" matches; there are {_some_names(arrays)}"
             )
-    return [codec_named(_codec_of(array, patterns)) for array in arrays]
-
-
-def _matches(array: ProfiledArray, pattern: str) -> bool:
-    return array.name == pattern or fnmatchcase(array.name, pattern)
-
-
-def _codec_of(array: ProfiledArray, patterns: Mapping[str, str]) -> str:
-    for pattern, name in patterns.items():
-        if _matches(array, pattern):
-            return name if takes(name, array.shape) else NONE
-    return NONE
+    chosen = [(codec_of(array.name, choices), array.shape) for array in arrays]
+    return [codec_named(codec if takes(codec, shape) else NONE) for codec, shape in chosen]
 
 
 def patterns_text(names: Sequence[str], codecs: Sequence[KnownCodec]) -> str:
-    """As `parse_compression` reads it: the names of what does not go as it is."""
+    """As `choices_of` reads it: the names of what does not go as it is."""
     pairs = zip(names, codecs, strict=True)
-    return choices_text((name, codec.name) for name, codec in pairs if codec.name != NONE)
+    return choices_text(
+        (pattern_of(name), codec.name) for name, codec in pairs if codec.name != NONE
+    )
 
 
 def session_compression(text: str, profile: Profile, names: Sequence[str]) -> str | dict[str, str]:
     """The setting of a session whose parameters, in the order of the arrays, have these names."""
     if allowed_by(text) is not None:
         return text
-    patterns = parse_compression(text)
-    if set(patterns) == {"*"}:
-        return codec_named(patterns["*"]).session_name
-    pairs = zip(names, codecs_by_array(profile, patterns), strict=True)
-    return {name: codec.session_name for name, codec in pairs}
+    choices = choices_of(text)
+    if {pattern for pattern, _ in choices} == {"*"}:
+        return codec_named(choices[0][1]).session_name
+    pairs = zip(names, codecs_by_array(profile, choices), strict=True)
+    return {pattern_of(name): codec.session_name for name, codec in pairs}
 
 
 def is_flat(array: ProfiledArray) -> bool:
