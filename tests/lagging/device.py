@@ -101,9 +101,7 @@ def twin(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as a CPU tensor, for a stream's thread."""
     block = MEMORY.blocks[tensor.untyped_storage().data_ptr()]
     made = torch.empty(0, dtype=tensor.dtype)
-    made.set_(
-        block.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
+    made.set_(block.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
     return made
 
 
@@ -125,9 +123,7 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         flat, spec = pytree.tree_flatten((args, kwargs))
         for value in flat:
             if isinstance(value, torch.Tensor) and not _is_here(value) and value.dim():
-                raise RuntimeError(
-                    f"{op}: expected all tensors on {DEVICE}, found {value.device}"
-                )
+                raise RuntimeError(f"{op}: expected all tensors on {DEVICE}, found {value.device}")
         if op._schema.name.removeprefix("aten::") in _DATA_DEPENDENT:
             _finish(str(op))
             positional, named = pytree.tree_unflatten([_at_device_time(v) for v in flat], spec)
@@ -149,7 +145,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
             positional, named = pytree.tree_unflatten(ours, spec)
             found, _ = pytree.tree_flatten(op(*positional, **named))
             for i, room in new.items():
-                room.copy_(found[i])
+                if found[i].numel() or not room.numel():  # the CPU leaves some out
+                    room.copy_(found[i])
 
         run.name = str(op)  # type: ignore[attr-defined]
         _put(run)
@@ -168,9 +165,7 @@ def _meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not _is_here(value):
             return value
-        return torch.empty_strided(
-            value.size(), value.stride(), dtype=value.dtype, device="meta"
-        )
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
@@ -285,13 +280,31 @@ def _whole(op: Any) -> Callable[..., Any]:
 
 
 def _convolution_backward(
-    gradient: Any, x: Any, weight: Any, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int, mask: Any,
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    mask: Any,
 ) -> Any:
     bias = [weight.shape[1] * groups if transposed else weight.shape[0]]
     return _fallback(
-        _ATEN.convolution_backward.default, gradient, x, weight, bias, stride, padding, dilation,
-        transposed, output_padding, groups, mask,
+        _ATEN.convolution_backward.default,
+        gradient,
+        x,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        mask,
     )
 
 

@@ -19,7 +19,7 @@ def layers() -> nn.Module:
 
 
 def convolutions() -> nn.Module:
-    model = nn.Sequential(
+    return nn.Sequential(
         nn.Linear(5, 16),
         nn.Unflatten(1, (1, 4, 4)),
         nn.Conv2d(1, 2, 3),
@@ -29,7 +29,6 @@ def convolutions() -> nn.Module:
         nn.LayerNorm(8),
         nn.Linear(8, 3),
     )
-    return model
 
 
 class Tied(nn.Module):
@@ -142,7 +141,7 @@ def checkpointing(model: Any, optimizer: Any, batches: Sequence[Batch], session:
     kept: list[Any] = []
     half = len(batches) // 2
     plain(model, optimizer, batches[:half], session)
-    on_host = {name: value.cpu() for name, value in model.state_dict().items()}
+    on_host = {name: value.cpu().clone() for name, value in model.state_dict().items()}
     plain(model, optimizer, batches[half:], session)
     kept.append({name: value.clone() for name, value in model.state_dict().items()})
     model.load_state_dict(on_host)

@@ -64,6 +64,7 @@ class Line:
         self._demands = 0  # markers to come that somebody waits for
         self._hurried = threading.Event()
         self._failure: BaseException | None = None
+        self._given = self._done = 0  # jobs
         self.busy: list[tuple[float, float, str]] = []
         """When it did what, if `Device.records`."""
         self.records = False
@@ -72,7 +73,12 @@ class Line:
 
     def put(self, job: Job) -> None:
         """Do it after all that has been put before. Any thread, also from a finalizer."""
+        self._given += 1
         self._jobs.put(job)
+
+    def is_idle(self) -> bool:
+        """Whether all that has been put is done."""
+        return self._done == self._given
 
     def mark(self) -> Marker:
         marker = Marker(self)
@@ -108,6 +114,7 @@ class Line:
             if self.records:
                 name = getattr(job, "name", "")
                 self.busy.append((began_s, time.perf_counter(), name))
+            self._done += 1
             del job
 
     def _delay_s(self) -> float:

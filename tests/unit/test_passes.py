@@ -62,3 +62,29 @@ def test_a_gpus_clock_marks_its_stream_and_does_not_wait_for_it(
     clock.settle()
     assert gpu.story[2:] == ["synchronize cuda:1"]
     assert clock.seconds(first, second) == 0.25
+
+
+class OneStream:
+    """Stands for ``torch.mps``, which has events and no streams."""
+
+    def __init__(self) -> None:
+        self.story: list[str] = []
+
+    def synchronize(self) -> None:
+        self.story.append("synchronize")
+
+    def Event(self, *, enable_timing: bool) -> OneStream:
+        assert enable_timing
+        return self
+
+    def record(self) -> None:
+        self.story.append("record")
+
+
+def test_a_device_without_streams_has_a_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = OneStream()
+    monkeypatch.setattr(torch, "mps", device)
+    clock = clock_of(torch.device("mps"))
+    clock.mark()
+    clock.settle()
+    assert device.story == ["record", "synchronize"]
