@@ -81,9 +81,8 @@ def _removable(tree: ast.AST, waits: Collection[str]) -> Iterator[tuple[ast.expr
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = node.value.func
-            if isinstance(called, ast.Attribute) and called.attr in waits:
-                if waits is WAITS or "device" in ast.unparse(called) or called.attr in OWN_WORDS:
-                    yield node.value, "None"
+            if isinstance(called, ast.Attribute) and _is_of_device(called, waits):
+                yield node.value, "None"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             match node.func.attr:
                 case "pin_memory":
@@ -100,8 +99,13 @@ def _removable(tree: ast.AST, waits: Collection[str]) -> Iterator[tuple[ast.expr
                     yield node, f"({ast.unparse(node.args[0])})()"
 
 
-def survives(mutation: Mutation) -> str | None:
-    """None if no test has failed; else which one was the first."""
+def _is_of_device(called: ast.Attribute, waits: Collection[str]) -> bool:
+    is_known = waits is WAITS or "device" in ast.unparse(called) or called.attr in OWN_WORDS
+    return called.attr in waits and is_known
+
+
+def first_failure(mutation: Mutation) -> str | None:
+    """The first test that fails; None if the mutation is not noticed."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "foreprop"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -109,17 +113,17 @@ def survives(mutation: Mutation) -> str | None:
         changed = source[: mutation.start] + mutation.instead + source[mutation.stop :]
         compile(changed, mutation.file, "exec")
         (copy / mutation.file).write_text(changed)
-        return _first_failure(folder)
+        return _run_tests(folder)
 
 
-def _first_failure(folder: str) -> str | None:
+def _run_tests(folder: str) -> str | None:
     tests = [str(ROOT / "tests" / name) for name in TESTS]
     options = ["-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-m", "not long", "--timeout", "20"]
     try:
         run = subprocess.run(
             [sys.executable, "-m", "pytest", *options, "-o", "leak_grace_s=0.1", *tests],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": folder, "FOREPROP_MUTATED": folder},
+            env={**os.environ, "PYTHONPATH": folder},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -147,7 +151,7 @@ def main() -> int:
     print("| where | removed | the first test that fails |\n| --- | --- | --- |")
     survivors = 0
     for mutation in chosen:
-        failed = "-" if asked.list else survives(mutation)
+        failed = "-" if asked.list else first_failure(mutation)
         survivors += failed is None
         print(f"| `{mutation.file}` | `{mutation.what}` | {failed or '**none**'} |", flush=True)
     if not asked.list:
