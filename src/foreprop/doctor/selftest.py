@@ -13,8 +13,8 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import foreprop
 from foreprop.cluster.world import World
@@ -113,7 +113,7 @@ def _loop(model: nn.Module, optimizer: Any, batches: Any, device: torch.device) 
     for step, (x, y) in enumerate(batches):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         loss.item()  # the device has come here
         if step == 0:
@@ -125,7 +125,7 @@ def _loop(model: nn.Module, optimizer: Any, batches: Any, device: torch.device) 
 
 def _world() -> World:
     """Of one rank, whose server is in this process."""
-    store = dist.HashStore()
+    store = HashStore()
     return World(
         rank=0,
         size=1,

@@ -8,6 +8,7 @@ same thread waits until the gradient is there.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -64,12 +65,21 @@ class AsyncStagedMemory:
         self._parameter = parameter
         self._device = stager.device
         self._turns = Turns(stager)
-        shape, dtype = parameter.shape, parameter.dtype
-        self._values = self._device.host_memory(shape, dtype)
-        self._gradient = self._device.host_memory(shape, dtype)
-        self.values = bytes_of(self._values)
         self._training: Any = None
         """The stream on which the parameter is trained: where its last gradient was computed."""
+
+    # Made when they are first needed: who only sends, or only receives, holds one of them.
+    @functools.cached_property
+    def _values(self) -> torch.Tensor:
+        return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
+
+    @functools.cached_property
+    def _gradient(self) -> torch.Tensor:
+        return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
+
+    @functools.cached_property
+    def values(self) -> memoryview:
+        return bytes_of(self._values)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         device = self._device

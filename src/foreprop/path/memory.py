@@ -39,7 +39,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class Memory(Protocol):
     """The bytes of one parameter, and of its gradient on the way out."""
 
-    values: memoryview
+    @property
+    def values(self) -> memoryview: ...
+
     is_staged: bool
     """Whether bytes pass through memory of their own: else nothing has to be awaited or landed."""
     receives_values: bool
