@@ -17,6 +17,7 @@ from foreprop.auto.profiler import profile_from
 from foreprop.cluster.entries import decode_entry
 from foreprop.cluster.rendezvous import Board
 from foreprop.errors import RemoteProtocolError
+from foreprop.path.asyncdevice import HOSTS
 from foreprop.workload.profile import Profile
 
 if TYPE_CHECKING:
@@ -139,5 +140,5 @@ def agree_on_shares(mine: Mapping[str, float], board: Board) -> dict[str, float]
 
 def _clock_for(parameters: Sequence[Watched]) -> Clock:
     devices = {parameter.parameter.device for parameter in parameters}
-    gpus = [device for device in devices if device.type == "cuda"]
-    return clock_of((gpus or list(devices))[0])
+    beside = [device for device in devices if device.type not in HOSTS]
+    return clock_of((beside or list(devices))[0])

@@ -20,6 +20,7 @@ from foreprop.config import Config
 from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
 from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
+from foreprop.path.asyncdevice import describe_devices
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
@@ -80,7 +81,7 @@ class RingBackend:
             group.open(parameters[0].device)
             return GpuWork(parameters[0].device)
         group.open()
-        return HostWork()
+        return HostWork(parameters)
 
     def _manifest(self) -> RingManifest:
         config = self._setup.config
@@ -170,6 +171,7 @@ class RingBackend:
             f"{group.size} workers, architecture=ring (all-reduce by {by}, updates on the workers);"
             f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight}"
             f"{describe_wire_dtype(config)}{self._describe_codecs()}; address {group.address}"
+            f"{describe_devices(self._setup.parameters)}"
         )
 
     def _describe_codecs(self) -> str:
@@ -188,6 +190,7 @@ class OutgoingMemory:
 
     def __init__(self, memory: Memory) -> None:
         self.stage_gradient = memory.stage_gradient
+        self.pass_by = memory.pass_by
         self.is_staged = True  # landing marks what the update has made of the parameter
         self.await_staged = memory.await_staged
 
