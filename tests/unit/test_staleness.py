@@ -476,7 +476,6 @@ def events() -> Iterator[tuple[Sequence[Any], str]]:
     push = PushArrived(0, 0, 1, 0, 0)
     yield [push._replace(rank=2)], "rank 2 of a world of 2"
     yield [push._replace(slice=1)], "slice 1 does not belong to server 0"
-    yield [push._replace(step=2)], "rank 0 pushed slice 0 of w for step 2 after step 0"
     yield [push, push], "rank 0 pushed slice 0 of w for step 1 after step 1"
     early = "rank 0 pushed slice 0 of w for step 2 before it was answered about step 1"
     yield [push, push._replace(step=2)], early

@@ -10,6 +10,7 @@ from foreprop.config.settings import (
     Collectives,
     LocalAggregation,
     SliceElems,
+    Staleness,
     UpdateBy,
     Wait,
     WholeTables,
@@ -54,6 +55,8 @@ class Settings(TypedDict, total=False):
     table_init: str | None
     table_seed: int
     backward_passes: int | None
+    staleness: Staleness
+    delay_compensation: float | None
     reduction: Reduction
     sparse_reduction: Reduction | None
     clip_grad_norm: float | None

@@ -73,7 +73,8 @@ class Connections:
                 f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
                 " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
             )
-        sums = config.local_aggregation != "off" and config.compression is None
+        apart = config.compression is not None or config.staleness
+        sums = config.local_aggregation != "off" and not apart
         return workers if crosses and sums else 1
 
     @property
@@ -249,12 +250,9 @@ class Connections:
     def _check_reachable(self, server: int, address: str) -> None:
         theirs, ours = ipaddress.ip_address(address), ipaddress.ip_address(self.address)
         if theirs.is_loopback and not ours.is_loopback:
-            raise TransportError(
-                f"server {server} listens on {address}, where only its own machine can reach it;"
-                f" rank {self._world.rank} is at {self.address}. Set interface (or"
-                " FOREPROP_INTERFACE) on that machine, or give torchrun a rendezvous address that"
-                " is not a loopback one"
-            )
+            from foreprop.link.announced import out_of_reach
+
+            raise out_of_reach(server, address, self._world.rank, self.address)
 
     def server_names(self) -> list[str]:
         """At the other end of each connection, with who goes if it goes."""
