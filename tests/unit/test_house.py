@@ -23,8 +23,8 @@ RUNTIME = (
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
     " observe link cluster path hooks compiled numerics compression gradients tables relays"
-    " staleness stragglers servers collectives data auto session integrations callbacks report run doctor"
-    " compare lab demo cli"
+    " staleness stragglers servers collectives data auto session integrations callbacks report run"
+    " doctor compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

@@ -32,37 +32,54 @@ class NumbersApart:
         self._dropped = 0
         self._heard = [0] * ranks
         """By rank: how many it has announced."""
+        self._reached = [0] * ranks
+        """By rank: its last step that has been asked for."""
 
     def announce(self, rank: int, step: int, groups: _Groups) -> None:
         """Raises `TrainingLoopError` if another rank has said something else."""
         place = self._heard[rank] - self._dropped
         if place == len(self._said):
+            for other, reached in enumerate(self._reached):
+                if reached >= step:
+                    raise _unlike(rank, step, other)
             self._said.append((step, groups))
-        elif self._said[place] != (step, groups):
-            raise TrainingLoopError(self._describe(rank, step, groups, *self._said[place]))
+        at_step, others = self._said[place]
+        if step != at_step:
+            raise _unlike(rank, step, self._first(), at_step)
+        if groups != others:
+            raise TrainingLoopError(describe_groups(step, (self._first(), rank), others, groups))
         self._heard[rank] += 1
         while min(self._heard) - self._dropped > _KEPT:
             self._said.popleft()
             self._dropped += 1
 
-    def _describe(
-        self, rank: int, step: int, groups: _Groups, at_step: int, others: _Groups
-    ) -> str:
-        ahead = max(range(len(self._heard)), key=self._heard.__getitem__)
-        if step == at_step:
-            return describe_groups(step, (ahead, rank), others, groups)
-        return (
-            f"rank {rank} changed the optimizer's settings (lr, ...) before step {step}, and rank"
-            f" {ahead} before step {at_step}: every rank must change them before the same step"
-        )
+    def _first(self) -> int:
+        """Who has said all of it."""
+        return max(range(len(self._heard)), key=self._heard.__getitem__)
 
     def at(self, rank: int, step: int) -> _Groups:
-        """What this rank's updates of the step go by; raises `RemoteProtocolError`."""
-        for place in range(self._heard[rank] - self._dropped - 1, -1, -1):
+        """What this rank's updates of the step go by, the same as other ranks' of that step.
+
+        Raises `TrainingLoopError` if they are not; `RemoteProtocolError` if none are known.
+        """
+        self._reached[rank] = max(self._reached[rank], step)
+        heard = self._heard[rank] - self._dropped
+        if heard < len(self._said) and self._said[heard][0] <= step:
+            raise _unlike(self._first(), self._said[heard][0], rank)
+        for place in range(heard - 1, -1, -1):
             announced, groups = self._said[place]
             if announced <= step:
                 return groups
         raise RemoteProtocolError(f"rank {rank} pushed before it sent hyperparameters")
+
+
+def _unlike(rank: int, step: int, other: int, at_step: int | None = None) -> TrainingLoopError:
+    """One rank has changed the numbers before a step, and another one has not, or at another."""
+    instead = "has not" if at_step is None else f"before step {at_step}"
+    return TrainingLoopError(
+        f"rank {rank} changed the optimizer's settings (lr, ...) before step {step}, and rank"
+        f" {other} {instead}: every rank must set the same values before the same step"
+    )
 
 
 class OwnNumbers:
