@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
+from msgspec import UNSET
 
 from foreprop.errors import ConfigError
 from foreprop.lab.cluster import Cluster, busy_s
@@ -106,7 +107,12 @@ def _cluster(setting: LabSetting, build: Build, network: Network | None) -> Clus
 
 def sampled_steps(setting: LabSetting) -> int:
     """The steps during which `LabResult.samples` were taken."""
-    return min(_BLOCK_STEPS, setting.iterations) + DISCARDED_STEPS
+    return block_steps(setting) + DISCARDED_STEPS
+
+
+def block_steps(setting: LabSetting) -> int:
+    """Measured together. Workers meet before each block: those that may be apart once only."""
+    return setting.iterations if setting.staleness else min(_BLOCK_STEPS, setting.iterations)
 
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
@@ -177,14 +183,15 @@ class _Run:
             planning = _PLANNING_STEPS if name in AUTO else 0
             steps = max(1, setting.warm_up - DISCARDED_STEPS) + planning
             self._block(name, steps, last=0)
-        blocks = -(-setting.iterations // _BLOCK_STEPS)
+        size = block_steps(setting)
+        blocks = -(-setting.iterations // size)
         sampled = setting.sample_network and not self._paced  # without links, nothing counts
         for block in range(blocks):
-            last = min((block + 1) * _BLOCK_STEPS, setting.iterations)
+            last = min((block + 1) * size, setting.iterations)
             turn = block % len(setting.systems)
             for name in (*setting.systems[turn:], *setting.systems[:turn]):
                 self._progress(f"{name}: block {block + 1} of {blocks}")
-                numbers = range(block * _BLOCK_STEPS + 1, last + 1)
+                numbers = range(block * size + 1, last + 1)
                 self._measure_block(name, numbers, sample=sampled and block == 0)
 
     def _measure_block(self, name: str, numbers: range, *, sample: bool) -> None:
@@ -212,7 +219,8 @@ class _Run:
         if sample:
             self.samples[name] = answers[0][1]
         workers: list[Steps] = [steps for steps, _ in answers]
-        return means([w.step_s for w in workers]), means([w.waited_s for w in workers])
+        step_s = means([w.step_s for w in workers], apart=bool(self._setting.staleness))
+        return step_s, means([w.waited_s for w in workers])
 
     def end(self) -> None:
         for name, tally in self._tallies.items():
@@ -238,6 +246,7 @@ class _Run:
             slice_elems=tally.slice_elems or setting.slice_elems_of(name),
             bucket_bytes=tally.bucket_bytes,
             network="pacing" if self._paced else "namespaces",
+            staleness=setting.staleness or UNSET,
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
         )
 
