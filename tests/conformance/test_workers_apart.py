@@ -216,6 +216,101 @@ def test_delay_compensation_has_the_bits_of_a_computation_by_hand(strength: floa
     assert torch.equal(found, delayed(None)) == (not strength)
 
 
+OTHERWISE: list[dict[str, Any]] = [
+    {"preset": "slicing"},
+    {"granularity": "array"},
+    {"lanes": "one"},
+    {"servers_per_node": 2},
+    {"node_rates": "1:0.5"},
+    {"reduction": "sum"},
+    {"check_stale": True},
+    {"backward_passes": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "settings", [OTHERWISE[-1], *(pytest.param(s, marks=LONG) for s in OTHERWISE[:-1])]
+)
+def test_all_ranks_end_with_the_same_values(settings: dict[str, Any]) -> None:
+    """With passes that are accumulated, a schedule of the learning rate, and frozen layers."""
+    by_rank = batches_of(3, count=6)
+    passes = settings.get("backward_passes", 1)
+
+    def work(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = build_seeded(with_sgd(momentum=0.0, lr=0.02), seed=world.rank)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        about = {**APART, "staleness": 2, **settings}
+        with foreprop.parallelize(model, optimizer, world=world, **about) as session:
+            for step, (x, y) in enumerate(by_rank[world.rank]):
+                model[0].requires_grad_(step % 3 != 1)
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    (F.cross_entropy(model(x), y) / passes).backward()
+                optimizer.step()
+                schedule.step()
+                with torch.no_grad():
+                    model(x)
+            session.flush()
+            met = snapshot(model.state_dict())
+        return met, snapshot(model.state_dict())
+
+    (expected, _), *_ = found = run_cluster(3, work)
+    assert not torch.equal(expected["0.weight"], build_seeded(with_sgd())[0][0].weight)
+    for states in found:
+        for state in states:
+            assert all(torch.equal(value, state[name]) for name, value in expected.items())
+
+
+def convolutions() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def images(rank: int, count: int, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Four kinds of bars in noise."""
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for _ in range(count):
+        x = torch.randn(size, 1, 8, 8, generator=generator) * 0.5
+        y = torch.randint(4, (size,), generator=generator)
+        for image, kind in zip(x, y.tolist(), strict=True):
+            place = slice(2, 4) if kind % 2 else slice(5, 7)
+            (image[0, place] if kind < 2 else image[0].T[place]).add_(1.0)
+        found.append((x, y))
+    return found
+
+
+def test_a_small_network_learns_as_far_when_workers_are_apart() -> None:
+    """40 steps of three workers, of which one is slower: the loss of images that none has seen."""
+    unseen = images(99, 1, size=200)[0]
+
+    def learned(staleness: Any) -> float:
+        def work(world: World) -> float:
+            model, optimizer = build_seeded(convolutions, seed=world.rank)
+            about = {**APART, "staleness": staleness}
+            with foreprop.parallelize(model, optimizer, world=world, **about) as session:
+                for x, y in images(world.rank, 40):
+                    if world.rank == 2:
+                        time.sleep(0.002)
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                session.flush()
+                with torch.no_grad():
+                    return float(F.cross_entropy(model(unseen[0]), unseen[1]))
+
+        losses = run_cluster(3, work)
+        assert len(set(losses)) == 1
+        return losses[0]
+
+    at_first = 1.386  # of four kinds, by chance
+    losses = {staleness: learned(staleness) for staleness in (0, 2, "async")}
+    assert max(losses.values()) < 0.5 * at_first, losses
+    assert max(losses.values()) - min(losses.values()) < 0.2 * at_first, losses
+
+
 def test_bf16_on_the_wire_lands_as_it_is_cast() -> None:
     reads = run_cluster(
         2, lambda world: count(world, 4, 1, lambda step: None, wire_dtype="bfloat16")
