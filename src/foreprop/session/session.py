@@ -52,7 +52,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Wait until every parameter shows the result of the last `optimizer.step()`."""
+        """Wait until parameters show the last `optimizer.step()`; with ``staleness`` all ranks'."""
 
     @property
     @abc.abstractmethod
