@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.errors import ConfigError, ForepropError, TrainingLoopError
+from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     batches_of,
@@ -527,6 +527,15 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
     assert errors
     assert "rank 1" in str(errors[0])
     assert "0.bias" in str(errors[0])
+
+
+def test_ranks_that_want_different_staleness_do_not_meet() -> None:
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        foreprop.parallelize(model, optimizer, world=world, **APART, staleness=world.rank + 1)
+
+    with pytest.raises(HandshakeError, match=r"knobs.staleness: rank \d has \d, rank \d has"):
+        run_cluster(2, work)
 
 
 # What is refused.
