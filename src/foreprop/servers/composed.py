@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.numerics.normgate import NormGate
     from foreprop.staleness.apart import Apart
+    from foreprop.staleness.ownnumbers import OwnNumbers
     from foreprop.stragglers.arrivals import ArrivalReports
     from foreprop.tables.service import RowServer
 
@@ -121,14 +122,13 @@ class _Composition:
         self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
-        self._store = (
-            (images or store_class(manifest, slices, host.index)) if apart is None else apart.store
-        )
-        self._settings = (
-            AnnouncedNumbers(manifest, self._executor)
-            if apart is None
-            else apart.numbers(self._executor)
-        )
+        self._store: SliceStore
+        self._settings: AnnouncedNumbers | OwnNumbers
+        if apart is None:
+            self._store = images or store_class(manifest, slices, host.index)
+            self._settings = AnnouncedNumbers(manifest, self._executor)
+        else:
+            self._store, self._settings = apart.store, apart.numbers(self._executor)
         about = (self._machine, self._executor, self._store)
         self._updates = Updates(*about, self._settings.of, names)
         self._slices = Slices(*about, names, check=self._finite_check())

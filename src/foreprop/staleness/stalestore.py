@@ -31,7 +31,10 @@ class StaleStore(SliceStore):
         self._snapshots: dict[int, torch.Tensor] = {}
         """By slice, with its padding; never written to."""
         self._reads: dict[tuple[int, int], torch.Tensor] = {}
-        """By rank and slice: the snapshot that the rank was sent last."""
+        """By rank and slice: the snapshot that the rank was sent last.
+
+        Of rank 0, whose edits are found by it; with delay compensation of all.
+        """
         self._applying: GradientBuffer | None = None
         self._writing = threading.Lock()
         """Held while values or optimizer state change: checkpoints are read by other threads."""
@@ -39,7 +42,8 @@ class StaleStore(SliceStore):
     def send_to(self, rank: int, slice_: int) -> memoryview:
         """The slice's values as bytes, which this rank is about to be sent. Sending thread."""
         snapshot = self._snapshots[slice_]
-        self._reads[rank, slice_] = snapshot
+        if self._strength or not rank:
+            self._reads[rank, slice_] = snapshot
         return bytes_of(self._slices[slice_].extent.part(snapshot))
 
     # Values from rank 0.
