@@ -481,6 +481,17 @@ def test_a_loop_that_means_all_ranks_together_is_told(loop: Any, told: str) -> N
     assert told in str(errors[0])
 
 
+def loaded_on_rank_0(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    step()
+    if rank == 0:
+        model.load_state_dict(model.state_dict())
+        session.master_state_dict()
+
+
+def test_a_rank_may_load_and_save_by_itself() -> None:
+    assert errors_of(loaded_on_rank_0) == []
+
+
 def exposed(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
     for _ in range(3):
         step()

@@ -267,6 +267,7 @@ class ConnectedSession(Session):
         return self._training.planning
 
     def flush(self) -> None:
+        self._training.meet("flush()")
         self._training.flush()
 
     @property

@@ -292,7 +292,6 @@ class Training:
         self._compiled.entered(everything=everything)
 
     def flush(self) -> None:
-        self.meet("flush()")
         self.settle_all()
         self.settle_tables()
 
