@@ -27,7 +27,7 @@ from foreprop.workload.setting import UNEVEN
 
 @filling(
     LanguageSetting,
-    ("balance", "slice_elems", "mxnet_python", "trace", *UNEVEN),
+    ("balance", "slice_elems", "mxnet_python", "trace", "staleness", *UNEVEN),
     nodes=Shown(default=8, help="Nodes, each with its workers."),
     rate_bits_per_s=rate("30Mbit", help="The links' rate, as 30Mbit."),
     compute_s=compute("1s", help="What the device computes per step, as 250ms."),

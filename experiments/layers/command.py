@@ -22,7 +22,7 @@ from foreprop.cli.output import console, print_table, say
 from foreprop.lab.run import run_lab
 from foreprop.workload.setting import UNEVEN
 
-_NOT_HERE = ("workers_per_node", "mxnet_python", "seed", *UNEVEN)
+_NOT_HERE = ("workers_per_node", "mxnet_python", "seed", "staleness", *UNEVEN)
 
 
 @filling(

@@ -43,6 +43,21 @@ def test_cross_traffic_takes_its_share_and_ends_with_the_lab(duty: float, expect
     assert result.records[0].uneven == asked.uneven
 
 
+def test_workers_apart_are_each_as_fast_as_they_can() -> None:
+    asked = replace(SETTING, systems=("p3",), slow_nodes=1, slowdown=1.0, iterations=8)
+    step_s = {}
+    for staleness in (0, "async"):
+        result = run_lab(replace(asked, staleness=staleness))
+        if result.notices:
+            pytest.skip(result.notices[0])
+        step_s[staleness] = result.records[0].iteration_s.median
+    others, all_ = asked.nodes - 1, asked.nodes
+    closed = all_ / (others / asked.compute_s + 0.5 / asked.compute_s)
+    assert step_s[0] > 1.9 * asked.compute_s
+    assert step_s["async"] == pytest.approx(closed, rel=0.25)
+    assert result.records[0].staleness == "async"
+
+
 def test_slow_nodes_links_and_sequences_are_those_of_the_setting() -> None:
     asked = replace(
         SETTING,

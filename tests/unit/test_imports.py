@@ -12,7 +12,7 @@ MOST_MODULES = 50
 MOST_LINES = 10_000
 
 NEVER = (
-    "numerics compression tables relays collectives data auto workload model simulate"
+    "numerics compression tables relays staleness collectives data auto workload model simulate"
     " integrations report run doctor compare lab demo cli callbacks"
 ).split()
 """Folders of which a plain training uses nothing."""

@@ -136,6 +136,22 @@ def test_a_damaged_manifest_decodes_or_raises_and_can_then_be_used(seed: int) ->
     assert all(0 <= p.server < manifest.knobs.servers for p in manifest.slices())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"staleness": -1},
+        {"staleness": 1, "delay_compensation": -0.5},
+        {"staleness": 1, "compression": (("*", "int8"),)},
+        {"staleness": 1, "aggregation": Config(clip_grad_norm=1.0).aggregation},
+    ],
+)
+def test_workers_apart_that_cannot_be_are_no_manifest(changes: dict[str, Any]) -> None:
+    knobs = msgspec.structs.replace(Config().knobs(2), **changes)
+    decode_manifest(make(knobs=Config(staleness="async", delay_compensation=0.5).knobs(2)).encode())
+    with pytest.raises(RemoteProtocolError, match="not a manifest: staleness"):
+        decode_manifest(make(knobs=knobs).encode())
+
+
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"foreprop":' + b'{"a":' * 100_000])
 def test_deep_nesting_is_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="not a manifest"):

@@ -14,9 +14,10 @@ from foreprop.cli.main import app
 from foreprop.core.staleness import Staleness
 from foreprop.errors import ConfigError
 from foreprop.simulate.run import simulate_lab, simulate_system
-from foreprop.simulate.setting import STALE_SYSTEMS, SimulatedSetting
+from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray
+from foreprop.workload.setting import STALE_SYSTEMS
 
 SMALL = Profile(
     name="small",
@@ -129,16 +130,17 @@ def test_what_cannot_be_apart_is_told(changes: dict[str, Any], told: str) -> Non
 
 
 def test_what_needs_all_gradients_of_a_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    (record,) = simulate_lab(setting(staleness=2, workers_per_node=2))  # each pushes by itself
+    assert record.staleness == 2
+    monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", "on")
     with pytest.raises(ConfigError) as raised:
         simulate_lab(setting(staleness=2, workers_per_node=2))
-    assert "staleness is 2, but the 2 workers of a node push as one with p3" in str(raised.value)
-    monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", "off")
-    (record,) = simulate_lab(setting(staleness=2, workers_per_node=2))
-    assert record.staleness == 2
+    assert "and local_aggregation is 'on', which is for ranks in the same" in str(raised.value)
+    monkeypatch.delenv("FOREPROP_LOCAL_AGGREGATION")
     monkeypatch.setenv("FOREPROP_CLIP_GRAD_NORM", "1.0")
     with pytest.raises(ConfigError) as raised:
         simulate_lab(setting(staleness=2))
-    assert "staleness is 2, but clip_grad_norm with p3 needs all workers'" in str(raised.value)
+    assert "clip_grad_norm is 1.0, which is for ranks in the same step" in str(raised.value)
 
 
 def test_the_command(tmp_path: Any) -> None:

@@ -15,7 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreprop.core.collect import SliceUpdated, UpdateSlice
-from foreprop.core.frames import FailSession, Finish, FrameSent, PeerLeft, PushArrived, SendFrame
+from foreprop.core.frames import (
+    FailSession,
+    Finish,
+    FrameSent,
+    InstallValue,
+    MessageReady,
+    PeerLeft,
+    PullArrived,
+    PushArrived,
+    SendFrame,
+    ValueArrived,
+)
 from foreprop.core.sendqueue import Order
 from foreprop.core.server_machine import ServerMachine
 from foreprop.core.slicing import Slice
@@ -476,7 +487,6 @@ def events() -> Iterator[tuple[Sequence[Any], str]]:
     push = PushArrived(0, 0, 1, 0, 0)
     yield [push._replace(rank=2)], "rank 2 of a world of 2"
     yield [push._replace(slice=1)], "slice 1 does not belong to server 0"
-    yield [push._replace(step=2)], "rank 0 pushed slice 0 of w for step 2 after step 0"
     yield [push, push], "rank 0 pushed slice 0 of w for step 1 after step 1"
     early = "rank 0 pushed slice 0 of w for step 2 before it was answered about step 1"
     yield [push, push._replace(step=2)], early
@@ -541,3 +551,109 @@ def test_a_staleness_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         most_steps_apart(value)
     assert f"staleness is {value!r}; it must be a number of steps from 0" in str(raised.value)
+
+
+# Values: those to begin from, and those of a moment.
+class Asking(World):
+    """Each worker may ask once for the values as they are, when it is owed no answer."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.asked: set[int] = set()
+        self.at_rest: set[int] = set(range(self.workers))
+
+    def state(self) -> tuple[Any, ...]:
+        return (*super().state(), repr((sorted(self.asked), sorted(self.at_rest))))
+
+    def choices(self) -> list[tuple[str, int, int]]:
+        found = [each for each in super().choices() if each[0] != "push" or self._rests(each[1])]
+        asking = (rank for rank in range(self.workers) if rank not in self.asked)
+        found += [("ask", rank, 0) for rank in asking if self._rests(rank) and self._answered(rank)]
+        return found
+
+    def _rests(self, rank: int) -> bool:
+        return rank in self.at_rest
+
+    def _answered(self, rank: int) -> bool:
+        return self.answered[rank] == self.pushed[rank] and self.begun[rank] == 2
+
+    def happen(self, choice: tuple[str, int, int]) -> None:
+        what, rank, _ = choice
+        if what != "ask":
+            super().happen(choice)
+            return
+        self.asked.add(rank)
+        self.at_rest.remove(rank)
+        self._handle(PullArrived(rank, 0, 0, 0))
+
+    def _answer(self, rank: int, frame: SendFrame, story: Story) -> None:
+        if frame.step:
+            super()._answer(rank, frame, story)
+            return
+        assert story[: len(self.known[rank][0])] == self.known[rank][0], "an older value"
+        self.known[rank][frame.slice] = story
+        self.at_rest.add(rank)
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param("async", marks=LONG)])
+def test_whoever_asks_for_values_gets_none_that_are_older(staleness: Staleness) -> None:
+    asked: set[int] = set()
+    explore(Asking(staleness, workers=2, steps=2), lambda world: asked.update(world.asked))  # type: ignore[attr-defined]
+    assert asked == {0, 1}
+
+
+def test_rank_0s_values_go_to_all_others_once() -> None:
+    machine = server(workers=3)
+    first = list(machine.handle(ValueArrived(0, 0, 0, 4)))
+    frames = [frame for frame in first if isinstance(frame, SendFrame)]
+    assert first[0] == InstallValue(0)
+    assert [(frame.peer, frame.step, frame.priority) for frame in frames] == [(1, 0, 4), (2, 0, 4)]
+    with pytest.raises(RemoteProtocolError, match="values for slice 0 came twice or late"):
+        machine.handle(ValueArrived(0, 0, 0, 4))
+    with pytest.raises(RemoteProtocolError, match="rank 1 sent values; only rank 0 may"):
+        machine.handle(ValueArrived(1, 0, 0, 4))
+    assert machine.handle(ValueArrived(0, 0, 3, 4)) == []  # as it reads them
+
+
+def test_who_is_owed_an_answer_asks_for_nothing() -> None:
+    machine = server()
+    machine.handle(PushArrived(0, 0, 1, 0, 0))
+    told = "rank 0 pulled slice 0 of step 0, and was answered about step 0 of 1"
+    with pytest.raises(RemoteProtocolError, match=told):
+        machine.handle(PullArrived(0, 0, 0, 0))
+    with pytest.raises(RemoteProtocolError, match="rank 1 pulled slice 0 of step 1"):
+        machine.handle(PullArrived(1, 0, 1, 0))
+
+
+def test_a_step_without_a_push_counts_as_one_without_gradient() -> None:
+    """As of a parameter that is frozen for a while, on all ranks alike."""
+    machine = server(staleness=1)
+    machine.handle(PushArrived(0, 0, 5, 0, 0))
+    assert machine.handle(SliceUpdated()) == []
+    assert machine.incomplete() == [(0, 5)]
+    assert machine.describe_wait(0, 5) == (
+        "w waits for rank 1, which is at step 0: step 5 may be 1 ahead"
+    )
+    machine.handle(PushArrived(1, 0, 4, 0, 0))
+    answers = machine.handle(SliceUpdated())
+    assert sorted((frame.peer, frame.step) for frame in answers) == [(0, 5), (1, 4)]  # type: ignore[union-attr]
+    assert machine.incomplete() == []
+    assert machine.describe_wait(0, 6) == "w has not been pushed"
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [(Flag.GRADIENT, "the average gradient of w is asked for"), (Flag.VALUE_CHANGED, "by hand")],
+)
+def test_a_push_that_means_all_ranks_together_ends_the_session(flag: Flag, told: str) -> None:
+    (failure,) = server().handle(PushArrived(1, 0, 1, 0, int(flag)))
+    assert isinstance(failure, FailSession)
+    assert (failure.rank, failure.step) == (-1, 1)
+    assert told in failure.reason
+
+
+def test_control_frames_take_their_turn() -> None:
+    machine = server()
+    (frame,) = machine.handle(MessageReady(1, Kind.STATE_REPLY, 0, -1, 0, 7))
+    assert frame == SendFrame(1, Kind.STATE_REPLY, 0, 0, -1, 0, 7)
+    assert machine.handle(FrameSent(1)) == []

@@ -24,8 +24,8 @@ PANELS = {
     " dense_gradients preset",
     "What is compared": "systems presets steps rounds warm_up seed trace mxnet_python ablation"
     " quick only what_if_range",
-    "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths",
-    "Simulation": "symmetric representatives staleness compression",
+    "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths staleness",
+    "Simulation": "symmetric representatives compression",
     "On every host": "env python directory ssh grace module backend find_unused_parameters",
     "Output": "out as_json dry_run verbose",
 }

@@ -8,6 +8,7 @@ from typing import Any
 from foreprop.cli.clone import load
 from foreprop.cli.measured import (
     EGRESS_ONLY,
+    STALENESS,
     UNEVEN_OPTIONS,
     USUAL_SYSTEMS,
     Model,
@@ -38,6 +39,7 @@ from foreprop.workload.setting import MXNET, SYSTEMS, LabSetting
         " ddp+powersgd:2: with torch's hooks",
     ),
     shape_ingress=EGRESS_ONLY,
+    staleness=STALENESS,
     **UNEVEN_OPTIONS,
 )
 def run(
@@ -57,6 +59,7 @@ def run(
       foreprop lab run --model resnet50 --nodes 4 --balance 1.0
       foreprop lab run --profile mine.json --rate 100Mbit --compute 2s --systems p3,ring,ddp
       foreprop lab run --model resnet50 --balance 4 --systems p3,p3+auto,ddp+powersgd:2
+      foreprop lab run --systems p3 --step-jitter 0.3 --staleness 4 --out runs/apart
       foreprop lab run --model vgg19 --jitter 0.2 --slow-nodes 1 --steps 10 --out runs/uneven
     """
     setting = LabSetting(**completed(model, profile, given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreprop.cli.options import Shown
+from foreprop.core.staleness import parse_staleness
 from foreprop.errors import ConfigError
 from foreprop.quantities import time_text
 from foreprop.simulate.run import SIMULATED
@@ -51,6 +53,7 @@ UNEVEN_OPTIONS = {
     "link_rates": Shown(kind=str | None, default=None, read=parse_link_rates),
     "cross_traffic": Shown(kind=str | None, default=None, read=parse_cross_traffic),
 }
+STALENESS = Shown(kind=str, default="0", read=partial(parse_staleness, "staleness"))
 USUAL_SYSTEMS = "p3,slicing,kvstore,ddp"
 
 _SHORT_S = 0.1

@@ -10,6 +10,7 @@ import typer
 
 from foreprop.cli.measured import (
     EGRESS_ONLY,
+    STALENESS,
     UNEVEN_OPTIONS,
     USUAL_SYSTEMS,
     Model,
@@ -23,7 +24,6 @@ from foreprop.cli.measured import (
 )
 from foreprop.cli.options import STEPS, Shown, compute, filling, rate, systems, writable
 from foreprop.cli.output import console, print_json, print_table, say
-from foreprop.core.staleness import parse_staleness
 from foreprop.quantities import parse_time
 from foreprop.simulate.run import simulate_lab
 from foreprop.simulate.setting import SIMULATED_SYSTEMS, SimulatedSetting
@@ -41,7 +41,7 @@ from foreprop.workload.records import write_records
     **UNEVEN_OPTIONS,
     latency_s=Shown(name="latency", kind=str, default="100us", read=partial(parse_time, "latency")),
     symmetric=Shown(declared=("--symmetric/--every-node",)),
-    staleness=Shown(kind=str, default="0", read=partial(parse_staleness, "staleness")),
+    staleness=STALENESS,
 )
 def simulate(
     model: Model = None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from foreprop.config.environment import did_you_mean
 from foreprop.core.codec import NONE, choices_of, choices_text, is_automatic, kind_of
 from foreprop.errors import ConfigError
 
@@ -55,7 +56,12 @@ def parse_port_range(text: str) -> range:
 
 def check_settings(config: Config) -> None:
     """Raises `ConfigError` for values, each of its setting's type, that cannot be."""
+    if config.servers_per_node == 0 and config.dedicated_servers == 0:
+        raise ConfigError(
+            "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
+        )
     _check_architecture(config)
+    _check_staleness(config)
     _check_aggregation(config)
     if config.trace_steps is not None:
         parse_windows(config.trace_steps)
@@ -77,6 +83,47 @@ def _check_aggregation(config: Config) -> None:
         raise ConfigError(
             f"clip_grad_norm is {config.clip_grad_norm!r} and clip_grad_value is"
             f" {config.clip_grad_value!r}; set one of them"
+        )
+
+
+_TOGETHER = {
+    "architecture": ("ring", "hybrid", "auto"),
+    "update": ("workers",),
+    "reply": ("notify", "pull"),
+    "local_aggregation": ("on",),
+    "slice_elems": ("auto",),
+}
+"""Values that need all ranks in the same step."""
+_OF_ALL = ("rebalance_s clip_grad_norm clip_grad_value ema compression sparse_parameters").split()
+"""Settings for what all ranks' gradients of a step make together."""
+_INSTEAD = {
+    "architecture": "use 'p2p' or 'ps'",
+    "update": "leave update out",
+    "reply": "use a preset that broadcasts, as p3",
+    "clip_grad_norm": "clip each rank's own gradients in hooks (Tensor.register_hook)",
+    "clip_grad_value": "clip each rank's own gradients in hooks (Tensor.register_hook)",
+    "ema": "average after session.flush(), as torch.optim.swa_utils.AveragedModel does",
+    "slice_elems": "give a number",
+}
+
+
+def _check_staleness(config: Config) -> None:
+    """What has no meaning where each push is an update by itself, in a step of its own."""
+    value = config.staleness
+    if not value:
+        if config.delay_compensation is not None:
+            raise ConfigError(
+                f"delay_compensation is {config.delay_compensation!r}, and staleness is 0, with"
+                " which there is no delay: set staleness, or leave it out"
+            )
+        return
+    refused = [name for name in _OF_ALL if getattr(config, name) is not None]
+    refused += [name for name, values in _TOGETHER.items() if getattr(config, name) in values]
+    for name in refused[:1]:
+        raise ConfigError(
+            f"staleness is {value!r}, with which each rank's push is an update by itself, and"
+            f" {name} is {getattr(config, name)!r}, which is for ranks in the same step:"
+            f" {_INSTEAD.get(name, 'leave out one of them')}"
         )
 
 
@@ -255,3 +302,21 @@ def _check_automatic_slices(config: Config) -> None:
             "slice_elems is 'auto', which is for servers beside the workers; with"
             f" dedicated_servers={config.dedicated_servers} give a number"
         )
+
+
+# Names that nobody knows.
+def unknown_setting(name: str, known: Collection[str]) -> ConfigError:
+    advice = did_you_mean(name, known) or f"; there are {sorted(known)}"
+    return ConfigError(f"no setting is called {name!r}{advice}")
+
+
+def unknown_preset(name: str, presets: Collection[str]) -> ConfigError:
+    advice = did_you_mean(name, presets)
+    return ConfigError(f"preset is {name!r}; it must be one of {list(presets)}{advice}")
+
+
+def with_advice(error: TypeError, given: Collection[str], known: Collection[str]) -> TypeError:
+    """Python's own error about an unknown argument, and the setting that is close to it."""
+    unknown = next((name for name in given if name not in known), None)
+    advice = "" if unknown is None else did_you_mean(unknown, known)
+    return TypeError(f"{error}{advice}") if advice else error

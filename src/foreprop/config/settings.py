@@ -16,14 +16,12 @@ from typing import Any, Literal
 
 from foreprop.config.environment import (
     check_value,
-    did_you_mean,
     preset_from_environment,
     settings_from_environment,
 )
 from foreprop.core.manifest import Aggregation, Knobs, Reduction, WireDtype
 from foreprop.core.sendqueue import LaneRule, Order, Reply
 from foreprop.core.slicing import BIG_ARRAY_ELEMS, Granularity, Placement, usual_slice_elems
-from foreprop.errors import ConfigError
 
 Architecture = Literal["p2p", "ps", "ring", "hybrid", "auto"]
 WholeTables = Literal["all", "rank0", "none"]
@@ -33,6 +31,7 @@ LocalAggregation = Literal["auto", "on", "off"]
 Wait = Literal["use", "modules"]
 Encryption = Literal["tls"]
 UpdateBy = Literal["auto", "servers", "workers"]
+Staleness = int | Literal["async"]
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow", "p3-2019"]
 
 
@@ -54,8 +53,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture clip_grad_norm clip_grad_value ema encryption late_nodes node_rates port_range"
-    " rebalance_s table_init trace_steps"
+    "architecture clip_grad_norm clip_grad_value delay_compensation ema encryption late_nodes"
+    " node_rates port_range rebalance_s table_init trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -188,6 +187,10 @@ class Config:
     backward_passes: int | None = _setting(
         None, "backward passes per step; by default learned in the first step", 1
     )
+    staleness: Staleness = _setting(
+        0, "steps that a worker may be ahead of the slowest, or async; above 0 it is not exact", 0
+    )
+    delay_compensation: float | None = _setting(None, "with staleness: DC-ASGD's lambda", 0)
     reduction: Reduction = _setting(
         "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
     )
@@ -252,12 +255,9 @@ class Config:
         hints = typing.get_type_hints(Config)
         for spec in fields(self):
             check_value(spec, getattr(self, spec.name), hints[spec.name])
-        if self.servers_per_node == 0 and self.dedicated_servers == 0:
-            raise ConfigError(
-                "servers_per_node and dedicated_servers are both 0; someone must hold parameters"
-            )
-        few = any(getattr(self, name) is not None for name in _FEW) or self.lanes == "one"
-        if few or self.dedicated_servers or self.slice_elems == "auto":
+        few = any(getattr(self, name) is not None for name in _FEW) or self.staleness
+        served = self.servers_per_node and not self.dedicated_servers
+        if few or not served or self.slice_elems == "auto" or self.lanes == "one":
             from foreprop.config.checks import check_settings
 
             check_settings(self)
@@ -273,17 +273,16 @@ class Config:
     ) -> tuple[Config, dict[str, str]]:
         """Like `resolve`, and where each value came from, for commands to print."""
         names = {spec.name for spec in fields(cls)}
-        for name in explicit:
-            if name not in names:
-                advice = did_you_mean(name, names) or f"; there are {sorted(names)}"
-                raise ConfigError(f"no setting is called {name!r}{advice}")
+        if unknown := [name for name in explicit if name not in names]:
+            from foreprop.config.checks import unknown_setting
+
+            raise unknown_setting(unknown[0], names)
         environment = settings_from_environment(typing.get_type_hints(cls))
         name_of_preset = preset or preset_from_environment() or "p3"
         if name_of_preset not in PRESETS:
-            raise ConfigError(
-                f"preset is {name_of_preset!r}; it must be one of {list(PRESETS)}"
-                + did_you_mean(name_of_preset, PRESETS)
-            )
+            from foreprop.config.checks import unknown_preset
+
+            raise unknown_preset(name_of_preset, PRESETS)
         chosen = PRESETS[name_of_preset]
         values: dict[str, Any] = {**chosen, **environment, **explicit}
         sources = {
@@ -317,6 +316,8 @@ class Config:
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
             compression=self.codecs,
+            staleness=self.staleness,
+            delay_compensation=self.delay_compensation or 0.0,
         )
 
     @property
@@ -372,11 +373,9 @@ def _with_advice(make: Callable[..., None]) -> Callable[..., None]:
         try:
             make(self, *values, **settings)
         except TypeError as error:
-            names = [spec.name for spec in fields(Config)]
-            unknown = next((name for name in settings if name not in names), None)
-            if unknown is None or not (advice := did_you_mean(unknown, names)):
-                raise
-            raise TypeError(f"{error}{advice}") from None
+            from foreprop.config.checks import with_advice
+
+            raise with_advice(error, settings, [spec.name for spec in fields(Config)]) from None
 
     return __init__
 

@@ -11,6 +11,7 @@ from foreprop.config.settings import (
     Encryption,
     LocalAggregation,
     SliceElems,
+    Staleness,
     UpdateBy,
     Wait,
     WholeTables,
@@ -56,6 +57,8 @@ class Settings(TypedDict, total=False):
     table_init: str | None
     table_seed: int
     backward_passes: int | None
+    staleness: Staleness
+    delay_compensation: float | None
     reduction: Reduction
     sparse_reduction: Reduction | None
     clip_grad_norm: float | None

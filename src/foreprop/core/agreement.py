@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -62,7 +63,21 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             f"not a manifest: world_size {manifest.world_size}, blob_bytes {manifest.blob_bytes},"
             f" {knobs}"
         )
+    _check_apart(manifest)
     return manifest
+
+
+def _check_apart(manifest: Manifest) -> None:
+    """Of workers that may be apart: what each server relies on."""
+    knobs = manifest.knobs
+    staleness, strength = knobs.staleness, knobs.delay_compensation
+    together = manifest.workers_per_push > 1 or knobs.compression or knobs.aggregation.needs_norm
+    bounded = staleness == "async" or staleness >= 0
+    if not (bounded and 0 <= strength < math.inf) or (staleness and together):
+        raise RemoteProtocolError(
+            f"not a manifest: staleness {staleness!r}, delay_compensation {strength},"
+            f" workers_per_push {manifest.workers_per_push}, {knobs}"
+        )
 
 
 def describe_mismatch(ours: T, theirs: T, *, us: str, them: str) -> str | None:

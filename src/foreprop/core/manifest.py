@@ -114,6 +114,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wire_dtype: WireDtype | None = None
     compression: tuple[tuple[str, str], ...] = ()
     """Patterns of names, and their codecs (`core.codec`); empty: everything is sent as it is."""
+    staleness: int | Literal["async"] = 0
+    delay_compensation: float = 0.0
 
 
 class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,8 +15,10 @@ while it is more than s steps ahead of the slowest.
 An update by itself is one worker's share of the mean. Whoever applies it divides the gradient by
 all workers, so that as many steps move the parameters as far as with BSP.
 
-Rules: every worker pushes every slice in every step, in order, and a step after it has been
-answered about the one before. The workers' machine (`core.worker_machine`) is that of BSP.
+Rules: the steps of which a worker pushes a slice increase, and it has been answered about one when
+it pushes the next. With s = 0 each pushes every slice in every step. Values come from rank 0 at the
+start only; later, each worker may ask for those of the moment (a pull of step 0), when it is owed
+no answer. The workers' machine (`core.worker_machine`) is that of BSP.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ from foreprop.core.frames import (
     FailSession,
     Finish,
     FrameSent,
+    InstallValue,
+    MessageReady,
     PeerLeft,
+    PullArrived,
     PushArrived,
     SendFrame,
+    ValueArrived,
 )
 from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
@@ -43,7 +49,7 @@ from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
 Staleness = int | Literal["async"]
 ASYNC: Staleness = "async"
 
-StaleInstruction = SendFrame | UpdateSlice | FailSession | Finish
+StaleInstruction = SendFrame | UpdateSlice | InstallValue | FailSession | Finish
 
 
 def parse_staleness(name: str, text: str) -> Staleness:
@@ -80,7 +86,17 @@ class _Due(NamedTuple):
 class _Clocks:
     """Of one slice, by rank: the last steps that were pushed, are in the values, and answered."""
 
-    __slots__ = ("answered", "applied", "gathered", "held", "name", "pushed", "seen", "version")
+    __slots__ = (
+        "answered",
+        "applied",
+        "gathered",
+        "has_values",
+        "held",
+        "name",
+        "pushed",
+        "seen",
+        "version",
+    )
 
     def __init__(self, name: str, workers: int) -> None:
         self.name = name
@@ -90,6 +106,8 @@ class _Clocks:
         self.seen = [0] * workers
         """The version that the last answer had."""
         self.version = 0
+        self.has_values = False
+        """Rank 0 has sent those to begin from."""
         self.held: dict[int, tuple[int, int]] = {}
         """Step and priority of pushes that are applied and not answered, by rank."""
         self.gathered: dict[int, tuple[int, bool]] = {}
@@ -100,8 +118,8 @@ class StaleServer:
     """Decides what a server updates and answers next, if workers may be apart. Not thread-safe.
 
     ``staleness``: s, or "async". ``workers`` push to it, by rank; ``names`` are the parameters',
-    for messages; ``turns`` are the workers'. The values of an answer are those at the moment at
-    which its `SendFrame` is returned: the shell keeps or sends them before it goes on.
+    for messages; ``turns`` are the workers'. An answer has the values of the moment at which its
+    `SendFrame` is returned, or later ones: between two updates, never within one.
     """
 
     def __init__(
@@ -117,10 +135,10 @@ class StaleServer:
     ) -> None:
         self._apart = most_steps_apart(staleness)
         self._workers = workers
+        self._slices = {piece.number: piece for piece in slices if piece.server == index}
         self._clocks = {
-            piece.number: _Clocks(names[piece.parameter], workers)
-            for piece in slices
-            if piece.server == index
+            number: _Clocks(names[piece.parameter], workers)
+            for number, piece in self._slices.items()
         }
         self._index = index
         self._updates: SendQueue[_Due] = SendQueue(order)
@@ -129,6 +147,9 @@ class StaleServer:
         self._left: set[int] = set()
         self._handlers: dict[type, Callable[[Any], Sequence[StaleInstruction]]] = {
             PushArrived: self._on_push_arrived,
+            ValueArrived: self._on_value_arrived,
+            PullArrived: self._on_pull_arrived,
+            MessageReady: self._on_message_ready,
             SliceUpdated: self._on_slice_updated,
             FrameSent: self._on_frame_sent,
             PeerLeft: self._on_peer_left,
@@ -145,11 +166,44 @@ class StaleServer:
         """The ranks whose updates are in the values, and that still wait for slower ones."""
         return tuple(sorted(self._clocks[slice_].held))
 
+    def owned(self, slice_: int) -> Slice:
+        """The slice, if it is this server's; raises `RemoteProtocolError` otherwise."""
+        self._clocks_of(slice_)
+        return self._slices[slice_]
+
+    def incomplete(self) -> list[tuple[int, int]]:
+        """Slices that somebody waits for, because others are behind: (slice, step)."""
+        held = ((number, clocks.held) for number, clocks in self._clocks.items() if clocks.held)
+        return [(number, max(step for step, _ in each.values())) for number, each in held]
+
+    def describe_wait(self, slice_: int, step: int) -> str:
+        """What a slice waits for at this step, in words."""
+        clocks = self._clocks_of(slice_)
+        slowest = min(clocks.applied)
+        behind = [rank for rank, last in enumerate(clocks.applied) if last == slowest]
+        if clocks.held and step - slowest > self._apart:
+            return (
+                f"{clocks.name} waits for rank {behind[0]}, which is at step {slowest}: step {step}"
+                f" may be {self._apart:g} ahead"
+            )
+        if step > max(clocks.pushed):
+            return f"{clocks.name} has not been pushed"
+        queued = sum(1 for due in self._updates.items() if due.update.slice == slice_)
+        return f"{clocks.name} has {queued} updates queued, of {len(self._updates)}"
+
+    def _clocks_of(self, slice_: int) -> _Clocks:
+        clocks = self._clocks.get(slice_)
+        if clocks is None:
+            raise RemoteProtocolError(f"slice {slice_} does not belong to server {self._index}")
+        return clocks
+
     # Handlers.
     def _on_push_arrived(self, event: PushArrived) -> Sequence[StaleInstruction]:
         rank, slice_, step, priority, flags = event
         clocks = self._checked(event)
         clocks.pushed[rank] = step
+        if unfit := _maybe_unfit(event, clocks.name):
+            return [unfit]
         has_gradient = not flags & Flag.NO_GRADIENT
         if not self._apart:
             return self._gather(clocks, event, has_gradient)
@@ -158,19 +212,60 @@ class StaleServer:
 
     def _checked(self, event: PushArrived) -> _Clocks:
         rank, slice_, step = event[:3]
-        clocks = self._clocks.get(slice_)
-        if clocks is None:
-            raise RemoteProtocolError(f"slice {slice_} does not belong to server {self._index}")
-        if not 0 <= rank < self._workers:
-            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
+        clocks = self._clocks_of(slice_)
+        self._check_rank(rank)
         what = f"rank {rank} pushed slice {slice_} of {clocks.name} for step {step}"
         if rank in self._left:
             raise RemoteProtocolError(f"{what} after its goodbye")
-        if step != clocks.pushed[rank] + 1:
-            raise RemoteProtocolError(f"{what} after step {clocks.pushed[rank]}")
-        if clocks.answered[rank] != step - 1:
-            raise RemoteProtocolError(f"{what} before it was answered about step {step - 1}")
+        last = clocks.pushed[rank]
+        if step <= last or (not self._apart and step != last + 1):
+            raise RemoteProtocolError(f"{what} after step {last}")
+        if clocks.answered[rank] != last:
+            raise RemoteProtocolError(f"{what} before it was answered about step {last}")
         return clocks
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._workers:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self._workers}")
+
+    def _on_value_arrived(self, event: ValueArrived) -> Sequence[StaleInstruction]:
+        """To begin from; or rank 0's as it reads them, which the shell compares."""
+        rank, slice_, step, priority = event
+        clocks = self._clocks_of(slice_)
+        if rank != 0:
+            raise RemoteProtocolError(f"rank {rank} sent values; only rank 0 may")
+        if step > 0:
+            return []
+        if clocks.has_values or any(clocks.pushed):
+            raise RemoteProtocolError(f"values for slice {slice_} came twice or late")
+        clocks.has_values = True
+        for other in range(1, self._workers):
+            self._send_values(other, slice_, priority)
+        return [InstallValue(slice_), *self._lanes.depart()]
+
+    def _on_pull_arrived(self, event: PullArrived) -> Sequence[StaleInstruction]:
+        rank, slice_, step, priority, _ = event
+        clocks = self._clocks_of(slice_)
+        self._check_rank(rank)
+        if step or clocks.answered[rank] != clocks.pushed[rank]:
+            raise RemoteProtocolError(
+                f"rank {rank} pulled slice {slice_} of step {step}, and was answered about step"
+                f" {clocks.answered[rank]} of {clocks.pushed[rank]}"
+            )
+        clocks.seen[rank] = clocks.version
+        self._send_values(rank, slice_, priority)
+        return self._lanes.depart()
+
+    def _send_values(self, rank: int, slice_: int, priority: int) -> None:
+        frame = SendFrame(rank, Kind.REPLY, 0, slice_, priority, 0, NO_TOKEN)
+        self._lanes.push(rank, 0, priority, frame)
+
+    def _on_message_ready(self, event: MessageReady) -> Sequence[StaleInstruction]:
+        """A control frame."""
+        peer, kind, step, priority, slice_, token, flags = event
+        frame = SendFrame(peer, kind, step, slice_, priority, flags, token)
+        self._lanes.push(peer, step, priority, frame)
+        return self._lanes.depart()
 
     def _gather(
         self, clocks: _Clocks, event: PushArrived, has_gradient: bool
@@ -249,6 +344,28 @@ class StaleServer:
             return []
         self._updating = self._updates.pop()
         return [self._updating.update]
+
+
+def _maybe_unfit(event: PushArrived, name: str) -> FailSession | None:
+    """Of a push that has no meaning where each is an update by itself."""
+    rank, _, step, _, flags = event
+    who = f"rank {rank} (step {step}), but with staleness"
+    if flags & Flag.GRADIENT:
+        return FailSession(
+            f"the average gradient of {name} is asked for by {who} there is none: each rank's is an"
+            " update by itself; use gradients in hooks (Tensor.register_hook), or leave staleness"
+            " out",
+            -1,
+            step,
+        )
+    if flags & Flag.VALUE_CHANGED:
+        return FailSession(
+            f"{name} was changed by hand by {who} the ranks are in different steps: change"
+            " parameters before parallelize(), or close the session first and begin another",
+            -1,
+            step,
+        )
+    return None
 
 
 class Elementwise(Protocol):

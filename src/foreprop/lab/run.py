@@ -112,7 +112,12 @@ def _cluster(setting: LabSetting, build: Build, network: Network | None) -> Clus
 
 def sampled_steps(setting: LabSetting) -> int:
     """The steps during which `LabResult.samples` were taken."""
-    return min(_BLOCK_STEPS, setting.iterations) + DISCARDED_STEPS
+    return block_steps(setting) + DISCARDED_STEPS
+
+
+def block_steps(setting: LabSetting) -> int:
+    """Measured together. Workers meet before each block: those that may be apart once only."""
+    return setting.iterations if setting.staleness else min(_BLOCK_STEPS, setting.iterations)
 
 
 def _without_peers(setting: LabSetting, notices: list[str]) -> LabSetting:
@@ -194,14 +199,15 @@ class _Run:
             planning = _PLANNING_STEPS if self._plans(name) else 0
             steps = max(1, setting.warm_up - DISCARDED_STEPS) + planning
             self._block(name, steps, last=0)
-        blocks = -(-setting.iterations // _BLOCK_STEPS)
+        size = block_steps(setting)
+        blocks = -(-setting.iterations // size)
         sampled = setting.sample_network and not self._paced  # without links, nothing counts
         for block in range(blocks):
-            last = min((block + 1) * _BLOCK_STEPS, setting.iterations)
+            last = min((block + 1) * size, setting.iterations)
             turn = block % len(setting.systems)
             for name in (*setting.systems[turn:], *setting.systems[:turn]):
                 self._progress(f"{name}: block {block + 1} of {blocks}")
-                numbers = range(block * _BLOCK_STEPS + 1, last + 1)
+                numbers = range(block * size + 1, last + 1)
                 self._measure_block(name, numbers, sample=sampled and block == 0)
 
     def _plans(self, name: str) -> bool:
@@ -238,7 +244,8 @@ class _Run:
             for each in ([a.sent_bytes for a in answers], [a.counted_bytes for a in answers])
         ]
         workers = [answer.steps for answer in answers]
-        return means([w.step_s for w in workers]), means([w.waited_s for w in workers])
+        step_s = means([w.step_s for w in workers], apart=bool(self._setting.staleness))
+        return step_s, means([w.waited_s for w in workers])
 
     def _has_codecs(self, name: str) -> bool:
         return base_of(name) != DDP and self._setting.codec_of(name) is not None
@@ -272,6 +279,7 @@ class _Run:
             sent_bytes=round(tally.step_bytes[0]) or UNSET,
             counted_bytes=round(tally.step_bytes[1]) or UNSET,
             **self._coded(name, tally),
+            staleness=setting.staleness or UNSET,
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
         )
 

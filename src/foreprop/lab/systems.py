@@ -38,9 +38,13 @@ class Steps:
     waited_s: list[float] = field(default_factory=list)
 
 
-def means(lists: Sequence[Sequence[float]]) -> list[float]:
-    """Of each step of a block over the workers, the first ones left out."""
-    return [statistics.fmean(values) for values in zip(*lists, strict=True)][DISCARDED_STEPS:]
+def means(lists: Sequence[Sequence[float]], *, apart: bool = False) -> list[float]:
+    """Of each step of a block over the workers, the first ones left out.
+
+    ``apart``: harmonic ones, of workers each at a rate of its own.
+    """
+    mean = statistics.harmonic_mean if apart else statistics.fmean
+    return [mean(values) for values in zip(*lists, strict=True)][DISCARDED_STEPS:]
 
 
 class System(Protocol):

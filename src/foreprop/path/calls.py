@@ -9,6 +9,7 @@ import msgspec
 
 from foreprop.core.agreement import describe_groups
 from foreprop.core.barrier import StepBarrier
+from foreprop.core.collect import UpdateSlice
 from foreprop.core.frames import PeerLeft
 from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest
 from foreprop.core.wire import Flag, Header, Kind
@@ -318,6 +319,10 @@ class AnnouncedNumbers:
         self._pass_on = pass_on
         self.at = self._history.at
         """What all agree on for a step; raises `ForepropError`. Called with the lock held."""
+
+    def of(self, update: UpdateSlice) -> tuple[Hyperparameters, ...]:
+        """Those of the update's step."""
+        return self.at(update.step)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)

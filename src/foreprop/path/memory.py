@@ -220,7 +220,7 @@ def push_window(
 ) -> PushWindow | None:
     """How far a worker may run ahead of the others, if it is held back at all."""
     knobs = manifest.knobs
-    if knobs.lanes == "one" or runs_ahead(knobs.order, servers):
+    if knobs.lanes == "one" or knobs.staleness or runs_ahead(knobs.order, servers):
         return None
     from foreprop.core.pushwindow import PushWindow, may_hold_back, pushed_bytes
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.numerics.normgate import NormGate
+    from foreprop.staleness.apart import Apart
+    from foreprop.staleness.ownnumbers import OwnNumbers
     from foreprop.stragglers.arrivals import ArrivalReports
     from foreprop.tables.service import RowServer
 
@@ -109,41 +111,49 @@ class _Composition:
         self._norm = Later({Kind.NORM}, self._make_norm)
         slices, peers = manifest.slices(), manifest.peers()
         self._shards = manifest.shards(len(slices))
-        parameters = [info.name for info in manifest.parameters]
         names = slice_names(manifest)
         self._barrier: StepBarrier | None = None
         if manifest.knobs.aggregation.needs_norm:
             owners = [piece.server for piece in slices if manifest.is_served(piece)]
             owners += [shard.server for shard in self._shards]
             self._barrier = StepBarrier(owners.count(host.index))
-        self._machine = ServerMachine(
-            slices,
-            index=host.index,
-            workers=peers.count,
-            order=manifest.knobs.order,
-            reply=manifest.knobs.reply,
-            names=parameters,
-            barrier=self._barrier,
-            peers=peers,
-            turns=turns_of(manifest.knobs.lanes, host.index, peers.count),
-        )
+        images = self._maybe_images(slices, host.index)
+        apart = self._maybe_apart(slices, host.index)
+        self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
-        images = self._maybe_images(slices, host.index)
-        self._store = store_class(manifest, slices, host.index) if images is None else images
-        self._settings = AnnouncedNumbers(manifest, self._executor)
-        self._updates = Updates(
-            self._machine, self._executor, self._store, self._settings.at, names
-        )
-        self._slices = Slices(
-            self._machine, self._executor, self._store, names, check=self._finite_check()
-        )
+        self._store: SliceStore
+        self._settings: AnnouncedNumbers | OwnNumbers
+        if apart is None:
+            self._store = images or store_class(manifest, slices, host.index)
+            self._settings = AnnouncedNumbers(manifest, self._executor)
+        else:
+            self._store, self._settings = apart.store, apart.numbers(self._executor)
+        about = (self._machine, self._executor, self._store)
+        self._updates = Updates(*about, self._settings.of, names)
+        self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
         if images is not None:
             self._frames = self._make_codecs(images)
+        if apart is not None:
+            self._executor.payload_of = apart.payload_of
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
         self.work = ServerWork(owners_of(self._services()), names, self._executor, self._waits)
+
+    def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine:
+        knobs, peers = self._manifest.knobs, self._manifest.peers()
+        return ServerMachine(
+            slices,
+            index=index,
+            workers=peers.count,
+            order=knobs.order,
+            reply=knobs.reply,
+            names=[info.name for info in self._manifest.parameters],
+            barrier=self._barrier,
+            peers=peers,
+            turns=turns_of(knobs.lanes, index, peers.count),
+        )
 
     def _services(self) -> Iterator[Service]:
         executor, manifest = self._executor, self._manifest
@@ -172,6 +182,13 @@ class _Composition:
         from foreprop.compression.images import ImageStore
 
         return ImageStore(self._manifest, slices, index)
+
+    def _maybe_apart(self, slices: Sequence[Slice], index: int) -> Apart | None:
+        if not self._manifest.knobs.staleness:
+            return None
+        from foreprop.staleness.apart import Apart
+
+        return Apart(self._manifest, slices, index)
 
     def _make_codecs(self, images: ImageStore) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs

@@ -21,7 +21,7 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
         f"{setup.world.size} workers on {connections.nodes} node(s),"
         f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
         f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
-        f"{'' if codecs is None else codecs.describe()};"
+        f"{'' if codecs is None else codecs.describe()}{_describe_staleness(config)};"
         f" address {connections.address}{_describe_devices(setup)}"
     )
 
@@ -47,6 +47,15 @@ def _describe_order(config: Config) -> str:
     if (name := maybe_preset(config)) is not None:
         return f"preset {name}"
     return " ".join(f"{knob}={getattr(config, knob)}" for knob in PRESETS["p3"])
+
+
+def _describe_staleness(config: Config) -> str:
+    """If workers may be apart."""
+    if not config.staleness:
+        return ""
+    strength = config.delay_compensation
+    made_up = "" if strength is None else f" delay_compensation={strength:g}"
+    return f" staleness={config.staleness}{made_up} (not exact: results depend on timing)"
 
 
 def describe_wire_dtype(config: Config) -> str:

@@ -77,7 +77,8 @@ class Connections:
                 f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
                 " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
             )
-        return workers if crosses and config.local_aggregation != "off" else 1
+        sums = config.local_aggregation != "off" and not config.staleness
+        return workers if crosses and sums else 1
 
     @property
     def _first_rank(self) -> int:

@@ -52,6 +52,10 @@ class ServedBackend:
             from foreprop.compression.choosing import check_setting
 
             check_setting(setup.config, manifest)
+        if manifest.knobs.staleness:
+            from foreprop.staleness.fitting import check_fits
+
+            check_fits(setup.config, manifest)
         self.connections.open()
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(
@@ -70,7 +74,8 @@ class ServedBackend:
 
             self.codecs = PushCodecs(self.engine)
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
-        if setup.world.size > 1 and self.connections.workers_per_push == 1:
+        alone = setup.world.size == 1 or self.connections.workers_per_push > 1
+        if not (alone or manifest.knobs.staleness):  # paces are told by all of a step
             self.engine.use(self._pace)
             self.engine.end_window = lambda step: self._pace.service.end_window(step)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -267,6 +266,10 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
         backends.start(training.parameters)
         if training.publishes_buffers:
             training.buffers.publish(0)
+        if training.config.staleness:
+            from foreprop.session.meeting import begin
+
+            begin(training)
     except BaseException as error:
         backends.refuse(error)
         raise
@@ -339,14 +342,8 @@ def _setup(training: Training, row_wise: Collection[str]) -> Setup:
 
 
 def _make_trace(training: Training, session_id: str) -> TraceRecorder | None:
-    folder = training.config.trace
-    if folder is not None and training.trace is None:
-        from foreprop.observe.trace import TraceRecorder, trace_path
-        from foreprop.session.figures import trace_facts
+    if training.config.trace is not None and training.trace is None:
+        from foreprop.session.figures import begin_trace
 
-        rank = training.world.rank
-        path = trace_path(Path(folder), f"worker-{rank}", session_id)
-        steps = training.config.trace_steps
-        training.trace = TraceRecorder(path, f"worker {rank}", rank, steps)
-        training.trace.describe(trace_facts(training))
+        training.trace = begin_trace(training, training.config.trace, session_id)
     return training.trace

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.observe.metrics import HoldUp, Meter, Metrics, Totals, no_straggler
 from foreprop.observe.status import State, StatusFile
+from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
@@ -146,6 +148,15 @@ def _compression_of(backends: Backends) -> dict[str, int]:
 
 
 # What a trace says of its session.
+def begin_trace(training: Training, folder: str, session_id: str) -> TraceRecorder:
+    """This rank's."""
+    rank = training.world.rank
+    path = trace_path(Path(folder), f"worker-{rank}", session_id)
+    trace = TraceRecorder(path, f"worker {rank}", rank, training.config.trace_steps)
+    trace.describe(trace_facts(training))
+    return trace
+
+
 def trace_facts(training: Training) -> dict[str, object]:
     world, config = training.world, training.config
     named = {name: parameter for name, parameter, _ in training.user.named}

@@ -70,6 +70,7 @@ def settled_beforehand(
     asked = [name for name in _ON_SERVERS if getattr(config, name) is not None]
     if scaler:
         asked.append("scaler")
+    asked += ["staleness"] * bool(config.staleness)
     if isinstance(config.compression, str):
         from foreprop.core.codec import may_be_lossy
 
@@ -282,17 +283,6 @@ class FirstStep:
             what = "rank 0's first step (its forward pass gives the priorities)"
             order = decode_order(board.lookup("order", what), len(training.parameters), what)
         training.backends.learn_priorities(order)
-
-    def missing_steps(self) -> str | None:
-        """What to say of a loop that never made a step with the optimizer that was given."""
-        averaging = self._training.averaging
-        averaged = [] if averaging is None else averaging.parameters
-        if self._training.stepped or not any(parameter.passes for parameter in averaged):
-            return None
-        text = "step() of the optimizer that was given to parallelize() was never called"
-        if self.is_over:
-            return f"{text}: gradients were averaged when they were read, with no overlap"
-        return f"{text}, and no gradient was read: nothing has been synchronised, ranks may differ"
 
 
 def _served_instead(training: Training, averaged: AveragedParameter) -> SynchronisedParameter:

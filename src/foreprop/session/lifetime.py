@@ -36,6 +36,7 @@ class Lifetime:
         self.thread_id = threading.get_ident()
         self.closed = False
         self.connected = False
+        self.meetings = 0  # of ranks that may be apart
         self._training = training
         self._handled_before = sys.exception()
         self._undo: list[Callable[[], None]] = []
@@ -69,8 +70,12 @@ class Lifetime:
         if self.closed:
             return
         training = self._training
+        if first is not None and training.config.staleness:
+            self.release(failure=first)  # the others do not wait at a meeting
+            return
         try:
             if not training.backends.failed:
+                training.meet("close()")
                 training.settle_all()
                 training.saving(True)
                 training.settle_tables()
@@ -98,8 +103,10 @@ class Lifetime:
         self.closed = True
         _open.discard(self)
         training = self._training
-        if failure is None:
-            training.report(training.first.missing_steps())
+        if failure is None and not training.stepped:
+            from foreprop.session.unapplied import missing_steps
+
+            training.report(missing_steps(training))
         try:
             if self.connected:
                 with training.state.quietly():

@@ -52,7 +52,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Wait until every parameter shows the result of the last `optimizer.step()`."""
+        """Wait until parameters show the last `optimizer.step()`; with ``staleness`` all ranks'."""
 
     @property
     @abc.abstractmethod
@@ -267,6 +267,7 @@ class ConnectedSession(Session):
         return self._training.planning
 
     def flush(self) -> None:
+        self._training.meet("flush()")
         self._training.flush()
 
     @property

@@ -15,7 +15,6 @@ from foreprop.core.frames import PACE_STEPS
 from foreprop.core.manifest import NO_GROUP, ParameterInfo
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.optimizerstate import ShownState
-from foreprop.hooks.interception import release_parameter
 from foreprop.hooks.modelhooks import SharedBuffers
 from foreprop.path.memory import Memory
 from foreprop.session.adopting import Belongings, SettingsWatch, adopt
@@ -296,6 +295,13 @@ class Training:
         self.settle_all()
         self.settle_tables()
 
+    def meet(self, where: str) -> None:
+        """Ranks that may be apart come together."""
+        if self.config.staleness:
+            from foreprop.session.meeting import meet
+
+            meet(self, where)
+
     def settle_all(self) -> None:
         """Wait for what the servers send by themselves."""
         self.backends.raise_if_failed()
@@ -388,12 +394,6 @@ class Training:
     # The end.
     def give_away(self, parameter: torch.Tensor) -> bool:
         """Another session's optimizer has it; False if this one's has it too."""
-        averaging = self.averaging
-        if averaging is None:
-            return False
-        for averaged in averaging.parameters:
-            if averaged.parameter is parameter and averaged.index >= self.user.optimized:
-                averaged.give_away()  # and stays, for rounds that need word of every parameter
-                release_parameter(parameter, self)
-                return True
-        return False
+        from foreprop.session.handover import hand_over
+
+        return hand_over(self, parameter)

@@ -1,9 +1,14 @@
-"""What is said of settings that nobody would apply."""
+"""What is said of settings that nobody would apply, and of steps that nobody has made."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from foreprop.config import Config
 from foreprop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
 
 
 def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
@@ -14,6 +19,7 @@ def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
         "clip_grad_value": "call torch.nn.utils.clip_grad_value_ before step()",
         "ema": "average the parameters with torch.optim.swa_utils.AveragedModel",
         "scaler": "use the scaler as in a script without foreprop, and leave it out here",
+        "staleness": "leave it out",
         "compression": "use the exact codec, compression='lossless'",
     }
     value = getattr(config, asked, None)
@@ -22,3 +28,15 @@ def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
         f"{given}, which is done where servers update; here the workers do ({because}):"
         f" {instead[asked]}"
     )
+
+
+def missing_steps(training: Training) -> str | None:
+    """What to say of a loop that never made a step with the optimizer that was given."""
+    averaging = training.averaging
+    averaged = [] if averaging is None else averaging.parameters
+    if not any(parameter.passes for parameter in averaged):
+        return None
+    text = "step() of the optimizer that was given to parallelize() was never called"
+    if training.first.is_over:
+        return f"{text}: gradients were averaged when they were read, with no overlap"
+    return f"{text}, and no gradient was read: nothing has been synchronised, ranks may differ"

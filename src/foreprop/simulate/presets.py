@@ -34,7 +34,6 @@ def simulate_preset(
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass; ``changes`` are fields of `Config`."""
     config = simulated_config(name, setting, **changes)
-    _check_staleness(name, config, setting)
     agreement = agree(config, setting)
     if setting.compression is not None:
         from foreprop.simulate.compressed import coded_slices
@@ -87,30 +86,14 @@ def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Co
     return config
 
 
-def _check_staleness(name: str, config: Config, setting: SimulatedSetting) -> None:
-    """Raises `ConfigError` for what needs all workers' gradients of a step together."""
-    if not setting.staleness:
-        return
-    if is_relayed(config, setting):
-        raise ConfigError(
-            f"staleness is {setting.staleness!r}, but the {setting.workers_per_node} workers of a"
-            f" node push as one with {name}: ask for workers_per_node=1, or set"
-            " FOREPROP_LOCAL_AGGREGATION=off"
-        )
-    if config.aggregation.needs_norm:
-        raise ConfigError(
-            f"staleness is {setting.staleness!r}, but clip_grad_norm with {name} needs all workers'"
-            " gradients of a step: leave one of them out"
-        )
-
-
 def bytes_per_elem(config: Config) -> int:
     """Of gradients and new values on the wire."""
     return ITEMSIZE_BYTES[wire_dtype_of("float32", config.wire_dtype)]
 
 
 def is_relayed(config: Config, setting: SimulatedSetting) -> bool:
-    return setting.workers_per_node > 1 and config.local_aggregation != "off"
+    sums = config.local_aggregation != "off" and not config.staleness
+    return setting.workers_per_node > 1 and sums
 
 
 def agree(config: Config, setting: SimulatedSetting) -> Agreement:

@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import ClassVar
 
 from foreprop.config import PRESETS
-from foreprop.core.staleness import Staleness, most_steps_apart
 from foreprop.errors import ConfigError
-from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting, base_of, option
+from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +43,6 @@ def plan_crowds(
 
 
 SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
-STALE_SYSTEMS = tuple(name for name, knobs in PRESETS.items() if knobs["reply"] == "broadcast")
-"""In which a worker may be ahead of others: it is answered about its own push."""
 _MOST_WORKERS_EACH = 1024
 """When every node is simulated."""
 _USUAL_NODES_EACH = 64
@@ -67,11 +64,6 @@ class SimulatedSetting(LabSetting):
         "How many stand for all, if it is symmetric; 4 are more exact.", 1
     )
     """For the nodes that are not slow."""
-    staleness: Staleness = option(
-        "How many steps a worker may be ahead of the slowest: 0 (synchronous), a number, or async.",
-        0,
-    )
-    """See `core.staleness`; for presets that broadcast."""
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
     hooked_systems: ClassVar[tuple[str, ...]] = ()
@@ -80,7 +72,7 @@ class SimulatedSetting(LabSetting):
     def __post_init__(self) -> None:
         super(SimulatedSetting, self).__post_init__()
         self._check_symmetric()
-        self._check_staleness()
+        self._check_each_is_apart()
         if not 1 <= self.representatives <= self.nodes - self.slow_nodes:
             raise ConfigError(
                 f"representatives is {self.representatives}; it must be at least 1 and at most"
@@ -89,17 +81,8 @@ class SimulatedSetting(LabSetting):
         if not 0 <= self.latency_s < math.inf:
             raise ConfigError(f"latency_s is {self.latency_s}; it must be finite and at least 0")
 
-    def _check_staleness(self) -> None:
-        if not most_steps_apart(self.staleness):
-            return
-        for system in self.systems:
-            name = base_of(system)
-            if name not in STALE_SYSTEMS:
-                raise ConfigError(
-                    f"systems has {system!r}, which makes its steps together; with a staleness"
-                    f" ({self.staleness!r}) there are {', '.join(STALE_SYSTEMS)}"
-                )
-        if self.is_symmetric:
+    def _check_each_is_apart(self) -> None:
+        if self.staleness and self.is_symmetric:
             raise ConfigError(
                 f"staleness is {self.staleness!r}, but a node stands for several of {self.nodes},"
                 " which would make their steps together; ask for symmetric=False (--every-node)"

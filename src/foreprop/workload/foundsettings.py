@@ -12,7 +12,7 @@ from foreprop.errors import ConfigError
 
 DIVIDED = ("slice_elems", "big_array_elems", "chunk_elems", "unsent_bytes", "push_window_bytes")
 """By the scale, as the arrays are."""
-SAID_BY_SYSTEMS = ("architecture", "workers_per_node")
+SAID_BY_SYSTEMS = ("architecture", "workers_per_node", "staleness")
 """What a system's name or an option says, whatever the environment does."""
 
 

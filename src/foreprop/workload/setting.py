@@ -15,6 +15,7 @@ from foreprop.config import PRESETS
 from foreprop.core.codec import NONE
 from foreprop.core.linkshares import shares_of, spare
 from foreprop.core.slicing import usual_slice_elems
+from foreprop.core.staleness import Staleness, most_steps_apart
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import criticalpath, limit
@@ -49,6 +50,9 @@ CLIPPED = {"p3-clip": "auto", "p3-clip-setting": "servers"}
 """The preset p3 in a loop that clips: with ``clip_grad_norm_``, or as a setting. By name who
 updates."""
 SYSTEMS = (*PRESETS, RING, *AUTO, WORKERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
+
+STALE_SYSTEMS = tuple(name for name, knobs in PRESETS.items() if knobs["reply"] == "broadcast")
+"""In which a worker may be ahead of others: it is answered about its own push."""
 
 SIZE_MARK = "@"
 """``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
@@ -150,6 +154,11 @@ class LabSetting:
         " separated by commas, as 3:0.4:2s:0.5.",
         (),
     )
+    staleness: Staleness = option(
+        "How many steps a worker may be ahead of the slowest: 0 (synchronous), a number, or async.",
+        0,
+    )
+    """See `core.staleness`; for presets that broadcast."""
     seed: int = option("Of all that is drawn.", 0)
     shape_ingress: bool = True
     mxnet_python: Path | None = option(
@@ -202,6 +211,7 @@ class LabSetting:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
         self._check_evenness()
         self._check_codecs()
+        self._check_staleness()
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
 
@@ -219,6 +229,16 @@ class LabSetting:
         for name in ("slow_nodes", "jitter", "step_jitter", "step_lengths"):
             if value := getattr(self, name):
                 raise ConfigError(f"{name} is {value}; mxnet-* can only be measured without")
+
+    def _check_staleness(self) -> None:
+        if not most_steps_apart(self.staleness):
+            return
+        for system in self.systems:
+            if base_of(system) not in STALE_SYSTEMS:
+                raise ConfigError(
+                    f"systems has {system!r}, which makes its steps together; with a staleness"
+                    f" ({self.staleness!r}) there are {', '.join(STALE_SYSTEMS)}"
+                )
 
     def _knows(self, system: str) -> bool:
         whole, codec_mark, _ = system.partition(CODEC_MARK)

@@ -26,6 +26,7 @@ def foreprop_config(name: str, setting: LabSetting, **changes: Any) -> Config:
     environment, whose sizes are divided, too, then the defaults.
     """
     fields: dict[str, Any] = {"architecture": AUTO.get(name, RING if name == RING else "p2p")}
+    fields["staleness"] = setting.staleness
     fields |= changes
     fields.setdefault("workers_per_node", setting.workers_per_node)
     if "slice_elems" not in fields:

@@ -1,0 +1,101 @@
+"""Where ranks that may be apart come together: at `flush()` and `close()`, which all call.
+
+Each waits until all have come, and its own updates are in; then all read the same values again, and
+rank 0's buffers; and nobody goes on before all have. Between meetings each rank's buffers are its
+own: a rank cannot wait for those of a step that another one has not made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import increment_version
+
+from foreprop.core.frames import LAST_PRIORITY
+from foreprop.core.staleness import most_steps_apart
+from foreprop.core.wire import Kind
+from foreprop.errors import TrainingLoopError
+from foreprop.path.worker import WorkerEngine
+from foreprop.servers.served import ServedBackend
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+
+def meet(training: Training, where: str) -> None:
+    """All ranks show the same values when this returns: those with all updates so far.
+
+    ``where``: what the user calls, on every rank. Raises `TrainingLoopError` where ranks call
+    different things, or are further apart than they may be; `StepTimeout` if one does not come.
+    Training thread.
+    """
+    training.life.meetings = number = training.life.meetings + 1
+    board = training.board(f"meeting/{number}")
+    what = f"{where}, which all ranks call together with staleness"
+    said = board.exchange("come", json.dumps([where, training.completed]), what)
+    if number > 1:
+        before = training.board(f"meeting/{number - 1}")
+        for name in ("come", "settled", "read"):
+            before.forget(f"{name}/{training.world.rank}")
+    _check(training, [json.loads(text) for text in said])
+    training.settle_all()
+    board.exchange("settled", "", f"updates before {where}")
+    _read_again(training)
+    if training.user.buffers:
+        if training.buffers.publishes:
+            training.buffers.publish(number)
+        elif training.world.rank:
+            training.buffers.fetch(number)
+    board.exchange("read", "", f"parameters after {where}")
+
+
+def _check(training: Training, said: Sequence[tuple[str, int]]) -> None:
+    first, steps = said[0][0], [step for _, step in said]
+    for rank, (where, _) in enumerate(said):
+        if where != first:
+            raise TrainingLoopError(
+                f"rank {rank} has called {where} and rank 0 {first}: with staleness all ranks call"
+                " flush() and close() equally often, in the same order"
+            )
+    staleness = training.config.staleness
+    if max(steps) - min(steps) > most_steps_apart(staleness):
+        ahead, behind = steps.index(max(steps)), steps.index(min(steps))
+        raise TrainingLoopError(
+            f"{first}: rank {ahead} has made {max(steps)} steps and rank {behind} {min(steps)};"
+            f" with staleness={staleness} they may be {staleness} apart: make as many on all ranks"
+        )
+
+
+def _read_again(training: Training) -> None:
+    """Have the servers send all values as they are now."""
+    for engine in training.backends.engines:
+        if not isinstance(engine, WorkerEngine):
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in training.parameters:
+                increment_version(parameter.parameter)
+        engine.await_values()
+        for piece in engine.slices:
+            engine.send_message(piece.server, Kind.PULL, 0, LAST_PRIORITY, b"", slice_=piece.number)
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        for parameter in training.parameters:
+            parameter.receive_initial_value()
+
+
+def keep_own_buffers(training: Training) -> None:
+    """From the start to the first meeting, and between meetings."""
+    training.publishes_buffers = False
+    vars(training.buffers)["show"] = lambda step: None
+
+
+def begin(training: Training) -> None:
+    """Say once what staleness means for the optimizer that was given."""
+    backend = training.backends.all[0]
+    if isinstance(backend, ServedBackend) and training.world.size > 1:
+        from foreprop.staleness.fitting import describe_effect
+
+        training.report(describe_effect(training.user.optimizer, training.world.size))
+    keep_own_buffers(training)

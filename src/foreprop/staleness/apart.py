@@ -1,0 +1,43 @@
+"""What a server of workers apart is made of, in the place of the usual parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foreprop.core.frames import SendFrame
+from foreprop.core.manifest import Manifest
+from foreprop.core.sendqueue import turns_of
+from foreprop.core.slicing import Slice
+from foreprop.core.staleness import StaleServer
+from foreprop.core.wire import Flag, Kind
+from foreprop.link.connection import EMPTY
+from foreprop.path.executor import Executor
+from foreprop.staleness.ownnumbers import OwnNumbers
+from foreprop.staleness.stalestore import StaleStore
+
+
+class Apart:
+    """The machine, store and numbers of one server."""
+
+    def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
+        knobs, workers = manifest.knobs, manifest.world_size
+        self.machine = StaleServer(
+            slices,
+            index=index,
+            workers=workers,
+            staleness=knobs.staleness,
+            order=knobs.order,
+            names=[info.name for info in manifest.parameters],
+            turns=turns_of(knobs.lanes, index, workers),
+        )
+        self.store = StaleStore(manifest, slices, index)
+        self._manifest = manifest
+
+    def numbers(self, executor: Executor) -> OwnNumbers:
+        return OwnNumbers(self._manifest, executor)
+
+    def payload_of(self, frame: SendFrame) -> memoryview:
+        """Of a frame to a worker, which is about to be sent."""
+        if frame.kind == Kind.REPLY and not frame.flags & Flag.UNCHANGED:
+            return self.store.send_to(frame.peer, frame.slice)
+        return EMPTY

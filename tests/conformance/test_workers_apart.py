@@ -1,0 +1,621 @@
+"""Sessions with staleness: what workers read, who waits for whom, and what there cannot be."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.errors import ConfigError, ForepropError, HandshakeError, TrainingLoopError
+from tests.cluster import run_cluster
+from tests.conformance.parity import (
+    batches_of,
+    build_seeded,
+    merge,
+    run_plain,
+    run_rank,
+    small_model,
+    snapshot,
+    train_classifier,
+    with_sgd,
+)
+
+APART: dict[str, Any] = {"architecture": "p2p", "step_timeout_s": 20.0}
+LONG = pytest.mark.long
+
+
+class Counting(nn.Module):
+    """Row r of its weight is how many updates by rank r it has: SGD with lr 1 adds one each."""
+
+    def __init__(self, ranks: int, elems: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(ranks, elems))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        return -self.weight.shape[0] * self.weight[rank].sum()
+
+
+def count(
+    world: World, steps: int, staleness: Any, before: Callable[[int], None], **settings: Any
+) -> list[torch.Tensor]:
+    """What a rank reads in each step, and at last after `flush`."""
+    model = Counting(world.size, settings.pop("elems", 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    about = {**APART, "staleness": staleness, **settings}
+    reads = []
+    with foreprop.parallelize(model, optimizer, world=world, **about) as session:
+        for step in range(1, steps + 1):
+            before(step)
+            optimizer.zero_grad()
+            loss = model(world.rank)
+            reads.append(model.weight.detach().clone())
+            loss.backward()
+            optimizer.step()
+        session.flush()
+        reads.append(model.weight.detach().clone())
+    return reads
+
+
+def rows(value: torch.Tensor) -> list[int]:
+    """Each row is one number, or updates were seen by halves."""
+    assert (value == value[:, :1]).all(), "a torn slice"
+    return [int(number) for number in value[:, 0]]
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=LONG), "async"])
+@pytest.mark.parametrize("preset", ["p3", pytest.param("wfbp", marks=LONG)])
+def test_reads_are_fresh_enough_and_have_the_own_updates(staleness: Any, preset: str) -> None:
+    ranks, steps = 3, 8
+
+    def work(world: World) -> list[torch.Tensor]:
+        rng = random.Random(world.rank)
+        pace_s = 0.01 * world.rank
+        return count(
+            world,
+            steps,
+            staleness,
+            lambda step: time.sleep(pace_s * rng.random()),
+            preset=preset,
+            elems=30_000,
+            slice_elems=90_000,
+        )
+
+    by_rank = run_cluster(ranks, work)
+    for rank, reads in enumerate(by_rank):
+        for step, read in enumerate(reads[:-1], 1):
+            counts = rows(read)
+            assert counts[rank] == step - 1
+            if staleness != "async":
+                assert min(counts) >= step - 1 - staleness
+        assert rows(reads[-1]) == [steps] * ranks
+
+
+@pytest.mark.parametrize("staleness", [1, "async"])
+def test_a_rank_that_is_held_up_holds_up_others_as_far_as_it_may(staleness: Any) -> None:
+    """By events, not by time: rank 1 goes on when rank 0 has made what it may make alone."""
+    alone = 11 if staleness == "async" else staleness + 1
+    made, released = threading.Event(), threading.Event()
+
+    def work(world: World) -> list[torch.Tensor]:
+        def before(step: int) -> None:
+            if world.rank == 1 and step == 1:
+                assert made.wait(20), "rank 0 waits for it"
+                released.set()
+            if world.rank == 0 and step == alone + 1:
+                made.set()
+
+        return count(world, 12, staleness, before)
+
+    first, _ = run_cluster(2, work)
+    assert released.is_set()
+    assert [rows(read)[1] for read in first[:alone]] == [0] * alone
+    if staleness != "async":
+        assert all(step - 1 - rows(read)[1] <= staleness for step, read in enumerate(first[:-1], 1))
+
+
+def test_staleness_0_has_the_bits_of_one_process() -> None:
+    by_rank = batches_of(2)
+    build = with_sgd()
+    plain = run_plain(build, train_classifier, merge(by_rank))
+    found = run_cluster(
+        2,
+        lambda world: run_rank(
+            world, build, train_classifier, by_rank[world.rank], **APART, staleness=0
+        ),
+    )
+    usual = run_cluster(
+        2, lambda world: run_rank(world, build, train_classifier, by_rank[world.rank], **APART)
+    )
+    for one, other in zip(found, usual, strict=True):
+        for name, value in one.model.items():
+            assert torch.equal(value, other.model[name])
+            assert torch.allclose(value, plain.model[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_one_worker_alone_has_the_bits_of_plain_pytorch(kind: Any) -> None:
+    """Each of its pushes is an update by itself, of the whole gradient."""
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small_model()
+        return model, kind(model.parameters(), lr=0.05, weight_decay=0.01, **settings)
+
+    (batches,) = batches_of(1)
+    plain = run_plain(build, train_classifier, batches)
+    (found,) = run_cluster(
+        1,
+        lambda world: run_rank(
+            world, build, train_classifier, batches, **APART, staleness="async", slice_elems=13
+        ),
+    )
+    for name, value in plain.model.items():
+        assert torch.equal(value, found.model[name])
+    assert found.optimizer["state"].keys() == plain.optimizer["state"].keys()
+
+
+def delayed(strength: float | None) -> torch.Tensor:
+    """Rank 1 computes from the first values, and pushes when rank 0's update is in."""
+    updated = threading.Event()
+    x = torch.tensor([[1.0, 2.0, -0.5], [0.3, -1.0, 2.0]])
+
+    def work(world: World) -> torch.Tensor:
+        model, optimizer = build_seeded(linear, seed=7)
+        settings = {**APART, "staleness": "async", "delay_compensation": strength}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            loss = model(x[world.rank]).pow(2).sum()
+            if world.rank == 1:
+                assert updated.wait(20)
+            loss.backward()
+            optimizer.step()
+            if world.rank == 0:
+                model.weight.sum()  # waits for its own update
+                updated.set()
+            session.flush()
+            return model.weight.detach().clone()
+
+    both = run_cluster(2, work)
+    assert torch.equal(*both)
+    return both[0]
+
+
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 1, bias=False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("strength", [None, 0.0, 0.5])
+def test_delay_compensation_has_the_bits_of_a_computation_by_hand(strength: float | None) -> None:
+    """DC-ASGD (Zheng et al. 2017): g + lambda g g (w - w_bak), each worker's share of the mean."""
+    model, optimizer = build_seeded(linear, seed=7)
+    x = torch.tensor([[1.0, 2.0, -0.5], [0.3, -1.0, 2.0]])
+    gradients = []
+    for row in x:
+        optimizer.zero_grad()
+        model(row).pow(2).sum().backward()
+        gradients.append(model.weight.grad.clone())
+    before = model.weight.detach().clone()
+    for gradient in gradients:
+        now = model.weight.detach()
+        if strength and gradient is gradients[1]:
+            gradient = gradient + gradient * gradient * (now - before) * strength
+        model.weight.grad = gradient / 2
+        optimizer.step()
+    found = delayed(strength)
+    assert torch.equal(found, model.weight)
+    assert torch.equal(found, delayed(None)) == (not strength)
+
+
+OTHERWISE: list[dict[str, Any]] = [
+    {"preset": "slicing"},
+    {"granularity": "array"},
+    {"lanes": "one"},
+    {"servers_per_node": 2},
+    {"node_rates": "1:0.5"},
+    {"reduction": "sum"},
+    {"check_stale": True},
+    {"backward_passes": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "settings", [OTHERWISE[-1], *(pytest.param(s, marks=LONG) for s in OTHERWISE[:-1])]
+)
+def test_all_ranks_end_with_the_same_values(settings: dict[str, Any]) -> None:
+    """With passes that are accumulated, a schedule of the learning rate, and frozen layers."""
+    by_rank = batches_of(3, count=6)
+    passes = settings.get("backward_passes", 1)
+
+    def work(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer = build_seeded(with_sgd(momentum=0.0, lr=0.02), seed=world.rank)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        about = {**APART, "staleness": 2, **settings}
+        with foreprop.parallelize(model, optimizer, world=world, **about) as session:
+            for step, (x, y) in enumerate(by_rank[world.rank]):
+                model[0].requires_grad_(step % 3 != 1)
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    (F.cross_entropy(model(x), y) / passes).backward()
+                optimizer.step()
+                schedule.step()
+                with torch.no_grad():
+                    model(x)
+            session.flush()
+            met = snapshot(model.state_dict())
+        return met, snapshot(model.state_dict())
+
+    (expected, _), *_ = found = run_cluster(3, work)
+    assert not torch.equal(expected["0.weight"], build_seeded(with_sgd())[0][0].weight)
+    for states in found:
+        for state in states:
+            assert all(torch.equal(value, state[name]) for name, value in expected.items())
+
+
+def convolutions() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def images(rank: int, count: int, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Four kinds of bars in noise."""
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for _ in range(count):
+        x = torch.randn(size, 1, 8, 8, generator=generator) * 0.5
+        y = torch.randint(4, (size,), generator=generator)
+        for image, kind in zip(x, y.tolist(), strict=True):
+            place = slice(2, 4) if kind % 2 else slice(5, 7)
+            (image[0, place] if kind < 2 else image[0].T[place]).add_(1.0)
+        found.append((x, y))
+    return found
+
+
+def test_a_small_network_learns_as_far_when_workers_are_apart() -> None:
+    """40 steps of three workers, of which one is slower: the loss of images that none has seen."""
+    unseen = images(99, 1, size=200)[0]
+
+    def learned(staleness: Any) -> float:
+        def work(world: World) -> float:
+            model, optimizer = build_seeded(convolutions, seed=world.rank)
+            about = {**APART, "staleness": staleness}
+            with foreprop.parallelize(model, optimizer, world=world, **about) as session:
+                for x, y in images(world.rank, 40):
+                    if world.rank == 2:
+                        time.sleep(0.002)
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                session.flush()
+                with torch.no_grad():
+                    return float(F.cross_entropy(model(unseen[0]), unseen[1]))
+
+        losses = run_cluster(3, work)
+        assert len(set(losses)) == 1
+        return losses[0]
+
+    at_first = 1.386  # of four kinds, by chance
+    losses = {staleness: learned(staleness) for staleness in (0, 2, "async")}
+    assert max(losses.values()) < 0.5 * at_first, losses
+    assert max(losses.values()) - min(losses.values()) < 0.2 * at_first, losses
+
+
+def test_bf16_on_the_wire_lands_as_it_is_cast() -> None:
+    reads = run_cluster(
+        2, lambda world: count(world, 4, 1, lambda step: None, wire_dtype="bfloat16")
+    )
+    for each in reads:
+        assert rows(each[-1]) == [4, 4]
+
+
+def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_buffers_are_each_ranks_own_between_meetings_and_rank_0s_after() -> None:
+    by_rank = batches_of(2)
+
+    def work(world: World) -> list[dict[str, torch.Tensor]]:
+        model, optimizer = build_seeded(normed, seed=world.rank)
+        with foreprop.parallelize(
+            model, optimizer, world=world, **APART, staleness="async"
+        ) as session:
+            train_classifier(model, optimizer, by_rank[world.rank])
+            own = snapshot(model.state_dict())
+            session.flush()
+            met = snapshot(model.state_dict())
+            train_classifier(model, optimizer, by_rank[world.rank])
+        return [own, met, snapshot(model.state_dict())]
+
+    first, second = run_cluster(2, work)
+    assert not torch.equal(first[0]["1.running_mean"], second[0]["1.running_mean"])
+    assert torch.equal(first[0]["1.running_mean"], first[1]["1.running_mean"])
+    for at in (1, 2):
+        for name, value in first[at].items():
+            assert torch.equal(value, second[at][name]), name
+
+
+def test_optimizer_state_is_saved_between_meetings_and_loaded() -> None:
+    (batches,) = batches_of(1)
+
+    def work(world: World) -> tuple[Any, Any]:
+        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+        settings = {**APART, "staleness": 2}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            train_classifier(model, optimizer, batches)
+            session.flush()
+            saved = snapshot(optimizer.state_dict()), snapshot(model.state_dict())
+            session.flush()
+        model, optimizer = build_seeded(with_sgd(), seed=world.rank + 5)
+        optimizer.load_state_dict(saved[0])
+        model.load_state_dict(saved[1])
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            session.flush()
+            return saved, (snapshot(optimizer.state_dict()), snapshot(model.state_dict()))
+
+    for saved, loaded in run_cluster(2, work):
+        for number, state in saved[0]["state"].items():
+            buffer = loaded[0]["state"][number]["momentum_buffer"]
+            assert torch.equal(state["momentum_buffer"], buffer)
+        assert all(torch.equal(value, loaded[1][name]) for name, value in saved[1].items())
+
+
+def test_sessions_say_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    def work(world: World) -> str:
+        model, _ = build_seeded(with_sgd(), seed=world.rank)
+        optimizer = torch.optim.Adam(model.parameters())
+        settings = {**APART, "staleness": 4, "delay_compensation": 0.1}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            return session.describe()
+
+    caplog.set_level("INFO", logger="foreprop")
+    text = run_cluster(2, work)[0]
+    assert "staleness=4 delay_compensation=0.1 (not exact: results depend on timing)" in text
+    assert text in caplog.text
+    assert "each step is 2 updates" in caplog.text
+    assert "Adam's updates are not as small as a share of the gradient" in caplog.text
+
+
+# What goes wrong.
+def errors_of(loop: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> list[ForepropError]:
+    """Of each rank, when this is its loop: ``loop(session, model, optimizer, step, rank)``."""
+    (batches,) = batches_of(1, count=6)
+    ended = threading.Barrier(ranks)
+
+    def work(world: World) -> ForepropError | None:
+        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+        about = {**APART, "staleness": "async", **settings}
+        session = foreprop.parallelize(model, optimizer, world=world, **about)
+
+        def step() -> None:
+            for x, y in batches[:1]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+        try:
+            with session:
+                loop(session, model, optimizer, step, world.rank)
+        except ForepropError as error:
+            return error
+        finally:
+            ended.wait(20)
+        return None
+
+    found = run_cluster(ranks, work)
+    return [error for error in found if error is not None]
+
+
+def test_ranks_that_are_too_far_apart_cannot_meet() -> None:
+    def loop(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+        for _ in range(2 - 2 * rank):
+            step()
+        session.flush()
+
+    errors = errors_of(loop, staleness=1)
+    assert len(errors) == 2
+    assert "flush(): rank 0 has made 2 steps and rank 1 0; with staleness=1 they may be 1" in str(
+        errors[0]
+    )
+    assert errors_of(loop, staleness=2) == []
+    assert errors_of(loop, staleness="async") == []
+
+
+def test_one_rank_cannot_close_while_another_one_flushes() -> None:
+    def loop(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+        step()
+        if rank == 0:
+            session.flush()
+
+    errors = errors_of(loop)
+    assert "rank 1 has called close() and rank 0 flush()" in str(errors[0])
+    assert len(errors) == 2
+
+
+def changed_by_hand(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    step()
+    session.flush()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    step()
+    step()
+
+
+def read_after_step(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    step()
+    step()
+    model[0].weight.grad.sum()
+
+
+def other_rate(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    step()
+    optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+    step()
+    step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        (changed_by_hand, "was changed by hand by rank"),
+        pytest.param(read_after_step, "with staleness there is none; read each rank's", marks=LONG),
+        (other_rate, "rank 1 changed the optimizer's settings (lr, ...) before step 2"),
+    ],
+)
+def test_a_loop_that_means_all_ranks_together_is_told(loop: Any, told: str) -> None:
+    errors = errors_of(loop)
+    assert errors
+    assert all(isinstance(error, TrainingLoopError) for error in errors)
+    assert told in str(errors[0])
+
+
+def loaded_on_rank_0(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    step()
+    if rank == 0:
+        model.load_state_dict(model.state_dict())
+        session.master_state_dict()
+
+
+def test_a_rank_may_load_and_save_by_itself() -> None:
+    assert errors_of(loaded_on_rank_0) == []
+
+
+def exposed(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    for _ in range(3):
+        step()
+        _ = model[0].weight.data.sum()
+
+
+def test_values_may_be_looked_at_through_data() -> None:
+    assert errors_of(exposed, staleness=1) == []
+
+
+def edited_through_data(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+    step()
+    model[0].weight.data.mul_(0.5)
+    step()
+    step()
+
+
+def test_an_edit_through_data_is_found_on_rank_0() -> None:
+    errors = errors_of(edited_through_data)
+    assert errors
+    assert "0.weight was changed by hand by rank 0 (step 2)" in str(errors[0])
+
+
+def test_a_rank_that_fails_tells_the_others() -> None:
+    def loop(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+        step()
+        if rank == 1:
+            raise ForepropError("the disk is full")
+        session.flush()
+
+    errors = errors_of(loop)
+    assert [("the disk is full" in str(error)) for error in errors] == [True, True]
+
+
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    def loop(session: Any, model: Any, optimizer: Any, step: Any, rank: int) -> None:
+        step()
+        if rank == 1:
+            model[0].bias.register_hook(lambda gradient: gradient * float("nan"))
+        step()
+        step()
+
+    errors = errors_of(loop, check_finite=True)
+    assert errors
+    assert "rank 1" in str(errors[0])
+    assert "0.bias" in str(errors[0])
+
+
+def test_ranks_that_want_different_staleness_do_not_meet() -> None:
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        foreprop.parallelize(model, optimizer, world=world, **APART, staleness=world.rank + 1)
+
+    with pytest.raises(HandshakeError, match=r"knobs.staleness: rank \d has \d, rank \d has"):
+        run_cluster(2, work)
+
+
+# What is refused.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architecture": "ring"}, "architecture is 'ring'"),
+    ({"architecture": "hybrid"}, "architecture is 'hybrid'"),
+    ({"architecture": "auto"}, "architecture is 'auto'"),
+    ({"update": "workers"}, "update is 'workers'"),
+    ({"reply": "notify"}, "reply is 'notify'"),
+    ({"local_aggregation": "on"}, "local_aggregation is 'on'"),
+    ({"slice_elems": "auto"}, "slice_elems is 'auto'"),
+    ({"rebalance_s": 10.0}, "rebalance_s is 10.0"),
+    ({"clip_grad_norm": 1.0}, "clip_grad_norm is 1.0"),
+    ({"clip_grad_value": 1.0}, "clip_grad_value is 1.0"),
+    ({"ema": 0.9}, "ema is 0.9"),
+    ({"compression": "int8"}, "compression is 'int8'"),
+    ({"sparse_parameters": "*"}, "sparse_parameters is '*'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_what_is_for_ranks_in_the_same_step_is_refused(
+    settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match="staleness is 2, with which") as raised:
+        Config(**{"architecture": "p2p", "staleness": 2, **settings})
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("value", ["late", -1, 1.5, True, None])
+def test_values_of_staleness_that_cannot_be(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"staleness is {value!r}; it must be"):
+        Config(staleness=value)
+
+
+def test_compensation_needs_a_delay() -> None:
+    with pytest.raises(ConfigError, match=r"delay_compensation is 0.1, and staleness is 0"):
+        Config(delay_compensation=0.1)
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Flatten(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "scaler", "told"),
+    [
+        (sparse, torch.optim.SGD, False, "0.weight is a table that servers hold row by row"),
+        (small_model, torch.optim.SGD, True, "a scaler was given, which leaves out steps"),
+        (small_model, torch.optim.Adafactor, False, "here the workers do (servers cannot apply"),
+    ],
+)
+def test_what_a_model_or_optimizer_needs_together_is_refused(
+    make: Callable[[], nn.Module], optimizer: Any, scaler: bool, told: str
+) -> None:
+    def work(world: World) -> str:
+        model = make()
+        given = torch.amp.GradScaler("cpu") if scaler else None
+        with pytest.raises(ConfigError) as raised:
+            foreprop.parallelize(
+                model,
+                optimizer(model.parameters(), lr=0.1),
+                world=world,
+                scaler=given,
+                **APART,
+                staleness=1,
+            )
+        return str(raised.value)
+
+    texts: Sequence[str] = run_cluster(1, work)
+    assert told in texts[0]
+    assert "staleness is 1" in texts[0]
