@@ -45,12 +45,12 @@ def test_classifiers_have_the_pythons_that_a_release_tests() -> None:
         for entry in project()["project"]["classifiers"]
         if re.fullmatch(r"Programming Language :: Python :: \d\.\d+", entry)
     }
-    tested = {
-        step["with"]["python-version"]
-        for job in workflow()["jobs"].values()
-        for step in job["steps"]
-        if "python-version" in step.get("with", {})
-    }
+    tested = set()
+    for job in workflow()["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {}).get("python-version", [])
+        own = [step.get("with", {}).get("python-version") for step in job["steps"]]
+        assert not matrix or "${{ matrix.python-version }}" in own
+        tested |= {*matrix, *own} - {"${{ matrix.python-version }}", None}
     assert claimed == tested
 
 
@@ -81,7 +81,7 @@ def test_only_a_tag_is_published() -> None:
     publish = jobs["publish"]
     assert publish["if"] == "github.event_name == 'push'"
     assert workflow()[True]["push"] == {"tags": ["v[0-9]+.*"]}  # YAML reads `on` as true
-    assert set(publish["needs"]) == {"test", "build"}
+    assert set(publish["needs"]) == {"test", "pythons", "build"}
     assert publish["permissions"] == {"id-token": "write"}
     assert workflow()["permissions"] == {"contents": "read"}
 
