@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from experiments.compiledstep import draw_step, with_layers
 
 
@@ -37,6 +39,7 @@ def test_layers_lie_between_their_waits_and_backward_begins_behind_the_last() ->
     ]
 
 
+@pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
 def test_a_step_is_drawn(tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "step.svg"
     trace.write_text(json.dumps({"traceEvents": EVENTS}))

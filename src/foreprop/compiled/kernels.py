@@ -63,7 +63,7 @@ def lower_readers_first() -> None:
     writes to memory which such an operation reads would make it, but behind itself
     (`FallbackKernel`), and so have it read what has landed. Its own collectives do as we do here.
     """
-    lowering = sys.modules.get("torch._inductor.lowering")
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
     if hasattr(lowering, "register_lowering") and GRADIENT_DONE not in lowering.lowerings:
         _register(lowering)
 
