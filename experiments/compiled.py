@@ -1,14 +1,14 @@
 """Steps of a small transformer: eager, compiled whole, compiled per block; and where they wait.
 
-    torchrun --nproc-per-node 2 -m experiments.compiled 100e6 step.svg
+    torchrun --nproc-per-node 2 -m experiments.compiled 100e6
 
 The first argument is the rate of each node's link in bits per second, by which foreprop paces its
 own sockets; every process is a node. The loops' blocks of steps take turns in the same processes.
 "with the lock" is compiled whole as by inductor alone: kernels for CPUs keep the interpreter lock,
 and the backward graph runs in the order that needs the least memory. "at the edges" is compiled
 whole, but waits at the region's entry, and its gradients leave when the backward graph has ended:
-what a compiled region did before `foreprop.compiled`. Rank 0 prints, and draws a compiled step: a
-recorded one, the last but one of a session with a trace (`experiments.compiledstep`).
+what a compiled region did before `foreprop.compiled`. Rank 0 prints. `experiments.compiledstep`
+draws a step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +26,10 @@ from torch._inductor.codecache import PyCodeCache
 from torch.nn import functional as F
 
 import foreprop
-from experiments.compiledstep import draw_step
 from foreprop.compiled import regions, tracing
 
 WIDTH, HEADS, LAYERS, TOKENS, WORDS = 128, 4, 3, 64, 256
-BLOCK_STEPS, ROUNDS, RECORDED_STEPS = 4, 6, 8
+BLOCK_STEPS, ROUNDS = 4, 6
 LOOPS = ("eager", "compiled", "per block", "with the lock", "at the edges")
 WHOLE = ("compiled", "with the lock", "at the edges", "alone")
 OPTIONS: dict[str, Any] = {
@@ -125,22 +122,14 @@ def _run_at_edges(region: regions.Region, graph: Any, args: Any) -> Any:
     return _run(region, graph, args)
 
 
-def draw(rate: float, picture: Path) -> None:
-    """Record some steps; the picture shows rank 0's last but one."""
-    with tempfile.TemporaryDirectory() as folder:
-        loop = Loop("compiled", rate, trace=folder)
-        loop.block(RECORDED_STEPS)
-        rank = loop.session.rank
-        loop.session.close()
-        if rank == 0:
-            (trace,) = Path(folder).glob("worker-0.*.trace.json")
-            title = f"compiled whole, {rate / 1e6:g} Mbit/s"
-            draw_step(trace, RECORDED_STEPS - 1, title, picture)
-
-
-def main(rate: float, path: Path) -> None:
+def be_a_node() -> None:
+    """This process, with one thread to compute."""
     torch.set_num_threads(1)
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each process is a node
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def main(rate: float) -> None:
+    be_a_node()
     alone = [Loop("eager", None), Loop("alone", None)]
     loops = [Loop(name, rate) for name in LOOPS]
     for loop in (*alone, *loops):
@@ -154,7 +143,6 @@ def main(rate: float, path: Path) -> None:
     rank = loops[0].session.rank
     for loop in loops:
         loop.session.close()
-    draw(rate, path)
     if rank == 0:
         numel = sum(p.numel() for p in alone[0].model.parameters())
         ranks = loops[0].session.world_size
@@ -172,4 +160,4 @@ def main(rate: float, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), Path(sys.argv[2]))
+    main(float(sys.argv[1]))

@@ -1,5 +1,10 @@
 """The picture of a compiled step, from the trace that a session has recorded.
 
+    torchrun --nproc-per-node 2 -m experiments.compiledstep 60e6 docs/results/compiled-step.svg
+
+The transformer of `experiments.compiled`, compiled whole; the first argument is the rate of each
+node's link in bits per second. Rank 0 draws its last step but one.
+
 Compiled code has no layers while it runs. So what lies between two waits of a forward pass is
 drawn as the computation of the layer that has been waited for. Behind the last wait everything,
 the loss too, counts as backward, up to the first gradient.
@@ -8,13 +13,30 @@ the loss too, counts as backward, up to the first gradient.
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.compiled import Loop, be_a_node
 from experiments.figures.charts import timeline_chart
 from foreprop.report.style import save
 from foreprop.report.timeline import Timeline, timeline_from_trace
+
+STEPS = 12
+
+
+def main(rate: float, picture: Path) -> None:
+    be_a_node()
+    with tempfile.TemporaryDirectory() as folder:
+        loop = Loop("compiled", rate, trace=folder)
+        loop.block(STEPS)
+        rank = loop.session.rank
+        loop.session.close()
+        if rank == 0:
+            (trace,) = Path(folder).glob("worker-0.*.trace.json")
+            draw_step(trace, STEPS - 1, f"compiled whole, {rate / 1e6:g} Mbit/s", picture)
 
 
 def draw_step(trace: Path, step: int, title: str, picture: Path) -> None:
@@ -52,3 +74,7 @@ def _forward(waits: Sequence[Mapping[str, Any]], until: float) -> Iterator[Mappi
 
 def _stop(event: Mapping[str, Any]) -> float:
     return float(event["ts"]) + float(event.get("dur", 0))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]))

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import foreprop
+from foreprop.compiled import regions
 from foreprop.compiled.operators import running
 from tests.cluster import worlds
 from tests.conformance.graph_looks import look, looks
@@ -166,3 +167,41 @@ def _compare(backend: str, memory_format: torch.memory_format) -> None:
 def test_same_bits(backend: str, memory_format: torch.memory_format) -> None:
     """As the same code compiled without foreprop, by as many compilations."""
     _compare(backend, memory_format)
+
+
+class _Landing:
+    """What may land in a parameter's memory, and its gradient's, once it is done: at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._run = regions.BackwardGraph.__call__
+        monkeypatch.setattr(regions._Backward, "is_done", lambda _, *args: self._is_done(*args))
+        monkeypatch.setattr(regions.BackwardGraph, "__call__", lambda *args: self._call(*args))
+
+    def _is_done(self, output: int, gradient: torch.Tensor) -> None:
+        """The gradient takes autograd's way, at the end of the graph."""
+        backward: Any = running.backward
+        target = backward._targets.get(output)
+        if target is not None:
+            self.count += 1
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                for tensor in (target._variable.data, gradient):
+                    self._kept.append((tensor, tensor.clone()))
+                    tensor.fill_(float("nan"))
+
+    def _call(self, graph: Any, args: list[Any]) -> Any:
+        results = self._run(graph, args)
+        for tensor, value in self._kept:
+            tensor.copy_(value)
+        self._kept.clear()
+        return results
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_read_once_it_is_done(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a parameter nor its gradient is read behind the operator, in fused kernels either."""
+    landing = _Landing(monkeypatch)
+    _compare(backend, torch.contiguous_format)
+    assert landing.count >= 5 * 10  # steps, and most of the parameters

@@ -268,6 +268,16 @@ def test_a_compiled_step_makes_an_ordinary_ones_updates() -> None:
 
 
 @pytest.mark.long
+def test_a_step_in_one_whole_graph_is_refused_by_name() -> None:
+    model, optimizer = build_seeded(lambda: (net := _Net(), torch.optim.SGD(net.parameters())))
+    with foreprop.parallelize(model, optimizer, world=worlds(1)[0]):
+        _train(model, optimizer)
+        step = _compile(lambda: optimizer.step(), fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="foreprop makes the optimizer's"):
+            step()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("program", [_plain, _checkpointed_region])
 def test_activation_checkpointing(program: Program) -> None:
     """Parameters are read a second time, in the backward pass."""

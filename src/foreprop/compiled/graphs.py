@@ -2,7 +2,7 @@
 
 A parameter is awaited before the first operation that reads it. Views read nothing. Of a backward
 graph a gradient is given away where it is computed, but not before the last operation that still
-reads the parameter: from then on its new values may land.
+reads it or the parameter: from then on the average, or new values, may land.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def insert_gradients(
     nodes, done = list(gm.graph.nodes), set()
     for output, node in _leaving(gm, gradients):
         mine = own[gradients[output]]
-        place = max([order[node], *(at for at, p in reads if p in mine)])
+        others = (order[reader] for reader in _readers(gm.graph, [_root(node)]))
+        place = max([order[node], *others, *(at for at, p in reads if p in mine)])
         following = [p for at, p in reads if at > place][:1]
         with gm.graph.inserting_after(nodes[place]):
             gm.graph.call_function(GRADIENT_DONE, ([*mine, *following], node, output))

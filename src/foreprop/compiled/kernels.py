@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from foreprop.compiled.operators import GRADIENT_DONE
 from foreprop.hooks.interception import Interception
 
 _LOCKED = "kernel({}); Py_RETURN_NONE;"
@@ -53,6 +54,32 @@ def unlocked_kernels() -> Iterator[None]:
         yield
     finally:
         release()
+
+
+def lower_readers_first() -> None:
+    """Have inductor make what reads a parameter, or a gradient, before it says that it is done.
+
+    By itself inductor puts off what it may fuse until somebody needs it. An operator of ours that
+    writes to memory which such an operation reads would make it, but behind itself
+    (`FallbackKernel`), and so have it read what has landed. Its own collectives do as we do here.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if hasattr(lowering, "register_lowering") and GRADIENT_DONE not in lowering.lowerings:
+        _register(lowering)
+
+
+def _register(lowering: Any) -> None:
+    from torch._inductor.virtualized import V
+
+    operator = lowering.fallback_handler(GRADIENT_DONE, add_to_fallback_set=False)
+
+    def done(readers: Sequence[Any], gradient: Any, output: int) -> Any:
+        for tensor in (*readers, gradient):
+            tensor.realize()
+            V.graph.mark_buffer_mutated(tensor.get_name())
+        return operator(readers, gradient, output)
+
+    lowering.register_lowering(GRADIENT_DONE, type_promotion_kind=None)(done)
 
 
 def in_given_order() -> contextlib.AbstractContextManager[Any]:

@@ -2,8 +2,9 @@
 
 Both say that they write to the parameter. So no compiler moves a read of it over them: neither a
 forward pass's reads to before the wait, nor a backward pass's to after the gradient has left, from
-when on new values may land. The other tensor that each is given ties it to its place between the
-computations. What they do is looked up in whatever runs the graph; without it they do nothing.
+when on new values may land. The second says so of the gradient, too, where its average may land.
+The other tensor that the first is given ties it to its place between the computations. What they
+do is looked up in whatever runs the graph; without it they do nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ running = Running()
 _library: Any = torch.library.Library("foreprop", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
     "await_values(Tensor(a!)[] parameters, Tensor? after) -> ()",
-    "gradient_done(Tensor(a!)[] readers, Tensor gradient, int output) -> ()",
+    "gradient_done(Tensor(a!)[] readers, Tensor(b!) gradient, int output) -> ()",
 ):
     _library.define(_schema, tags=(torch.Tag.flexible_layout,))  # nothing is copied for them
 

@@ -60,7 +60,7 @@ class _Forward:
         if item is None:
             return
         item.show()
-        if item.pending.before_use(_read_in_graph, (parameter,), {}, in_place=False):
+        if item.pending.before_use(_read_in_graph, (item.parameter,), {}, in_place=False):
             self._watching.append(item)
 
     def _sharing(self, tensor: torch.Tensor) -> int:

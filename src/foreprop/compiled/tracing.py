@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from foreprop.compiled import graphs, layouts
 from foreprop.compiled.edges import BACKWARD
-from foreprop.compiled.kernels import in_given_order, unlocked_kernels
+from foreprop.compiled.kernels import in_given_order, lower_readers_first, unlocked_kernels
 from foreprop.compiled.regions import BackwardGraph, Region, hide
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
@@ -315,6 +315,7 @@ def _leaving(region: Region, compiler: Callable[..., Any]) -> Callable[..., Any]
             for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
             if region.saved.get(node.name) in of_parameter
         }
+        lower_readers_first()
         with unlocked_kernels(), in_given_order():
             compiled = compiler(gm, inputs)
         return BackwardGraph(_boxed(compiled), edges, saved) if edges else compiled

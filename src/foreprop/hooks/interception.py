@@ -117,7 +117,7 @@ def watch_entries(session: Enterable) -> Callable[[], None]:
     return stop
 
 
-# TorchScript (`torch.jit`): what enters it is watched; `hooks.scripted` is loaded when it is.
+# TorchScript (`torch.jit`), `torch.func`: entries are watched; `hooks.scripted` is loaded then.
 _SCRIPTED = {
     torch._C.ScriptFunction: ("__call__", "save", "save_to_buffer"),
     torch._C.ScriptMethod: ("__call__",),
@@ -126,7 +126,7 @@ _SCRIPTED = {
         *("__copy__", "__deepcopy__"),
     ),
     torch._C: ("_freeze_module", "_save_jit_module", "_save_jit_module_to_bytes"),
-    torch._functorch.eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),  # torch.func
+    torch._functorch.eager_transforms: ("_wrap_for_grad", "_wrap_functional_tensor"),
     torch._functorch.vmap: ("_add_batch_dim",),
 }
 

@@ -1,9 +1,10 @@
-"""TorchScript (`torch.jit`): wait at its entry.
+"""TorchScript (`torch.jit`), and `torch.func`: wait at the entry.
 
 Its interpreter is C++ and sees a parameter's memory, not its Python class. So whatever enters it
 (a scripted or traced function or method), or saves or freezes a script module, first waits for the
 parameters that the code can reach: those of its module, those among the arguments, and those whose
-memory it has as a constant, as frozen modules do.
+memory it has as a constant, as frozen modules do. The transforms of `torch.func` wrap a tensor in
+C++, and what is wrapped is read past its class: it waits before.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _constants: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDict
 
 
 def run_settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an entry of TorchScript's, once what its code can reach has been waited for."""
+    """Call an entry, once what its code can reach has been waited for."""
     reached = list(_reached(args, kwargs))
     if not reached:
         return run(*args, **kwargs)

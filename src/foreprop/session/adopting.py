@@ -205,7 +205,7 @@ def _put_step(
             raise
         return loss
 
-    @torch.compiler.disable(reason="foreprop makes the optimizer's step")  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="foreprop makes the optimizer's step")  # type: ignore[no-untyped-call, untyped-decorator]
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         training = alive()
         training.stepped = True
@@ -221,7 +221,7 @@ def _put_step(
         return result
 
     if hasattr(own_step, "_wrapped_by_lr_sched"):
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        step._wrapped_by_lr_sched = True
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
