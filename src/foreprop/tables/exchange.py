@@ -89,6 +89,8 @@ class RowExchange:
         self._requests: dict[int, _Request] = {}
         self._request_numbers = itertools.count()
         self._kept: dict[int, bytes] = {}  # by shard, a part of what is kept
+        self.raw_pushed_bytes = self.raw_reply_bytes = 0
+        """What has crossed, as it would be without codecs."""
         self._codecs: RowCodecs | None = None
         if manifest.knobs.compression and manifest.workers_per_push == 1:  # or relays encode
             from foreprop.tables.rowcodecs import RowCodecs
@@ -121,7 +123,7 @@ class RowExchange:
         self._send_parts(Kind.ROWS_VALUE, parameter, step, RowPart(numbers, table.cpu()), 0)
 
     def _send_parts(self, kind: Kind, parameter: int, step: int, whole: RowPart, flags: int) -> int:
-        sent_bytes = 0
+        sent_bytes = saved_bytes = 0
         for shard in self._shards_of[parameter]:
             parts = self._parts(whole.numbers, shard)
             for places in parts:
@@ -129,10 +131,14 @@ class RowExchange:
                 code = None
                 if self._codecs is not None and kind == Kind.ROWS_PUSH:
                     code = self._codecs.encoded(parameter, rows)
+                    saved_bytes += rows.nbytes - len(code)
                 data = encode_part(RowPart(whole.numbers[places] // self._servers, rows), code)
                 more = Flag.MORE if places is not parts[-1] else 0
                 self._send(kind, shard, step, data, flags | more)
                 sent_bytes += len(data)
+        if kind == Kind.ROWS_PUSH:
+            with self._engine.lock:
+                self.raw_pushed_bytes += sent_bytes + saved_bytes
         return sent_bytes
 
     def _parts(self, numbers: torch.Tensor, shard: Shard) -> Sequence[torch.Tensor]:
@@ -271,7 +277,8 @@ class RowExchange:
         with self._engine.lock:
             self._counters.replies += 1
             self._counters.reply_bytes += header.payload_bytes
-        request = self._requests[header.slice]
+            request = self._requests[header.slice]
+            self.raw_reply_bytes += request.arriving.nbytes
         if self._codecs is not None and request.code is not None:
             self._codecs.decode(request.code, request.arriving)
         request.pull.rows[request.places] = request.arriving.to(request.pull.rows.dtype)
