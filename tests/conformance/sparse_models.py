@@ -28,6 +28,18 @@ class Words(nn.Module):
         return self.out(self.table(words).tanh().mean(1))
 
 
+class ManyWords(nn.Module):
+    """Whose rows are long enough for a code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 64, sparse=True)
+        self.out = nn.Linear(64, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(words).tanh().mean(1))
+
+
 class Bags(nn.Module):
     def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()

@@ -41,6 +41,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.scaler_runs import make_scaler
+from tests.conformance.sparse_models import ManyWords, with_optimizer
 from tests.tiers import long_cases
 
 pytestmark = servers_only
@@ -187,6 +188,55 @@ def test_another_layout_is_staged() -> None:
         return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
     check_no_bit_changes(build, data_of("cnn", 2)[1], slice_elems=40)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"local_size": 2},
+        *long_cases({"local_size": 2, "ema": 0.9}, {"wire_dtype": "bfloat16"}),
+        *long_cases({"slice_elems": 1000}, {"clip_grad_norm": 0.1}),
+    ],
+    ids=str,
+)
+def test_tables_row_by_row(settings: dict[str, Any]) -> None:
+    ranks = 1 + settings.get("local_size", 1)  # of the last node one
+
+    build = with_optimizer(ManyWords, torch.optim.Adagrad, lr=0.1)
+
+    def loop(model: Any, optimizer: Any, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+        train_classifier(model, optimizer, batches)
+        return values_of(model)
+
+    generator = torch.Generator().manual_seed(3)
+    by_rank = [
+        [
+            (
+                torch.randint(300, (20, 30), generator=generator),
+                torch.randint(3, (20,), generator=generator),
+            )
+            for _ in range(3)
+        ]
+        for _ in range(ranks)
+    ]
+    wanted = run_foreprop(build, loop, by_rank, **settings)
+    for compression in ("lossless", {"table.*": "none", "*": "lossless"}):
+        got = run_foreprop(build, loop, by_rank, compression=compression, **settings)
+        for ours, theirs in zip(got, wanted, strict=True):
+            check_same_bits(ours.result, theirs.result)
+            check_same_bits(ours.model, theirs.model)
+            if compression == "lossless" and "local_size" not in settings:
+                for kind in ("pushed_bytes", "reply_bytes"):
+                    assert ours.stats[kind] < 0.97 * theirs.stats[kind]
+                    assert ours.stats[f"raw_{kind}"] == theirs.stats[kind]
+
+
+def test_lossy_codecs_are_not_for_tables() -> None:
+    model, optimizer = with_optimizer(ManyWords, torch.optim.Adagrad)()
+    says = r"int8 is chosen for table.weight, which is held row by row.*'lossless' is for tables"
+    with pytest.raises(ConfigError, match=says):
+        foreprop.parallelize(model, optimizer, world=worlds(1)[0], compression="int8")
 
 
 # What rank 0 says, and what is changed by hand.

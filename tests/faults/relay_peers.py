@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from foreprop.config import Config
+from foreprop.core.manifest import Manifest
 from foreprop.core.wire import Kind
 from foreprop.errors import Failure
 from foreprop.link.stream import SocketStream, listen
@@ -41,7 +42,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def node() -> Iterator[Node]:
+def node(manifest: Manifest = MANIFEST) -> Iterator[Node]:
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     near, far = socket.socketpair()
@@ -65,7 +66,7 @@ def node() -> Iterator[Node]:
     try:
         made.workers += [Client(port, rank) for rank in (2, 3)]
         for worker in made.workers:
-            worker.hello(MANIFEST)
+            worker.hello(manifest)
         made.server.expect(Kind.MANIFEST)
         made.server.send(Kind.WELCOME)
         for worker in made.workers:

@@ -125,7 +125,8 @@ def test_patterns_that_match_nothing_codecs_and_parameters_are_named() -> None:
         {"tail.*": "none"} | {"*": "lossless"},
     )
     check_refused("no codec is called 'zip'; there are [", "zip")
-    check_refused("lossless is chosen for body.weight, which is held row", "lossless", rows=True)
+    check_refused("int8 is chosen for body.weight, which is held row", "int8", rows=True)
+    check_setting(Config(compression="lossless"), manifest_of("lossless", rows=True))
     check_setting(Config(compression="lossless"), manifest_of("lossless", dtype="bfloat16"))
 
 

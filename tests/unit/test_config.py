@@ -348,5 +348,5 @@ def test_automatic_codecs_are_checked() -> None:
         Config.resolve(compression="auto:most")
     with pytest.raises(ConfigError, match="chooses codecs for float32, and wire_dtype is"):
         Config.resolve(compression="auto", wire_dtype="bfloat16")
-    with pytest.raises(ConfigError, match="which is for servers"):
+    with pytest.raises(ConfigError, match="takes bf16 or fp16 for all"):
         Config.resolve(compression="auto", architecture="ring")

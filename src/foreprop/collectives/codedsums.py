@@ -8,6 +8,8 @@ decodes the same sum and makes the same update, so there is no image beside the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from foreprop.collectives.gpu import DeviceWork
@@ -17,7 +19,7 @@ from foreprop.compression.choosing import SliceCodec
 from foreprop.compression.codecs import make
 from foreprop.compression.residuals import Residuals
 from foreprop.core.codec import NONE, Place, codec_of
-from foreprop.core.order import Piece
+from foreprop.core.order import Chunk, Piece
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
 from foreprop.path.memory import bytes_of
@@ -25,6 +27,16 @@ from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup
 
 _FLOAT_BYTES = 4
+
+
+class _Part(NamedTuple):
+    """Where a piece is in the sum of its chunk: its elements, or their code, then the marks."""
+
+    piece: Piece
+    chunk: int
+    begin: int
+    elems: int
+    marks: int
 
 
 class CodedSums(GradientSums):
@@ -50,13 +62,27 @@ class CodedSums(GradientSums):
                 if coded.gains:
                     self._coded[slice_.number] = coded
         self.residuals = Residuals(setup.infos, self._coded, rank=group.rank)
-        self._chunk_of = {piece: chunk.number for chunk in self.chunks for piece in chunk.pieces}
+        self._places: dict[int, list[_Part]] = {}
+        """By parameter: its pieces, in chunks that have a code."""
+        for chunk in self.chunks:
+            if any(self.slices[piece].number in self._coded for piece in chunk.pieces):
+                self._lay_out(chunk)
         self._sent: dict[int, torch.Tensor] = {}
         """By chunk, what was, or is being, summed of this step."""
         self.raw_pushed_bytes = 0
         """What has crossed, as it would be without codecs."""
         self.raw_reply_bytes = 0
         """Nothing comes back but sums."""
+
+    def _lay_out(self, chunk: Chunk) -> None:
+        begin = 0
+        for piece in chunk.pieces:
+            info = self._parameters[piece.parameter]
+            elems = self.size_bytes(piece) // self._dtypes[piece.parameter].itemsize
+            marks = MARKS if piece.stop_elems == info.elems else 0
+            place = _Part(piece, chunk.number, begin, elems, marks)
+            self._places.setdefault(piece.parameter, []).append(place)
+            begin += elems + marks
 
     def size_bytes(self, piece: Piece) -> int:
         coded = self._coded.get(self.slices[piece].number)
@@ -95,24 +121,13 @@ class CodedSums(GradientSums):
 
     # After the sum.
     def maybe_aggregate(self, parameter: int, step: int) -> torch.Tensor | None:
-        for piece in self._pieces_of(parameter):
-            if self._chunk_of[piece] in self._sent:
-                self._decode(piece, step)
+        for place in self._places.get(parameter, ()):
+            self._decode(place, step)
         return super().maybe_aggregate(parameter, step)
 
-    def _pieces_of(self, parameter: int) -> list[Piece]:
-        return [piece for piece in self.slices if piece.parameter == parameter]
-
-    def _decode(self, piece: Piece, step: int) -> None:
+    def _decode(self, found: _Part, step: int) -> None:
         """Into the parameter's own sum."""
-        chunk = self._chunk_of[piece]
-        begin = 0
-        for other in self.chunks[chunk].pieces:
-            elems = self.size_bytes(other) // self._dtypes[other.parameter].itemsize
-            marks = MARKS if other.stop_elems == self._parameters[other.parameter].elems else 0
-            if other == piece:
-                break
-            begin += elems + marks
+        piece, chunk, begin, elems, marks = found
         sent = self._sent[chunk][begin : begin + elems + marks]
         slice_, total = self.slices[piece], self._sum_of(piece.parameter)
         values = total[piece.start_elems : piece.stop_elems]

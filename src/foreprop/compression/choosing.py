@@ -188,8 +188,11 @@ def check_choices(
 
 def _check_parameter(info: ParameterInfo, codec: str) -> None:
     why = None
-    if info.rows:
-        why = "which is held row by row"
+    if info.rows and codec not in EXACT:
+        why = (
+            "which is held row by row: each worker would keep an error as large as the table, of"
+            " which a row's part waits until the row is used again; 'lossless' is for tables, too"
+        )
     elif info.dtype != "float32" and codec not in EXACT:
         why = f"which is {info.dtype}; lossy codecs are for float32"
     if why is not None:

@@ -86,7 +86,7 @@ class PushCodecs:
             return raw if image is None else self.residuals.decayed(frame, raw, image)
         started_ns = 0 if self._trace is None else self._trace.now_ns()
         data = self.residuals.encoded(frame, raw, image)
-        if self._trace is not None and data is not raw:
+        if self._trace is not None:
             self._span(self._trace, CodecStage.ENCODED, frame, started_ns, len(data))
         return data
 

@@ -53,7 +53,8 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
 def compressed_steps(setting: PlanSetting, candidate: Candidate) -> Iterator[Compressed]:
     """``lossless``, ``auto`` and ``dgc`` with p3, on as many servers as ``candidate`` has.
 
-    Nothing where sessions refuse codecs: tables, relays of several workers, and half precision.
+    Nothing for half precision, where sessions refuse codecs, nor for tables and several workers
+    on a node, of which it is not known what codecs cost.
     """
     is_half = setting.bytes_per_elem != limit.BYTES_PER_ELEM
     if setting.tables or setting.workers_per_node > 1 or is_half:

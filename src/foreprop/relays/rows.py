@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ from foreprop.tables.parts import (
 from foreprop.tables.service import ROW_KINDS, OwnShards
 from foreprop.tables.table import RowIndex, lazy_zeros
 
+if TYPE_CHECKING:
+    from foreprop.tables.rowcodecs import RowCodecs
+
 _STEPS_KEPT = 2
 """A worker may ask for the next batch's rows while another still asks for this one's."""
 
@@ -58,7 +61,10 @@ class _OpenPull:
 class _Fetched:
     """A shard's rows as of one step, as far as this node has asked for them."""
 
+    parameter: int
     step: int
+    dtype: torch.dtype
+    """Of the elements."""
     memory: torch.Tensor
     """By place, the rows' bytes as they come."""
     index: RowIndex = field(default_factory=RowIndex)
@@ -100,6 +106,14 @@ class RelayRows:
         names = [info.name for info in manifest.parameters]
         self._machine = RowsMachine(shards, index=server, peers=executor.peers, names=names)
         self._shards = OwnShards(manifest, shards, server, "this relay's server")
+        self._codecs: RowCodecs | None = None
+        """Towards the server: of what is pushed on, and of its answers."""
+        if manifest.knobs.compression:
+            from foreprop.tables.rowcodecs import RowCodecs
+
+            self._codecs = RowCodecs(manifest)
+        self._codes: dict[int, memoryview] = {}
+        """By request: rows that come as a code."""
         self._dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         self._wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._part_elems = manifest.knobs.slice_elems
@@ -125,7 +139,12 @@ class RelayRows:
                     f"rows for request {header.slice}, step {header.step}, which is not awaited"
                 )
             places = fetched.asked[header.slice]
-            return bytes_of(fetched.memory[places.start : places.stop])
+            whole = bytes_of(fetched.memory[places.start : places.stop])
+            about = (fetched.parameter, header.payload_bytes, len(whole))
+            if self._codecs is None or not self._codecs.is_code(*about):
+                return whole
+            self._codes[header.slice] = memoryview(bytearray(header.payload_bytes))
+            return self._codes[header.slice]
         return self._shards.room(header)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
@@ -204,7 +223,11 @@ class RelayRows:
         numbers, rows = torch.split(total.numbers, limit), torch.split(total.rows, limit)
         for some, own in zip(numbers, rows, strict=True):
             more = Flag.MORE if some is not numbers[-1] else 0
-            yield encode_part(RowPart(some, own.to(wire_dtype))), more
+            narrow = own.to(wire_dtype)
+            code = None
+            if self._codecs is not None:
+                code = self._codecs.encoded(shard.parameter, narrow)
+            yield encode_part(RowPart(some, narrow), code), more
 
     # Pulls.
     def _on_pull(self, worker: int, header: Header, payload: memoryview) -> None:
@@ -232,7 +255,8 @@ class RelayRows:
             # the values at the start come in full
             dtype = (self._wire_dtypes if step else self._dtypes)[shard.parameter]
             shape = (shard.rows, shard.row_elems * dtype.itemsize)
-            steps[step] = _Fetched(step, lazy_zeros(shape, torch.uint8))
+            memory = lazy_zeros(shape, torch.uint8)
+            steps[step] = _Fetched(shard.parameter, step, dtype, memory)
             for old in sorted(steps)[:-_STEPS_KEPT]:
                 del steps[old]
         return steps[step]
@@ -249,6 +273,11 @@ class RelayRows:
     def _on_reply(self, header: Header) -> None:
         with self._lock:
             fetched = self._requests.pop(header.slice)
+            code = self._codes.pop(header.slice, None)
+            if self._codecs is not None and code is not None:
+                own = fetched.asked[header.slice]
+                rows = fetched.memory[own.start : own.stop].view(-1)
+                self._codecs.decode(code, rows.view(fetched.dtype))
             del fetched.asked[header.slice]
             for pull in fetched.waiting:
                 pull.awaited.discard(header.slice)

@@ -55,7 +55,7 @@ class SumCodecs:
                 *_, scale = self._settings_at(frame.step)
             self.residuals.announce(frame.step, float(scale[SCALE]))  # type: ignore[arg-type]
         data = self.residuals.encoded(frame, raw)
-        if self._trace is not None and data is not raw:
+        if self._trace is not None:
             about = {"step": frame.step, "slice_": frame.slice, "priority": frame.priority}
             name, stage = self._names[frame.slice], CodecStage.ENCODED.value
             self._trace.span(stage, name, started_ns, size_bytes=len(data), **about)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from foreprop.observe.trace import TraceRecorder, trace_path
 from foreprop.version import __version__
 
 if TYPE_CHECKING:
+    from foreprop.servers.served import ServedBackend
     from foreprop.session.backends import Backends
     from foreprop.session.training import Training
 
@@ -141,9 +142,11 @@ def _compression_of(backends: Backends) -> dict[str, int]:
     codecs = [own.codecs for own in backends.all if own.codecs is not None]
     if not codecs:
         return {}
+    served = (cast("ServedBackend", own) for own in backends.all)
+    tables = [own.rows for own in served if getattr(own.engine, "shards", ())]
     return {
-        "raw_pushed_bytes": sum(own.raw_pushed_bytes for own in codecs),
-        "raw_reply_bytes": sum(own.raw_reply_bytes for own in codecs),
+        "raw_pushed_bytes": sum(own.raw_pushed_bytes for own in (*codecs, *tables)),
+        "raw_reply_bytes": sum(own.raw_reply_bytes for own in (*codecs, *tables)),
     }
 
 

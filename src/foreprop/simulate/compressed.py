@@ -48,8 +48,8 @@ def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Sli
     if is_relayed(config, setting):
         raise ConfigError(
             f"compression is {setting.compression!r}, but workers_per_node is"
-            f" {setting.workers_per_node}: relays add up what they can read; leave one of them"
-            " out, or set FOREPROP_LOCAL_AGGREGATION=off"
+            f" {setting.workers_per_node}: what codecs cost relays is not modelled; simulate a node"
+            " as one worker, or set FOREPROP_LOCAL_AGGREGATION=off"
         )
     if config.wire_dtype is not None:
         raise ConfigError(

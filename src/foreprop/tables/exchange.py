@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from foreprop.tables.parts import (
     part_rows,
 )
 
+if TYPE_CHECKING:
+    from foreprop.tables.rowcodecs import RowCodecs
+
 
 @dataclass(slots=True, eq=False)
 class Pull:
@@ -55,6 +59,8 @@ class _Request:
     places: torch.Tensor
     """Where the rows belong in the pull's."""
     arriving: torch.Tensor
+    code: memoryview | None = None
+    """Of them, if that is what comes."""
 
 
 class RowExchange:
@@ -83,6 +89,13 @@ class RowExchange:
         self._requests: dict[int, _Request] = {}
         self._request_numbers = itertools.count()
         self._kept: dict[int, bytes] = {}  # by shard, a part of what is kept
+        self.raw_pushed_bytes = self.raw_reply_bytes = 0
+        """What has crossed, as it would be without codecs."""
+        self._codecs: RowCodecs | None = None
+        if manifest.knobs.compression and manifest.workers_per_push == 1:  # or relays encode
+            from foreprop.tables.rowcodecs import RowCodecs
+
+            self._codecs = RowCodecs(manifest)
 
     # Pushing.
     def push_rows(
@@ -110,15 +123,22 @@ class RowExchange:
         self._send_parts(Kind.ROWS_VALUE, parameter, step, RowPart(numbers, table.cpu()), 0)
 
     def _send_parts(self, kind: Kind, parameter: int, step: int, whole: RowPart, flags: int) -> int:
-        sent_bytes = 0
+        sent_bytes = saved_bytes = 0
         for shard in self._shards_of[parameter]:
             parts = self._parts(whole.numbers, shard)
             for places in parts:
                 rows = whole.rows.index_select(0, places)
-                data = encode_part(RowPart(whole.numbers[places] // self._servers, rows))
+                code = None
+                if self._codecs is not None and kind == Kind.ROWS_PUSH:
+                    code = self._codecs.encoded(parameter, rows)
+                    saved_bytes += rows.nbytes - len(code)
+                data = encode_part(RowPart(whole.numbers[places] // self._servers, rows), code)
                 more = Flag.MORE if places is not parts[-1] else 0
                 self._send(kind, shard, step, data, flags | more)
                 sent_bytes += len(data)
+        if kind == Kind.ROWS_PUSH:
+            with self._engine.lock:
+                self.raw_pushed_bytes += sent_bytes + saved_bytes
         return sent_bytes
 
     def _parts(self, numbers: torch.Tensor, shard: Shard) -> Sequence[torch.Tensor]:
@@ -242,7 +262,12 @@ class RowExchange:
                 f"server {peer.number} sent rows for request {header.slice}, step {header.step},"
                 " which is not awaited"
             )
-        return bytes_of(request.arriving)
+        whole, parameter = bytes_of(request.arriving), request.pull.parameter
+        size_bytes = header.payload_bytes
+        if self._codecs is None or not self._codecs.is_code(parameter, size_bytes, len(whole)):
+            return whole
+        request.code = memoryview(bytearray(size_bytes))
+        return request.code
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.TABLE_REPLY:
@@ -252,7 +277,10 @@ class RowExchange:
         with self._engine.lock:
             self._counters.replies += 1
             self._counters.reply_bytes += header.payload_bytes
-        request = self._requests[header.slice]
+            request = self._requests[header.slice]
+            self.raw_reply_bytes += request.arriving.nbytes
+        if self._codecs is not None and request.code is not None:
+            self._codecs.decode(request.code, request.arriving)
         request.pull.rows[request.places] = request.arriving.to(request.pull.rows.dtype)
         with self._lock:
             del self._requests[header.slice], request.pull.missing[header.slice]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from foreprop.core.shards import Shard
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
 from foreprop.path.tensors import decode_state, encode_state, is_array, state_limit_bytes
+
+if TYPE_CHECKING:
+    from foreprop.tables.rowcodecs import RowCodecs
 
 _COUNT = struct.Struct("!Q")
 _ALIGN_BYTES = 8
@@ -58,8 +61,10 @@ def encode_numbers(numbers: torch.Tensor) -> bytes:
     return b"".join([_COUNT.pack(len(numbers)), bytes_of(narrow), padding])
 
 
-def encode_part(part: RowPart) -> bytes:
-    return b"".join([encode_numbers(part.numbers), bytes_of(part.rows.contiguous())])
+def encode_part(part: RowPart, code: memoryview | None = None) -> bytes:
+    """With the rows as they are, or with their ``code``."""
+    rows = bytes_of(part.rows.contiguous()) if code is None else code
+    return b"".join([encode_numbers(part.numbers), rows])
 
 
 def decode_numbers(data: memoryview, shard: Shard) -> tuple[torch.Tensor, memoryview]:
@@ -80,10 +85,16 @@ def decode_numbers(data: memoryview, shard: Shard) -> tuple[torch.Tensor, memory
     return numbers.to(torch.int64), rest
 
 
-def decode_part(data: memoryview, shard: Shard, dtype: torch.dtype) -> RowPart:
-    """Its rows share memory with ``data``; raises `RemoteProtocolError`."""
+def decode_part(
+    data: memoryview, shard: Shard, dtype: torch.dtype, codecs: RowCodecs | None = None
+) -> RowPart:
+    """Rows as they are share memory with ``data``; raises `RemoteProtocolError`."""
     numbers, rest = decode_numbers(data, shard)
     wanted = len(numbers) * shard.row_elems * dtype.itemsize
+    if codecs is not None and codecs.is_code(shard.parameter, len(rest), wanted):
+        rows = torch.empty(len(numbers), shard.row_elems, dtype=dtype)
+        codecs.decode(rest, rows)
+        return RowPart(numbers, rows)
     if len(rest) != wanted:
         raise RemoteProtocolError(
             f"{len(numbers)} rows of {shard.row_elems} elements in {len(rest)} bytes, not {wanted}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,9 @@ from foreprop.tables.parts import (
 )
 from foreprop.tables.store import RowStore
 
+if TYPE_CHECKING:
+    from foreprop.tables.rowcodecs import RowCodecs
+
 ROW_KINDS = frozenset({Kind.ROWS_VALUE, Kind.ROWS_PUSH, Kind.ROWS_PULL})
 
 
@@ -51,13 +54,20 @@ class OwnShards:
     """One server's shards, as frames about rows speak of them; ``whose`` they are in messages."""
 
     def __init__(
-        self, manifest: Manifest, shards: Sequence[Shard], server: int, whose: str
+        self,
+        manifest: Manifest,
+        shards: Sequence[Shard],
+        server: int,
+        whose: str,
+        codecs: RowCodecs | None = None,
     ) -> None:
         self._by_number = {shard.number: shard for shard in shards if shard.server == server}
         self._infos = manifest.parameters
         self._wire_dtypes = manifest.wire_dtypes()
         self._checks_finite = manifest.knobs.aggregation.reports_nonfinite
         self._whose = whose
+        self._codecs = codecs
+        """Of pushed rows."""
 
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
@@ -78,6 +88,10 @@ class OwnShards:
     def _dtype_of(self, shard: Shard) -> torch.dtype:
         return DTYPES[self._infos[shard.parameter].dtype]
 
+    def dtype_at(self, shard: Shard, step: int) -> torch.dtype:
+        """What rows are answered in: the values at the start come in full."""
+        return DTYPES[self._wire_dtypes[shard.parameter]] if step else self._dtype_of(shard)
+
     def values(self, header: Header, payload: memoryview) -> RowPart:
         """Rank 0's; raises `RemoteProtocolError`."""
         shard = self[header.slice]
@@ -86,7 +100,8 @@ class OwnShards:
     def gradient(self, header: Header, payload: memoryview, whose: str) -> RowPart:
         """A part of a push; raises `RemoteProtocolError`, or what `check_finite` does."""
         shard = self[header.slice]
-        part = decode_part(payload, shard, DTYPES[self._wire_dtypes[shard.parameter]])
+        dtype = DTYPES[self._wire_dtypes[shard.parameter]]
+        part = decode_part(payload, shard, dtype, self._codecs)
         if self._checks_finite:
             check_finite(part.rows, whose, self._infos[shard.parameter].name, header.step)
         return part
@@ -113,7 +128,13 @@ class RowServer:
         settings_at: SettingsAt,
         barrier: StepBarrier | None = None,
     ) -> None:
-        self._shards = OwnShards(manifest, shards, executor.host.index, "this server")
+        self._codecs: RowCodecs | None = None
+        if manifest.knobs.compression:
+            from foreprop.tables.rowcodecs import RowCodecs
+
+            self._codecs = RowCodecs(manifest)
+        about = (manifest, shards, executor.host.index, "this server")
+        self._shards = OwnShards(*about, self._codecs)
         self._peers = executor.peers
         self._machine = RowsMachine(
             shards,
@@ -213,7 +234,11 @@ class RowServer:
     def _answer(self, answer: AnswerRows) -> None:
         peer, _, step, request, priority = answer
         shard, numbers = self._wanted.pop((peer, request))
-        rows = self.store.rows(shard, numbers, step)
+        rows: bytes | memoryview = self.store.rows(shard, numbers, step)
+        if self._codecs is not None and len(rows):
+            dtype = self._shards.dtype_at(self._shards[shard], step)
+            flat = torch.frombuffer(bytearray(rows), dtype=dtype)
+            rows = self._codecs.encoded(self._shards[shard].parameter, flat)
         self._executor.send(peer, Kind.ROWS_REPLY, step, priority, request, rows)
 
     def _work(self, work: list[UpdateRows | SumRows]) -> None:
