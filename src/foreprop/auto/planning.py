@@ -250,7 +250,7 @@ def plan_session(
     DDP, which is another program: if it would do, the text says so. Servers are left out if the
     optimizer is not ``servable``. They own what suits the links, if ``node_rates`` differ, and less
     on nodes that compute for longer (``computed_s``, by node). Codecs are for float32 of ``infos``;
-    ``lossless``: by name, the share of the bytes that the exact one has left.
+    ``lossless``: by name, what the exact one has left.
     """
     slices = None
     rates_text = rates_as_setting(node_rates, config)
@@ -268,18 +268,17 @@ def plan_session(
     candidates = [served] if servable else []
     if config.architecture == "auto":
         candidates.append(Candidate("hybrid" if row_wise else "ring"))
-    ddp = Candidate("ddp")
     steps_s = {
         candidate: step_s(
             _deployment(suited if candidate == served else setting, candidate, config, slices)
         )
-        for candidate in (*candidates, ddp)
+        for candidate in (*candidates, Candidate("ddp"))
     }
     chosen = choose_candidate({candidate: steps_s[candidate] for candidate in candidates})
     is_served = chosen == served
     late = late_as_setting(setting, config, computed_s, node_rates, steps_s[chosen])
-    uneven = {"node_rates": rates_text, "late_nodes": late}
-    told = "".join(f"; {name}={text}" for name, text in uneven.items() if is_served and text)
+    uneven = {"node_rates": rates_text, "late_nodes": late} if is_served else {}
+    told = "".join(f"; {name}={text}" for name, text in uneven.items() if text)
     codecs = None
     if is_automatic(config.compression):
         codecs, sentence = codecs_as_setting(setting, config, slices, infos, lossless)
@@ -288,8 +287,7 @@ def plan_session(
         row_wise=frozenset(row_wise),
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
-        node_rates=rates_text if is_served else None,
-        late_nodes=late if is_served else None,
+        **uneven,
         compression=codecs,
         step_s=steps_s[chosen],
         text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table) + told,
