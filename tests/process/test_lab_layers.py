@@ -32,6 +32,18 @@ def test_measures_eager_and_compiled_steps(model: str, tmp_path: Path) -> None:
         assert record.slice_elems == 50_000
 
 
+def test_codecs_of_real_layers(tmp_path: Path) -> None:
+    asked = "--nodes 2 --compute 200ms --steps 1 --balance 1 --systems eager+lossless"
+    arguments = ["lab", "layers", "--model", "lstm", *asked.split(), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    (record,) = read_records(tmp_path / "results.json")
+    exact_bytes = 2 * record.wire_s * record.rate_bits_per_s / 8  # of 2 nodes' pushes and answers
+    assert isinstance(record.counted_bytes, int)
+    assert 0.3 < record.counted_bytes / exact_bytes < 0.9
+    assert "of the bytes in lossless:0." in done.output
+
+
 @pytest.mark.timeout(500)
 def test_trainers_are_measured_beside_plain_loops(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lightning")

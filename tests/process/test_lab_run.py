@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import UNSET
 
 from foreprop.errors import PeerLost
 from foreprop.lab.run import run_lab
@@ -130,6 +131,32 @@ def test_slices_by_name_and_found_automatically(capfd: pytest.CaptureFixture[str
     rate = re.search(r"links of ([0-9.]+) Mbit/s", told[1])
     assert rate is not None
     assert float(rate[1]) * 1e6 == pytest.approx(SETTING.rate, rel=0.2)
+
+
+def test_codecs_beside_exact_ones_and_hooks_of_ddp(tmp_path: Path) -> None:
+    """Bytes on the link are those that foreprop counts, and what the codecs promise."""
+    ours, hook = ("p3+none", "p3", "p3+lossless"), "ddp+powersgd:1"
+    setting = replace(SETTING, systems=(*ours, hook), compression="int8", iterations=1)
+    result = run_lab(setting)
+    if result.notices:
+        pytest.skip(result.notices[0])
+    found = {record.system: record for record in result.records}
+    write_records(tmp_path / "results.json", result.records)
+    assert read_records(tmp_path / "results.json") == result.records
+    counted = {name: found[name].counted_bytes for name in ours}
+    sent = {name: found[name].sent_bytes for name in found}
+    exact = counted["p3+none"]
+    assert exact == pytest.approx(2 * limit.model_bytes(setting.layers), rel=0.25)
+    assert 0.25 < counted["p3"] / exact < 0.45
+    assert 0.4 < counted["p3+lossless"] / exact < 0.95
+    for name in ("p3+none", "p3", "p3+lossless"):  # of 2 nodes half is for the other's server
+        assert 1.0 < 2 * sent[name] / counted[name] < 1.3
+    assert sent[hook] < 0.75 * sent["p3+none"]
+    assert found["p3"].coded == "all of the bytes in int8"
+    assert str(found["p3+lossless"].coded).startswith("all of the bytes in lossless:0.")
+    assert found["p3+none"].limit_s > found["p3"].limit_s
+    assert found["p3+none"].compression is UNSET
+    assert found[hook].compression == "powersgd:1"
 
 
 def test_loops_that_clip_send_what_others_do(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from foreprop.compression.codecs import make_for_replies
 from foreprop.core.codecfacts import AUTO_CODECS, CODEC_NAMES, UNCODED, codec_named
 from foreprop.errors import ConfigError
 
@@ -25,10 +26,11 @@ ELEMS = 51_200
         ("int8", ELEMS + 1600, ELEMS + 1600),  # a scale of four bytes for each block
         ("int4", ELEMS // 2 + 1600, ELEMS // 2 + 1600),
         ("1bit", 6_400 + 8, 6_400 + 8),  # two means
-        ("terngrad", 12_800 + 4, 12_800 + 4),
-        ("qsgd", ELEMS + 400, ELEMS + 400),
-        ("qsgd:7", ELEMS // 2 + 400, ELEMS // 2 + 400),
-        ("qsgd:1", ELEMS // 4 + 400, ELEMS // 4 + 400),
+        ("sign", 6_400 + 8, 6_400 + 8),
+        ("terngrad", 12_800 + 4, ELEMS // 2 + 1600),  # int4 answers
+        ("qsgd", ELEMS + 400, ELEMS + 1600),  # int8
+        ("qsgd:7", ELEMS // 2 + 400, ELEMS // 2 + 1600),
+        ("qsgd:1", ELEMS // 4 + 400, ELEMS // 2 + 1600),
         ("topk:0.01", 512 * 8, 4 * 512 * 8),  # the union of four ranks
         ("topk:0.5", 25_600 * 8, 4 * ELEMS),  # all of them: as it is
         ("randomk:0.01", 512 * 4, 512 * 4),  # all draw the same places
@@ -39,6 +41,13 @@ ELEMS = 51_200
 def test_bytes_both_ways(name: str, push_bytes: int, reply_bytes: int) -> None:
     coded = codec_named(name).coded(ELEMS, ranks=4)
     assert (coded.push_bytes, coded.reply_bytes) == (push_bytes, reply_bytes)
+
+
+@pytest.mark.parametrize("name", ["int8", "sign", "terngrad", "qsgd", "qsgd:7", "qsgd:8", "dgc"])
+def test_answers_are_those_of_a_server(name: str) -> None:
+    expected = make_for_replies(name, 4).most_bytes(ELEMS)
+    found = codec_named(name).coded(ELEMS, ranks=4).reply_bytes
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)

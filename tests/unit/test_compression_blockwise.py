@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from foreprop.compression.codecs import make
+from foreprop.compression.errorfeedback import ErrorFeedback
+from foreprop.core.codec import Place
 from foreprop.errors import RemoteProtocolError
 
 LEVELS = {"int8": 127, "int4": 7}
@@ -109,3 +111,26 @@ def test_a_code_that_cannot_be_is_refused(name: str, code: int) -> None:
     sent[60] = code
     with pytest.raises(RemoteProtocolError, match=f"{name}: a code is above"):
         make(name).decode(memoryview(sent), torch.empty(200), PLACE)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("elems", [1, 127, 128, 129, 3125, 70_001])
+def test_keeping_the_error_while_encoding_has_the_bits_of_doing_it_after(
+    name: str, elems: int
+) -> None:
+    """Steps with a NaN or an infinity, which must not be remembered, among them."""
+    at_once = make(name)
+    assert isinstance(at_once, ErrorFeedback)
+    assert at_once.encode_with is not None
+    after = ErrorFeedback(at_once.codec)
+    states = [dict(codec.new_state(elems)) for codec in (at_once, after)]
+    for step in range(6):
+        values = noise(elems) * (step + 1)
+        if step in (2, 4):
+            values[elems // 2] = torch.nan if step == 2 else torch.inf
+        place = Place(step, 0, 0)
+        sent = [c.encode(values, s, place) for c, s in zip((at_once, after), states, strict=True)]
+        assert bytes(sent[0]) == bytes(sent[1])
+        first, second = (state["error"].view(torch.int32) for state in states)
+        assert torch.equal(first, second)
+    assert bool(states[0]["error"].any()) == (elems > 1)  # a block of one is sent as it is

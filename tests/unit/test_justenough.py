@@ -211,6 +211,23 @@ def test_windows_are_nested_even_if_gradients_come_in_another_order() -> None:
     assert results[0] == results[1]
 
 
+def test_where_lossless_was_measured_its_own_share_counts() -> None:
+    """An embedding, last to have its gradient and first to be used, of which few rows move."""
+    layers = [(100_000, 0.1, 0.2), (50_000, 0.1, 0.2)]
+    needs, compute_s = needs_of(layers), compute_of(layers)
+    allowed = (NONE, LOSSLESS, BF16, INT8, INT4)
+    carriers = carriers_of(8e6)
+    assumed, _ = enough_of(needs, carriers, compute_s, allowed)
+    assert [codec.name for codec in assumed.codecs] == ["int8", "none"]
+    sparse = [needs[0]._replace(lossless_share=0.05), needs[1]]
+    measured, _ = enough_of(sparse, carriers, compute_s, allowed)
+    assert [codec.name for codec in measured.codecs] == ["lossless:0.0500", "none"]
+    assert measured.is_exact
+    assert measured.sentence.startswith("67% of the bytes in lossless, which is exact")
+    noise = [needs[0]._replace(lossless_share=1.0), needs[1]]  # no raise at all
+    assert enough_of(noise, carriers, compute_s, allowed)[0].codecs == assumed.codecs
+
+
 # What it says.
 def test_it_says_how_much_of_the_bytes_is_not_exact() -> None:
     assert shares_text([INT8, NONE], [31, 69]) == "31% of the bytes in int8, the rest exact"

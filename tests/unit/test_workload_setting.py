@@ -26,6 +26,13 @@ SETTING = LabSetting(profile=load_profile("resnet110_cifar"), systems=("p3", "dd
         ({"systems": ("p3@many",)}, "systems has 'p3@many'"),
         ({"systems": ("ddp@100",)}, "systems has 'ddp@100'"),
         ({"systems": ("p3", "ddp", "p3")}, "systems names one twice: p3, ddp, p3"),
+        ({"systems": ("ring+int8",)}, r"systems has 'ring\+int8'"),
+        ({"systems": ("p3+int9",)}, "compression names the codec 'int9'; there are none, lossless"),
+        ({"systems": ("p3+",)}, "compression is ''"),
+        ({"systems": ("ddp+int8",)}, r"ddp\+int8; after ddp\+ comes .*: fp16, powersgd:RANK"),
+        ({"systems": ("ddp+powersgd:0",)}, r"ddp\+powersgd:0; after"),
+        ({"systems": ("ddp",), "compression": "int9"}, "compression names the codec 'int9'"),
+        ({"compression": "x*=int8"}, r"compression has the pattern 'x\*', which no array of"),
         ({"nodes": 1}, "nodes is 1; at least 2"),
         ({"nodes": 65}, "nodes is 65; at most 64"),
         ({"scale": 0}, "scale is 0; at least 1"),
@@ -64,6 +71,15 @@ def test_every_system_can_be_asked_for() -> None:
 def test_a_system_may_have_slices_of_its_own() -> None:
     setting = replace(SETTING, systems=("p3", "p3@200000", "kvstore@64"), slice_elems=16_000)
     assert [setting.slice_elems_of(name) for name in setting.systems] == [1000, 12_500, 4]
+
+
+def test_a_system_may_have_a_codec_of_its_own() -> None:
+    systems = ("p3", "p3+none", "p3@25000+dgc:0.001", "slicing+auto:int8", "ddp", "ddp+powersgd:2")
+    setting = replace(SETTING, systems=systems, compression="int8")
+    found = [setting.codec_of(name) for name in systems]
+    assert found == ["int8", None, "dgc:0.001", "auto:int8", None, "powersgd:2"]
+    assert setting.slice_elems_of(systems[2]) == 25_000 // 16
+    assert replace(SETTING, compression="none").codec_of("p3") is None
 
 
 def test_slices_are_the_usual_ones_of_a_session_on_so_many_nodes() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from foreprop.config import Config
 from foreprop.core.codec import NONE, choices_text, pattern_of
@@ -19,7 +20,11 @@ _MOST_NODES_EACH = 4
 
 
 def choose_compression(
-    setting: PlanSetting, config: Config, *, allowed: Sequence[str] = AUTO_CODECS
+    setting: PlanSetting,
+    config: Config,
+    *,
+    allowed: Sequence[str] = AUTO_CODECS,
+    lossless: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[dict[str, str], str]:
     """Codecs by parameter, as the setting ``compression`` takes them, and a sentence about them.
 
@@ -29,7 +34,8 @@ def choose_compression(
     that nothing is faster; or that nobody knows, of a model with tables, or of several workers on a
     node that all push. Where relays make one push of theirs, a node counts as one. ``allowed``:
     codecs in the order of loss, the first one exact; of ``lossless:0.7`` 70 % of the bytes were
-    measured to be left. Raises `ConfigError` for others.
+    measured to be left, and of parameters in ``lossless`` the share there. Raises `ConfigError` for
+    others.
     """
     if setting.tables:
         return {}, "compression: none, for a model with tables"
@@ -48,20 +54,28 @@ def choose_compression(
         symmetric=setting.nodes > _MOST_NODES_EACH,
     )
     changes = as_simulated(config, slice_elems)
-    chosen = choose_codecs(simulated, allowed=allowed, **changes)
+    chosen = choose_codecs(simulated, allowed=allowed, lossless=lossless, **changes)
     pairs = zip(arrays_in_order(setting.profile), chosen.enough.codecs, strict=True)
     codecs = {array.name: codec.session_name for array, codec in pairs if codec.name != NONE}
     return codecs, f"compression: {chosen.enough.sentence}"
 
 
 def codecs_as_setting(
-    setting: PlanSetting, config: Config, slice_elems: int | None, infos: Sequence[ParameterInfo]
+    setting: PlanSetting,
+    config: Config,
+    slice_elems: int | None,
+    infos: Sequence[ParameterInfo],
+    lossless: Mapping[str, float],
 ) -> tuple[str | None, str]:
     """The setting ``compression`` for ``auto``, and a sentence about it. Only for float32."""
     allowed = allowed_by(str(config.compression)) or AUTO_CODECS
     if isinstance(config.slice_elems, str):
         config = config.replace(slice_elems=slice_elems)
-    codecs, sentence = choose_compression(setting, config, allowed=allowed)
+    codecs, sentence = choose_compression(setting, config, allowed=allowed, lossless=lossless)
     wide = {info.name for info in infos if info.dtype == "float32"}
     chosen = [(pattern_of(name), codec) for name, codec in codecs.items() if name in wide]
+    measured = {info.name: info.elems for info in infos if info.name in lossless}
+    if measured:
+        left = sum(lossless[name] * elems for name, elems in measured.items())
+        sentence += f"; lossless leaves {left / sum(measured.values()):.0%} of the bytes measured"
     return choices_text(chosen) if chosen else None, sentence

@@ -15,12 +15,14 @@ import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from foreprop.auto.compressing import codecs_as_setting
 from foreprop.auto.linkprobe import Links, conclude, exchange_reports
+from foreprop.auto.losslessprobe import LosslessProbe
 from foreprop.auto.routes import choose_routes, describe_routes
 from foreprop.auto.stepprobe import SparsityCount, StepProbe, agree_on_shares
 from foreprop.auto.unevennodes import (
@@ -116,7 +118,11 @@ class Planning:
         by_rows = {info.name for info in infos if info.rows}
         counted = [p for p in parameters if p.name in self._candidates | by_rows]
         self._count = SparsityCount(counted) if counted else None
-        self.probe = StepProbe(parameters) if self._obstacle is None else None
+        self.probe: StepProbe | None = None
+        if self._obstacle is None:
+            sampled = is_automatic(config.compression) and world.rank == 0
+            lossless = LosslessProbe(parameters, at=MEASURED_STEPS - 1) if sampled else None
+            self.probe = StepProbe(parameters, lossless)
         self._steps = 0
 
     @property
@@ -167,6 +173,7 @@ class Planning:
                     node_rates=links.node_rates,
                     computed_s=self._by_node(computed_s),
                     infos=self._infos,
+                    lossless=self.probe.lossless.shares() if self.probe.lossless else {},
                 )
             board.publish("plan", msgspec.json.encode(plan).decode())
         return decode_entry(board.lookup("plan", "rank 0's plan"), Plan, "rank 0's plan")
@@ -236,13 +243,15 @@ def plan_session(
     node_rates: Sequence[float] = (),
     computed_s: Sequence[float] = (),
     infos: Sequence[ParameterInfo] = (),
+    lossless: Mapping[str, float] = MappingProxyType({}),
 ) -> Plan:
     """Predict what this session could go on with, and choose; pure.
 
     The simplest of those within 5 % of the fastest, as `foreprop plan` recommends, but for plain
     DDP, which is another program: if it would do, the text says so. Servers are left out if the
     optimizer is not ``servable``. They own what suits the links, if ``node_rates`` differ, and less
-    on nodes that compute for longer (``computed_s``, by node). Codecs are for float32 of ``infos``.
+    on nodes that compute for longer (``computed_s``, by node). Codecs are for float32 of ``infos``;
+    ``lossless``: by name, what the exact one has left.
     """
     slices = None
     rates_text = rates_as_setting(node_rates, config)
@@ -260,28 +269,26 @@ def plan_session(
     candidates = [served] if servable else []
     if config.architecture == "auto":
         candidates.append(Candidate("hybrid" if row_wise else "ring"))
-    ddp = Candidate("ddp")
     steps_s = {
         candidate: step_s(
             _deployment(suited if candidate == served else setting, candidate, config, slices)
         )
-        for candidate in (*candidates, ddp)
+        for candidate in (*candidates, Candidate("ddp"))
     }
     chosen = choose_candidate({candidate: steps_s[candidate] for candidate in candidates})
     is_served = chosen == served
     late = late_as_setting(setting, config, computed_s, node_rates, steps_s[chosen])
-    uneven = {"node_rates": rates_text, "late_nodes": late}
-    told = "".join(f"; {name}={text}" for name, text in uneven.items() if is_served and text)
+    uneven = {"node_rates": rates_text, "late_nodes": late} if is_served else {}
+    told = "".join(f"; {name}={text}" for name, text in uneven.items() if text)
     codecs = None
     if is_automatic(config.compression):
-        codecs, sentence = codecs_as_setting(setting, config, slices, infos)
+        codecs, sentence = codecs_as_setting(setting, config, slices, infos, lossless)
         told += f"; {sentence}"
     return Plan(
         row_wise=frozenset(row_wise),
         architecture=chosen.architecture if config.architecture == "auto" else None,
         slice_elems=slices,
-        node_rates=rates_text if is_served else None,
-        late_nodes=late if is_served else None,
+        **uneven,
         compression=codecs,
         step_s=steps_s[chosen],
         text=_plan_text(setting, steps_s, chosen, slices if is_served else None, table) + told,

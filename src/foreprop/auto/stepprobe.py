@@ -21,6 +21,7 @@ from foreprop.path.asyncdevice import HOSTS
 from foreprop.workload.profile import Profile
 
 if TYPE_CHECKING:
+    from foreprop.auto.losslessprobe import LosslessProbe
     from foreprop.path.managedparameter import Watched
 
 
@@ -32,8 +33,12 @@ class StepProbe:
     What the loop does beside them (loading data, say) counts as computing before the first use.
     """
 
-    def __init__(self, parameters: Sequence[Watched]) -> None:
+    def __init__(
+        self, parameters: Sequence[Watched], lossless: LosslessProbe | None = None
+    ) -> None:
+        """``lossless`` is told of steps and gradients."""
         self.records: list[PassRecord] = []
+        self.lossless = lossless
         self._parameters = list(parameters)
         self._clock = _clock_for(parameters)
         self._began: Mark = None
@@ -48,6 +53,8 @@ class StepProbe:
     def begin(self) -> None:
         """The step before is made, and its updates are in."""
         self._asked, self._used, self._ready = {}, {}, {}
+        if self.lossless is not None:
+            self.lossless.begin()
         for parameter in self._parameters:
             parameter.watch()
         self._clock.settle()
@@ -65,6 +72,8 @@ class StepProbe:
     def ready(self, parameter: Watched) -> None:
         if self.watches:
             self._ready[parameter.index] = self._clock.mark()  # of several passes the last one
+            if self.lossless is not None:
+                self.lossless.ready(parameter)
 
     def end(self) -> None:
         """`optimizer.step()` has been called."""

@@ -62,45 +62,54 @@ class BlockQuantiser(Stateless):
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        return self._encode(values, len(values), place, None)
+        return self._encode(lambda span: values[span], len(values), place, None)
 
     def encode_with(self, values: torch.Tensor, error: torch.Tensor, place: Place) -> memoryview:
         """Encode ``values`` + ``error``; ``error`` becomes what is left out, if all are finite.
 
-        The bits are those of `encode` and `decode`, but parts are gone through while they are in
-        the cache. For limits that zeros do not change.
+        The bits are those of `encode` and `decode`. The sum is made twice, in parts that stay in
+        the cache: that is quicker than memory for it. For limits that zeros do not change.
         """
-        whole = torch.empty(self._blocks(len(values)) * self.block_elems)
-        for span in spans(len(values)):
-            torch.add(values[span], error[span], out=whole[span])
-        whole[len(values) :] = 0.0
-        return self._encode(whole, len(values), place, error)
+
+        def compensated(span: slice) -> torch.Tensor:
+            elems = min(span.stop, len(values)) - span.start
+            part = torch.empty(span.stop - span.start)
+            torch.add(values[span], error[span], out=part[:elems])
+            part[elems:] = 0.0
+            return part
+
+        return self._encode(compensated, len(values), place, error)
 
     def _encode(
-        self, values: torch.Tensor, elems: int, place: Place, error: torch.Tensor | None
+        self,
+        part_of: Callable[[slice], torch.Tensor],
+        elems: int,
+        place: Place,
+        error: torch.Tensor | None,
     ) -> memoryview:
-        """The first ``elems`` of ``values``."""
+        """``part_of``: values of a span; with an ``error`` of whole blocks, the last one filled."""
         data = torch.empty(self.most_bytes(elems), dtype=torch.uint8)
+        filled = elems if error is None else self._blocks(elems) * self.block_elems
         scale_bytes = 4 * self._blocks(elems)
         scales = data[:scale_bytes].view(torch.float32)
-        scales.copy_(self._scales(values))
+        scales.copy_(self._scales(part_of, filled))
         packed = data[scale_bytes:]
         codes = packed if self.bits == 8 else torch.empty(elems, dtype=torch.uint8)
         generator = generator_of(place, of_rank=True) if self.stochastic else None
         divisors = torch.where(scales > 0, scales, 1.0)[:, None]  # of a NaN as well
         broken = scales.isnan()[:, None]
         is_broken = bool(broken.any())
-        for span, blocks in self._rows(len(values)):
-            part = slice(span.start, min(span.stop, elems))
-            rows = values[span].view(blocks.stop - blocks.start, -1) / divisors[blocks]
+        for span, blocks in self._rows(filled):
+            values, count = part_of(span), min(span.stop, elems) - span.start
+            rows = values.view(blocks.stop - blocks.start, -1) / divisors[blocks]
             if is_broken:
                 rows.masked_fill_(broken[blocks], 0.0)
-            flat = self._rounded(rows, generator).view(-1)[: part.stop - part.start]
+            flat = self._rounded(rows, generator).view(-1)[:count]
             # torch's own cast to bytes takes three times as long
-            np.copyto(codes[part].numpy(), flat.numpy(), casting="unsafe")
+            np.copyto(codes[span].numpy(), flat.numpy(), casting="unsafe")
             if error is not None and not is_broken:
                 rows.sub_(self.levels).mul_(scales[blocks, None])  # as decoded
-                torch.sub(values[part], flat, out=error[part])
+                torch.sub(values[:count], flat, out=error[span])
         if self.bits < 8:
             pack(codes, self.bits, packed)
         return bytes_of(data)
@@ -134,10 +143,10 @@ class BlockQuantiser(Stateless):
             last = self._blocks(elems)
             yield slice(whole, elems), slice(last - 1, last)
 
-    def _scales(self, values: torch.Tensor) -> torch.Tensor:
-        limits = torch.empty(self._blocks(len(values)))
-        for span, blocks in self._rows(len(values)):
-            limits[blocks] = self.limit_of(values[span].view(blocks.stop - blocks.start, -1))
+    def _scales(self, part_of: Callable[[slice], torch.Tensor], elems: int) -> torch.Tensor:
+        limits = torch.empty(self._blocks(elems))
+        for span, blocks in self._rows(elems):
+            limits[blocks] = self.limit_of(part_of(span).view(blocks.stop - blocks.start, -1))
         scales = torch.minimum(limits / self.levels, self._largest_scale())
         scales.masked_fill_(scales < _LEAST_SCALE, 0.0)
         return scales.masked_fill_(~limits.isfinite(), torch.nan)

@@ -71,8 +71,9 @@ class KnownCodec(NamedTuple):
     def coded(self, elems: int, *, ranks: int, cpu: float = 1.0) -> Coded:
         """A slice of so many elements; ``cpu``: how many times as fast as the table's a core is.
 
-        The reply is the difference to the values that all have, by the same codec. Of sparse
-        pushes it is the union of what ``ranks`` ranks have sent, if that is less than all.
+        The reply is the difference to the values that all have, by the same codec, or by one that
+        brings them nearer each time. Of sparse pushes it is the union of what ``ranks`` ranks have
+        sent, if that is less than all.
         """
         if not elems:
             return UNCODED
@@ -86,9 +87,12 @@ class KnownCodec(NamedTuple):
         )
 
     def _reply_bytes(self, elems: int, push_bytes: int, ranks: int) -> int:
-        if self.kept is None or self.is_seeded:
+        if self.kept is not None and not self.is_seeded:
+            return min(ranks * push_bytes, elems * _FLOAT_BYTES)
+        answer = _ANSWERS.get(self.name) or _ANSWERS.get(kind_of(self.name))
+        if answer is None:
             return push_bytes
-        return min(ranks * push_bytes, elems * _FLOAT_BYTES)
+        return math.ceil(elems * codec_named(answer).facts.bytes_per_elem(elems))
 
 
 class _Row(NamedTuple):
@@ -110,8 +114,8 @@ _TABLE: Mapping[str, _Row] = {
     LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 0.93, 0.46, 0, 0.0, exact=True),
     "bf16": _Row(2, 0, 0.12, 0.09, 0, 2.7e-6),
     "fp16": _Row(2, 0, 0.10, 0.09, 0, 4.3e-8),
-    "int8": _Row(1 + _BLOCK_BYTES, 0, 1.33, 0.32, 1, 4.0e-5),
-    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.84, 0.66, 1, 1.3e-2),
+    "int8": _Row(1 + _BLOCK_BYTES, 0, 1.10, 0.33, 1, 4.0e-5),
+    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.23, 0.66, 1, 1.3e-2),
     "1bit": _Row(1 / 8, 8, 1.51, 0.51, 1, 0.36),
     "efsign": _Row(1 / 8, 8, 1.50, 0.50, 1, 0.36),
     "sign": _Row(1 / 8, 8, 0.71, 0.51, 1, 0.36),
@@ -123,6 +127,14 @@ _TABLE: Mapping[str, _Row] = {
 }
 """Of a sparse one, bytes of each element that is kept; QSGD's follow from its levels."""
 CODEC_NAMES = tuple(_TABLE)
+
+_ANSWERS = {
+    "sign": "efsign",
+    "terngrad": "int4",
+    _QSGD: "int8",
+    **{f"{_QSGD}:{levels}": "int4" for levels in range(1, 8)},
+}
+"""What answers pushes in these codecs, as in `compression.codecs.make_for_replies`."""
 
 _LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "1bit", "dgc")
 """In the order of loss."""

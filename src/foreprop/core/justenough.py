@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from foreprop.core.codec import NONE
-from foreprop.core.codecfacts import Coded, KnownCodec
+from foreprop.core.codec import NONE, kind_of
+from foreprop.core.codecfacts import LOSSLESS, Coded, KnownCodec, codec_named
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 
@@ -51,6 +51,14 @@ class Need(NamedTuple):
     """When the next forward pass uses it if nothing is waited for, on the same clock."""
     stays_exact: bool = False
     """Only exact codecs may be taken, as for biases and norms: they are small, and need it most."""
+    lossless_share: float | None = None
+    """What the exact codec has left of its bytes, if that was measured."""
+
+    def own(self, codec: KnownCodec) -> KnownCodec:
+        """The codec as it is for this parameter."""
+        if self.lossless_share is None or kind_of(codec.name) != LOSSLESS:
+            return codec
+        return codec_named(f"{LOSSLESS}:{min(1.0, self.lossless_share):.4f}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,17 +163,22 @@ class Enough(NamedTuple):
 
 def shares_text(codecs: Sequence[KnownCodec], elems: Sequence[int]) -> str:
     """What share of the model's bytes goes by which codec; float32 as it is is not named."""
-    count: Counter[KnownCodec] = Counter()
+    count: Counter[str] = Counter()
+    loss: dict[str, float] = {}
+    of_one_name = len({codec.name for codec in codecs}) == 1
     for codec, size in zip(codecs, elems, strict=True):
-        count[codec] += size
-    coded = sorted((codec for codec in count if codec.name != NONE), key=lambda c: -c.loss)
+        # what a lossless codec leaves differs by array
+        name = codec.name if of_one_name else codec.session_name
+        count[name] += size
+        loss[name] = codec.loss
+    coded = sorted((name for name in count if name != NONE), key=lambda name: -loss[name])
     if not coded:
         return "all of the bytes as they are"
     whole = max(1, sum(elems))
-    parts = [f"{_percent(count[codec] / whole)} of the bytes in {codec.name}" for codec in coded]
-    if all(codec.facts.exact for codec in coded):
+    parts = [f"{_percent(count[name] / whole)} of the bytes in {name}" for name in coded]
+    if all(codec.facts.exact for codec in codecs):
         return ", ".join(parts) + ", which is exact"
-    rest = sum(count.values()) > sum(count[codec] for codec in coded)
+    rest = sum(count.values()) > sum(count[name] for name in coded)
     return ", ".join(parts) + ", the rest exact" * rest
 
 
@@ -264,7 +277,9 @@ class _Choice:
         self._needs = needs
         self._allowed = allowed
         self._levels = [0] * len(needs)
-        self._load_s = [[carriers.load_s(n.elems, codec) for codec in allowed] for n in needs]
+        self._own = [[need.own(codec) for codec in allowed] for need in needs]
+        pairs = zip(needs, self._own, strict=True)
+        self._load_s = [[carriers.load_s(n.elems, codec) for codec in own] for n, own in pairs]
         exact = sum(codec.facts.exact for codec in allowed)
         self._useful = [
             _decreasing(loads[: exact if need.stays_exact else len(loads)])
@@ -272,13 +287,12 @@ class _Choice:
         ]
         # nested, if gradients do not come in the order of use: no window begins before a later one
         ready = list(accumulate((need.ready_s for need in reversed(needs)), max))[::-1]
-        pairs = zip(needs, ready, strict=True)
         trip_s = carriers.round_trip_s
-        self._window_s = [need.needed_s - ready_s - trip_s for need, ready_s in pairs]
+        self._window_s = [n.needed_s - at_s - trip_s for n, at_s in zip(needs, ready, strict=True)]
 
     @property
     def codecs(self) -> tuple[KnownCodec, ...]:
-        return tuple(self._allowed[level] for level in self._levels)
+        return tuple(own[level] for own, level in zip(self._own, self._levels, strict=True))
 
     def excess_s(self) -> float:
         """By how much the step is longer than the compute."""

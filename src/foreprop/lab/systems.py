@@ -220,7 +220,7 @@ class DdpSystem:
 
 
 def _compress(wrapped: DistributedDataParallel, hook: str) -> None:
-    """By torch's own: casts, or PowerSGD (Vogels et al. 2019) from the second step on."""
+    """By torch's own: casts, or PowerSGD (Vogels et al. 2019) from the third step on."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     rank = powersgd_rank(hook)

@@ -7,8 +7,9 @@ so if a step comes out too long, it is asked again with less time to spare.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from foreprop.config import Config
@@ -86,11 +87,13 @@ def choose_codecs(
     *,
     hosts: Hosts | None = None,
     allowed: Sequence[str] = AUTO_CODECS,
+    lossless: Mapping[str, float] = MappingProxyType({}),
     **changes: Any,
 ) -> CodecChoice:
     """Just enough for p3 in this setting; deterministic. ``allowed``: see `just_enough`.
 
-    ``changes`` are fields of `Config`.
+    ``lossless``: by array's name, what that codec has left of it. ``changes`` are fields of
+    `Config`.
     """
     hosts = hosts or Hosts()
     arrays = arrays_in_order(setting.profile)
@@ -102,7 +105,7 @@ def choose_codecs(
         return statistics.median(s for node in steps.step_s for s in node[_UNCOUNTED_STEPS:])
 
     enough = checked_enough(
-        needs_of(setting.layers, arrays),
+        needs_of(setting.layers, arrays, lossless),
         carriers_of(setting, hosts),
         [codec_named(name) for name in allowed],
         compute_s=limit.compute_s(setting.layers),

@@ -6,7 +6,8 @@ DGC leaves biases and norms, arrays of one dimension, exact itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from foreprop.core.codec import (
     NONE,
@@ -91,15 +92,22 @@ def arrays_in_order(profile: Profile) -> list[ProfiledArray]:
     return [array for arrays in profile.arrays_by_layer() for array in arrays]
 
 
-def needs_of(layers: Sequence[Layer], arrays: Sequence[ProfiledArray]) -> list[Need]:
-    """When each of the layers' arrays is ready and needed; biases and norms stay exact."""
+def needs_of(
+    layers: Sequence[Layer],
+    arrays: Sequence[ProfiledArray],
+    lossless: Mapping[str, float] = MappingProxyType({}),
+) -> list[Need]:
+    """When each of the layers' arrays is ready and needed; biases and norms stay exact.
+
+    ``lossless``: by name, what share of the bytes that codec has left.
+    """
     backward_s = sum(layer.backward_s for layer in layers)
     forward_s, ready_s = 0.0, backward_s
-    flat = map(is_flat, arrays)
+    known = iter([(is_flat(array), lossless.get(array.name)) for array in arrays])
     needs = []
     for layer in layers:
         needed_s = backward_s + forward_s
-        needs += [Need(size, ready_s, needed_s, next(flat)) for size in layer.sizes_elems]
+        needs += [Need(size, ready_s, needed_s, *next(known)) for size in layer.sizes_elems]
         forward_s += layer.forward_s
         ready_s -= layer.backward_s
     return needs
