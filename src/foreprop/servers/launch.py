@@ -73,7 +73,7 @@ class Connections:
                 f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
                 " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
             )
-        apart = config.compression is not None or config.staleness
+        apart = config.compression is not None or config.staleness not in (0, "late")
         sums = config.local_aggregation != "off" and not apart
         return workers if crosses and sums else 1
 
