@@ -216,6 +216,97 @@ def test_delay_compensation_has_the_bits_of_a_computation_by_hand(strength: floa
     assert torch.equal(found, delayed(None)) == (not strength)
 
 
+# One step late.
+def test_a_use_that_would_wait_is_one_step_late_and_never_more() -> None:
+    """Rank 1 pushes step 2 when rank 0 has begun step 3: with no late use both would wait."""
+    begun = threading.Event()
+    stats: list[dict[str, Any]] = []
+
+    def work(world: World) -> list[torch.Tensor]:
+        def before(step: int) -> None:
+            if world.rank == 1 and step == 2:
+                assert begun.wait(20), "rank 0 waits for it"
+            if world.rank == 0 and step == 4:
+                stats.append(sessions[0].stats())
+
+        model = Counting(2, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        reads = []
+        with foreprop.parallelize(
+            model, optimizer, world=world, **APART, staleness="late"
+        ) as session:
+            if world.rank == 0:
+                sessions.append(session)
+            for step in range(1, 7):
+                before(step)
+                optimizer.zero_grad()
+                loss = model(world.rank)
+                with torch._C.DisableTorchFunctionSubclass():
+                    reads.append(model.weight.detach().clone())
+                if world.rank == 0 and step == 3:
+                    begun.set()
+                loss.backward()
+                optimizer.step()
+            assert rows(model.weight.detach().clone()) == [6, 6]  # not in a forward pass: waits
+        assert rows(model.weight.detach()) == [6, 6]
+        return reads
+
+    sessions: list[Any] = []
+    for reads in run_cluster(2, work):
+        for step, read in enumerate(reads, 1):
+            counts = rows(read)
+            assert counts[0] == counts[1] in (step - 1, step - 2)
+    assert stats[0]["late_uses"] >= 1
+
+
+def test_a_value_that_is_late_is_not_changed_by_hand() -> None:
+    """The answer would overwrite the change."""
+    changed = threading.Event()
+
+    def work(world: World) -> str:
+        model = Counting(2, 5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with foreprop.parallelize(
+            model, optimizer, world=world, **APART, staleness="late"
+        ) as session:
+            for step in range(1, 4):
+                if world.rank == 1 and step == 2:
+                    assert changed.wait(20)
+                optimizer.zero_grad()
+                loss = model(world.rank)
+                if world.rank == 0 and step == 3:
+                    with torch.no_grad():
+                        model.weight += 1
+                    changed.set()
+                loss.backward()
+                optimizer.step()
+            session.flush()
+        return "nothing"
+
+    with pytest.raises(TrainingLoopError, match="is changed by hand while its update is pending"):
+        run_cluster(2, work)
+
+
+def test_without_a_late_use_the_bits_are_those_of_training_in_step() -> None:
+    by_rank = batches_of(2)
+
+    def trained(**settings: Any) -> list[dict[str, torch.Tensor]]:
+        def work(world: World) -> dict[str, torch.Tensor]:
+            model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+            about = {**APART, "update": "servers", **settings}
+            with foreprop.parallelize(model, optimizer, world=world, **about) as session:
+                for batch in by_rank[world.rank]:
+                    train_classifier(model, optimizer, [batch])
+                    session.flush()
+                assert not session.stats().get("late_uses")
+            return snapshot(model.state_dict())
+
+        return run_cluster(2, work)
+
+    for one, other in zip(trained(staleness="late"), trained(), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
 OTHERWISE: list[dict[str, Any]] = [
     {"preset": "slicing"},
     {"granularity": "array"},
@@ -224,6 +315,9 @@ OTHERWISE: list[dict[str, Any]] = [
     {"node_rates": "1:0.5"},
     {"reduction": "sum"},
     {"check_stale": True},
+    {"staleness": "late", "wire_dtype": "bfloat16"},
+    {"staleness": "late", "clip_grad_norm": 1.0, "preset": "kvstore"},
+    {"staleness": "late"},
     {"backward_passes": 2},
 ]
 
@@ -306,7 +400,7 @@ def test_a_small_network_learns_as_far_when_workers_are_apart() -> None:
         return losses[0]
 
     at_first = 1.386  # of four kinds, by chance
-    losses = {staleness: learned(staleness) for staleness in (0, 2, "async")}
+    losses = {staleness: learned(staleness) for staleness in (0, 2, "async", "late")}
     assert max(losses.values()) < 0.5 * at_first, losses
     assert max(losses.values()) - min(losses.values()) < 0.2 * at_first, losses
 
@@ -567,6 +661,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+NOT_LATE: list[dict[str, Any]] = [
+    {"architecture": "ring"},
+    {"update": "workers"},
+    {"check_stale": True},
+    {"reply": "pull"},
+    {"compression": "int8"},
+    {"delay_compensation": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", NOT_LATE, ids=str)
+def test_what_late_values_do_not_go_with_is_refused(settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"{name} is {value!r}"):
+        Config(**{"architecture": "p2p", "staleness": "late", **settings})
+
+
 @pytest.mark.parametrize(("settings", "named"), REFUSED, ids=[named for _, named in REFUSED])
 def test_what_is_for_ranks_in_the_same_step_is_refused(
     settings: dict[str, Any], named: str
@@ -576,7 +687,7 @@ def test_what_is_for_ranks_in_the_same_step_is_refused(
     assert named in str(raised.value)
 
 
-@pytest.mark.parametrize("value", ["late", -1, 1.5, True, None])
+@pytest.mark.parametrize("value", ["never", -1, 1.5, True, None])
 def test_values_of_staleness_that_cannot_be(value: Any) -> None:
     with pytest.raises(ConfigError, match=f"staleness is {value!r}; it must be"):
         Config(staleness=value)

@@ -110,12 +110,15 @@ _INSTEAD = {
 def _check_staleness(config: Config) -> None:
     """What has no meaning where each push is an update by itself, in a step of its own."""
     value = config.staleness
-    if not value:
-        if config.delay_compensation is not None:
-            raise ConfigError(
-                f"delay_compensation is {config.delay_compensation!r}, and staleness is 0, with"
-                " which there is no delay: set staleness, or leave it out"
-            )
+    if value in (0, "late") and config.delay_compensation is not None:
+        raise ConfigError(
+            f"delay_compensation is {config.delay_compensation!r}, and staleness is {value!r}, with"
+            " which all gradients of a step are summed: set staleness to a number of steps or"
+            " 'async', or leave it out"
+        )
+    if value == "late":
+        _check_late(config)
+    if value in (0, "late"):
         return
     refused = [name for name in _OF_ALL if getattr(config, name) is not None]
     refused += [name for name, values in _TOGETHER.items() if getattr(config, name) in values]
@@ -124,6 +127,27 @@ def _check_staleness(config: Config) -> None:
             f"staleness is {value!r}, with which each rank's push is an update by itself, and"
             f" {name} is {getattr(config, name)!r}, which is for ranks in the same step:"
             f" {_INSTEAD.get(name, 'leave out one of them')}"
+        )
+
+
+_NOT_LATE = {
+    "architecture": ("ring", "hybrid", "auto"),
+    "update": ("workers",),
+    "slice_elems": ("auto",),
+    "reply": ("pull",),
+    "check_stale": (True,),
+}
+
+
+def _check_late(config: Config) -> None:
+    """What a parameter cannot have whose answers land beside it."""
+    refused = [name for name, values in _NOT_LATE.items() if getattr(config, name) in values]
+    few = ("rebalance_s", "compression", "sparse_parameters")
+    refused += [name for name in few if getattr(config, name) is not None]
+    for name in refused[:1]:
+        raise ConfigError(
+            f"staleness is 'late', with which answers land beside the parameters, and {name} is"
+            f" {getattr(config, name)!r}: {_INSTEAD.get(name, 'leave out one of them')}"
         )
 
 

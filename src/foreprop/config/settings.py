@@ -31,7 +31,7 @@ LocalAggregation = Literal["auto", "on", "off"]
 Wait = Literal["use", "modules"]
 Encryption = Literal["tls"]
 UpdateBy = Literal["auto", "servers", "workers"]
-Staleness = int | Literal["async"]
+Staleness = int | Literal["async", "late"]
 Preset = Literal["p3", "slicing", "kvstore", "wfbp", "tensorflow", "p3-2019"]
 
 
@@ -188,7 +188,7 @@ class Config:
         None, "backward passes per step; by default learned in the first step", 1
     )
     staleness: Staleness = _setting(
-        0, "steps that a worker may be ahead of the slowest, or async; above 0 it is not exact", 0
+        0, "steps that a worker may be ahead of the slowest, async, or late: not exact if not 0", 0
     )
     delay_compensation: float | None = _setting(None, "with staleness: DC-ASGD's lambda", 0)
     reduction: Reduction = _setting(
@@ -316,7 +316,7 @@ class Config:
             aggregation=self.aggregation,
             wire_dtype=self.wire_dtype,
             compression=self.codecs,
-            staleness=self.staleness,
+            staleness=0 if self.staleness == "late" else self.staleness,
             delay_compensation=self.delay_compensation or 0.0,
         )
 

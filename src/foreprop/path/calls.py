@@ -9,7 +9,6 @@ import msgspec
 
 from foreprop.core.agreement import describe_groups
 from foreprop.core.barrier import StepBarrier
-from foreprop.core.collect import UpdateSlice
 from foreprop.core.frames import PeerLeft
 from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest
 from foreprop.core.wire import Flag, Header, Kind
@@ -260,8 +259,11 @@ class HyperparameterHistory:
         history.append((step, groups))
         del history[:-4]
 
-    def at(self, step: int) -> tuple[Hyperparameters, ...]:
-        """What all ranks agree on for this step; raises `ForepropError` if they do not."""
+    def at(self, step: int, ranks: Sequence[int] = ()) -> tuple[Hyperparameters, ...]:
+        """What all ranks agree on for this step; raises `ForepropError` if they do not.
+
+        ``ranks``, whose gradients it is about, are no matter, for all are in this step.
+        """
         agreed = self._agreed.get(step)
         if agreed is None:
             said: list[tuple[Hyperparameters, ...]] = []
@@ -319,10 +321,6 @@ class AnnouncedNumbers:
         self._pass_on = pass_on
         self.at = self._history.at
         """What all agree on for a step; raises `ForepropError`. Called with the lock held."""
-
-    def of(self, update: UpdateSlice) -> tuple[Hyperparameters, ...]:
-        """Those of the update's step."""
-        return self.at(update.step)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)

@@ -162,10 +162,12 @@ def _done_already(_: InstallValue) -> None:
 
 _SLICE_UPDATED = SliceUpdated()
 
-SettingsAt = Callable[[int], tuple[Hyperparameters, ...]]
-"""The optimizer's numbers, of a step."""
-NumbersOf = Callable[[UpdateSlice], tuple[Hyperparameters, ...]]
-"""Those that an update is to be made with. Called with the lock held."""
+
+class SettingsAt(Protocol):
+    """The optimizer's numbers. Called with the lock held."""
+
+    def __call__(self, step: int, ranks: Sequence[int] = ()) -> tuple[Hyperparameters, ...]:
+        """For an update of this step, by these ranks' gradients."""
 
 
 class Updates:
@@ -176,7 +178,7 @@ class Updates:
         machine: Machine,
         executor: Executor,
         store: SliceStore,
-        numbers_of: NumbersOf,
+        settings_at: SettingsAt,
         names: Sequence[str],
     ) -> None:
         self.coefficient = 1.0
@@ -185,7 +187,7 @@ class Updates:
         self._executor = executor
         self._lock = executor.lock
         self._store = store
-        self._numbers_of = numbers_of
+        self._settings_at = settings_at
         self._names = names
         self._trace = executor.host.trace
         self.updated: Callable[[int], None] | None = None
@@ -206,7 +208,7 @@ class Updates:
             finished = SliceUpdated(squares)
         else:
             with self._lock:
-                groups = self._numbers_of(update) if update.ranks else ()
+                groups = self._settings_at(update.step, update.ranks) if update.ranks else ()
             self._store.update(update.slice, update.ranks, groups, self.coefficient)
         if self._trace is not None:
             self._note_updated(self._trace, update, started_ns)

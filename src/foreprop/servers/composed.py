@@ -130,7 +130,7 @@ class _Composition:
         else:
             self._store, self._settings = apart.store, apart.numbers(self._executor)
         about = (self._machine, self._executor, self._store)
-        self._updates = Updates(*about, self._settings.of, names)
+        self._updates = Updates(*about, self._settings.at, names)
         self._slices = Slices(*about, names, check=self._finite_check())
         self._frames: Service = self._slices
         if images is not None:

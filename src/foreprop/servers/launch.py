@@ -77,7 +77,7 @@ class Connections:
                 f"local_aggregation is 'on' with {workers} worker(s) per node and {self.nodes}"
                 " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
             )
-        sums = config.local_aggregation != "off" and not config.staleness
+        sums = config.local_aggregation != "off" and config.staleness in (0, "late")
         return workers if crosses and sums else 1
 
     @property

@@ -52,10 +52,10 @@ class ServedBackend:
             from foreprop.compression.choosing import check_setting
 
             check_setting(setup.config, manifest)
-        if manifest.knobs.staleness:
-            from foreprop.staleness.fitting import check_fits
+        if setup.config.staleness:
+            from foreprop.staleness.fitting import fit
 
-            check_fits(setup.config, manifest)
+            self.memory_of = fit(setup.config, manifest, self.memory_of)
         self.connections.open()
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(

@@ -294,6 +294,10 @@ def _make_parameter(
         return RowParameter(index, name, parameter, training, *training.backends.rows_of(index))
     wanted = index < training.user.optimized
     if wanted and training.choice is not None and not training.by_workers:
+        if training.config.staleness == "late":
+            from foreprop.staleness.lateparameter import LateParameter
+
+            return LateParameter(index, name, parameter, training)
         return SynchronisedParameter(index, name, parameter, training)
     from foreprop.gradients.averaged import AveragedParameter
 

@@ -128,6 +128,7 @@ def stats_of(training: Training) -> dict[str, Any]:
         "queue_depth": backends.queue_depth,
         "max_queue_depth": counters.max_queue_depth,
         **_compression_of(backends),
+        **_late_uses_of(training),
         "straggler": backends.straggler,
         "waits": counters.waits,
         "waited_s": counters.waited_s,
@@ -148,6 +149,16 @@ def _compression_of(backends: Backends) -> dict[str, int]:
         "raw_pushed_bytes": sum(own.raw_pushed_bytes for own in (*codecs, *tables)),
         "raw_reply_bytes": sum(own.raw_reply_bytes for own in (*codecs, *tables)),
     }
+
+
+def _late_uses_of(training: Training) -> dict[str, int]:
+    """How often parameters were used one step late, if they may be."""
+    if training.config.staleness != "late":
+        return {}
+    from foreprop.staleness.lateparameter import LateParameter
+
+    late = [each for each in training.parameters if isinstance(each, LateParameter)]
+    return {"late_uses": sum(each.use.count for each in late)}
 
 
 # What a trace says of its session.

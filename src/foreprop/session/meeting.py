@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from foreprop.core.frames import LAST_PRIORITY
-from foreprop.core.staleness import most_steps_apart
 from foreprop.core.wire import Kind
 from foreprop.errors import TrainingLoopError
 from foreprop.path.worker import WorkerEngine
@@ -32,6 +31,8 @@ def meet(training: Training, where: str) -> None:
     different things, or are further apart than they may be; `StepTimeout` if one does not come.
     Training thread.
     """
+    if training.config.staleness == "late":
+        return  # ranks are in the same step
     training.life.meetings = number = training.life.meetings + 1
     board = training.board(f"meeting/{number}")
     what = f"{where}, which all ranks call together with staleness"
@@ -61,7 +62,7 @@ def _check(training: Training, said: Sequence[tuple[str, int]]) -> None:
                 " flush() and close() equally often, in the same order"
             )
     staleness = training.config.staleness
-    if max(steps) - min(steps) > most_steps_apart(staleness):
+    if isinstance(staleness, int) and max(steps) - min(steps) > staleness:
         ahead, behind = steps.index(max(steps)), steps.index(min(steps))
         raise TrainingLoopError(
             f"{first}: rank {ahead} has made {max(steps)} steps and rank {behind} {min(steps)};"
@@ -91,8 +92,21 @@ def keep_own_buffers(training: Training) -> None:
     vars(training.buffers)["show"] = lambda step: None
 
 
+def _watch_forward(training: Training) -> None:
+    from foreprop.staleness.lateparameter import ForwardPass, LateParameter
+
+    forward = ForwardPass(training.user.model)
+    training.life.add_undo(forward.forget)
+    for parameter in training.parameters:
+        if isinstance(parameter, LateParameter):
+            parameter.forward = forward
+
+
 def begin(training: Training) -> None:
     """Say once what staleness means for the optimizer that was given."""
+    if training.config.staleness == "late":
+        _watch_forward(training)
+        return
     backend = training.backends.all[0]
     if isinstance(backend, ServedBackend) and training.world.size > 1:
         from foreprop.staleness.fitting import describe_effect

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -11,10 +12,16 @@ from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
     from foreprop.core.manifest import Manifest
+    from foreprop.path.memory import Memory
+
+MemoryOf = TypeVar("MemoryOf", bound="Callable[[torch.Tensor], Memory]")
 
 
-def check_fits(config: Config, manifest: Manifest) -> None:
-    """Raise `ConfigError` for tables by rows and scalers, with the way round."""
+def fit(config: Config, manifest: Manifest, usual: MemoryOf) -> MemoryOf:
+    """Where parameters' bytes are to be: where they are ``usual``, or beside them.
+
+    Raises `ConfigError` for tables by rows and scalers, with the way round.
+    """
     given = f"staleness is {config.staleness!r}"
     for info in manifest.parameters:
         if info.rows:
@@ -27,6 +34,11 @@ def check_fits(config: Config, manifest: Manifest) -> None:
             f"{given}, and a scaler was given, which leaves out steps of all ranks together: train"
             " in bfloat16, which needs none, or leave staleness out"
         )
+    if config.staleness != "late":
+        return usual
+    from foreprop.staleness.lateparameter import memory_beside
+
+    return cast("MemoryOf", memory_beside)
 
 
 def describe_effect(optimizer: torch.optim.Optimizer, workers: int) -> str | None:

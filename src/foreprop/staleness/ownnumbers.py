@@ -7,9 +7,9 @@ does. What the first one announces is kept until the last one has announced the 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from foreprop.core.agreement import describe_groups
-from foreprop.core.collect import UpdateSlice
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError, TrainingLoopError
@@ -92,13 +92,11 @@ class OwnNumbers:
         self._numbers = NumbersApart(executor.peers.count)
         self._lock = executor.lock
 
-    def of(self, update: UpdateSlice) -> _Groups:
-        """Those of its only rank. With the lock held."""
-        return self._numbers.at(update.ranks[0], update.step)
-
-    def at(self, step: int) -> _Groups:
-        """What tables and norms would ask, which such a session has not."""
-        raise RemoteProtocolError(f"numbers of all ranks for step {step}, with staleness")
+    def at(self, step: int, ranks: Sequence[int] = ()) -> _Groups:
+        """Those of the one rank. With the lock held."""
+        if not ranks:  # as tables and norms ask, which such a session has not
+            raise RemoteProtocolError(f"numbers of all ranks for step {step}, with staleness")
+        return self._numbers.at(ranks[0], step)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         return bounded(header, HYPERPARAMETERS_LIMIT_BYTES)
