@@ -110,9 +110,9 @@ FRAMES = st.builds(
         st.just(0), st.sampled_from([1 << n for n in range(16)]), st.integers(0, 65535)
     ),
     step=st.sampled_from([0, 1, 2, 2, 3, 2**31, 2**63, 2**64 - 1]),
-    slice_=st.sampled_from([0, 0, 1, 2, 5, -1, -(2**31), 2**31 - 1]),
+    slice_=st.sampled_from([0, 0, 1, 2, 5, 2**31, 2**32 - 1]),
     payload=changed(PAYLOADS),
-    more_bytes=st.sampled_from([0] * 12 + [1, 4, 1000, 2**31, 2**32 - 4000]),
+    more_bytes=st.sampled_from([0] * 12 + [1, 4, 1000, 2**31, 2**32 - 100_000]),
     rank=st.sampled_from([None] * 12 + [0, 1, 2, 65_535]),
 )
 
@@ -143,7 +143,7 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
     )
 
 
-SHORT, LONG = 25, 1500
+SHORT, LONG = 20, 1500
 
 
 def tiers(test: Callable[[int], None]) -> Any:
@@ -246,11 +246,10 @@ MANIFESTS = {
     "lossless": with_knobs(compression=choices_of("lossless")),
     "tables": manifest_of(parameters=(TABLE, ROWS, manifest_of().parameters[0])),
 }
-OURS = {
-    error.__name__
-    for error in ForepropError.__subclasses__()
-    if error.__name__ not in ("InternalError", "LocalProtocolError")
-}
+OURS = (
+    "ConfigError HandshakeError PeerLost RemoteProtocolError StepTimeout TrainingLoopError"
+).split()
+"""Errors that may end a session; not `InternalError`."""
 
 
 def check_told(failure: Failure | None, who: str, frames: Sequence[Said]) -> None:
