@@ -88,7 +88,7 @@ class Ending:
         return RemoteProtocolError(f"server {peer.number} sent {kind}")
 
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
-        self.fail(error)
+        self.fail(RemoteProtocolError(f"{self._servers[peer.number]} broke the protocol: {error}"))
 
     def on_error(self, peer: Connection, error: BaseException) -> None:
         self.broke(error)

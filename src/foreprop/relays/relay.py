@@ -269,7 +269,8 @@ class Relay:
         )
 
     def on_refused(self, peer: Connection, error: RemoteProtocolError) -> None:
-        self._host.fail(failure_of(error))
+        text = f"{self._server_name} broke the protocol towards {self._name}: {error}"
+        self._host.fail(failure_of(RemoteProtocolError(text)))
 
     def on_error(self, peer: Connection, error: BaseException) -> None:
         self._host.broke(error)

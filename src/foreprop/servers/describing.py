@@ -22,7 +22,7 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
         f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
         f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
         f"{'' if codecs is None else codecs.describe()}{_describe_staleness(config)};"
-        f" address {connections.address}{_describe_devices(setup)}"
+        f" address {connections.address}{_describe_link(config)}{_describe_devices(setup)}"
     )
 
 
@@ -47,6 +47,10 @@ def _describe_order(config: Config) -> str:
     if (name := maybe_preset(config)) is not None:
         return f"preset {name}"
     return " ".join(f"{knob}={getattr(config, knob)}" for knob in PRESETS["p3"])
+
+
+def _describe_link(config: Config) -> str:
+    return "" if config.encryption is None else ", encrypted"
 
 
 def _describe_staleness(config: Config) -> str:
