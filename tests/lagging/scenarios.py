@@ -76,6 +76,18 @@ class Words(nn.Module):
         return result
 
 
+class Halves(nn.Module):
+    """Parameters in bfloat16; servers keep masters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers().bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x.bfloat16())
+        return found.float()
+
+
 # Loops.
 def plain(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any) -> list[float]:
     losses = []
@@ -171,6 +183,28 @@ def reading(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any) 
     return norms
 
 
+def monitoring(model: Any, optimizer: Any, batches: Any, session: Any) -> list[Any]:
+    """A layer's output, before steps in which this rank has no gradient for it."""
+    found = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if model.count % 3:
+            with torch.no_grad():
+                found.append(model.rarely(x))
+        optimizer.step()
+    return found
+
+
+def looking_back(model: Any, optimizer: Any, batches: Any, session: Any) -> list[Any]:
+    """At what servers have updated with."""
+    found = []
+    for x, y in batches:
+        plain(model, optimizer, [(x, y)], session)
+        found.append([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    return found
+
+
 def averaging(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any) -> Any:
     plain(model, optimizer, batches, session)
     return session.ema_state_dict()
@@ -220,8 +254,10 @@ SCENARIOS: dict[str, Scenario] = {
     "attention": served(Words, plain),
     "tied": served(Tied, plain, steps=6),
     "uneven": served(Uneven, plain, steps=7),
+    "monitoring": served(Uneven, monitoring, steps=7),
     "accumulating": served(layers, accumulating),
     "zeroing": served(layers, zeroing),
+    "looking-back": served(layers, looking_back),
     "evaluating": served(convolutions, evaluating),
     "checkpointing": served(layers, checkpointing, adam),
     "editing": served(layers, editing),
@@ -238,6 +274,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bfloat16-wire": with_settings(architecture="p2p", update="servers", wire_dtype="bfloat16")(
         layers, plain
     ),
+    "bfloat16-parameters": served(Halves, plain, adam),
     "local-aggregation": with_settings(
         architecture="p2p", update="servers", local_aggregation="on"
     )(layers, plain, ranks=4, local_size=2),

@@ -66,8 +66,10 @@ class Line:
         self._failure: BaseException | None = None
         self._given = self._done = 0  # jobs
         self.busy: list[tuple[float, float, str]] = []
-        """When it did what, if `Device.records`."""
+        """When it did what, if it ``records``."""
         self.records = False
+        self.takes_s = 0.0
+        """How long each job takes, whoever waits."""
         self._thread = threading.Thread(target=self._run, name=f"{DEVICE}-{number}", daemon=True)
         self._thread.start()
 
@@ -107,6 +109,8 @@ class Line:
                 continue
             self._hurried.wait(self._delay_s())
             began_s = time.perf_counter()
+            if self.takes_s:
+                time.sleep(self.takes_s)
             try:
                 job()
             except BaseException as error:
@@ -145,7 +149,8 @@ class Lines:
         self.seed = "0"
         self.manners: dict[int, str] = {}
         """By number, of the next ones: eager, lag, late; any: drawn from the seed."""
-        self.records = False
+        self.takes_s: dict[int, float] = {}
+        """By number, of the next ones whose jobs take a known time, and are recorded."""
         self.host_waits: list[tuple[str, str]] = []
         """Threads that have waited for the device, and for what."""
 
@@ -158,7 +163,8 @@ class Lines:
             if number not in self._all:
                 manner = self.manners.get(number, self.manners.get(-1, "any"))
                 line = Line(number, self.seed, manner)
-                line.records = self.records
+                line.takes_s = self.takes_s.get(number, 0.0)
+                line.records = number in self.takes_s
                 self._all[number] = line
             return self._all[number]
 

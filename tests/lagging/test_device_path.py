@@ -194,8 +194,9 @@ def test_without_pinned_memory_a_thread_beside_copies(
         staging = stagings()
         gradient = torch.ones(4).to(DEVICE)
         LINES.host_waits.clear()
-        gradient.mul_(3)
-        staging.stage(gradient)
+        with on_stream(Stream()):
+            gradient.mul_(3)
+            staging.stage(gradient)
         staging.memory.await_staged()
         assert staging.ready == [[3.0] * 4]
         assert {thread for thread, _ in LINES.host_waits} == {"foreprop-stage"}

@@ -47,10 +47,7 @@ def doctor(
         typer.Option("--self-test", help="Only train a small model on this machine's device."),
     ] = False,
     device: Annotated[
-        str | None,
-        typer.Option(
-            help="Which one, with --self-test: cpu, cuda:0, xpu, ...; else what there is."
-        ),
+        str | None, typer.Option(help="For --self-test: cpu, cuda:0, ...; else what there is.")
     ] = None,
     **given: Any,
 ) -> None:
@@ -70,13 +67,9 @@ def doctor(
       foreprop doctor --resources hosts.txt --seconds 3 --json
       foreprop doctor --self-test --device cpu
     """
-    if self_test:
-        _train_here(device, as_json=as_json)
+    if self_test or device is not None:
+        _train_here(device, self_test=self_test, as_json=as_json)
         return
-    if device is not None:
-        raise ConfigError(
-            f"device is {device!r}, which only --self-test uses; give both or neither"
-        )
     info, resources = launch_info(), given["resources"]
     if info.launched and resources is not None:
         raise ConfigError(
@@ -98,7 +91,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _train_here(device: str | None, *, as_json: bool) -> None:
+def _train_here(device: str | None, *, self_test: bool, as_json: bool) -> None:
+    if not self_test:
+        raise ConfigError(
+            f"device is {device!r}, which only --self-test uses; give both or neither"
+        )
     from foreprop.doctor.selftest import chosen_device, train_on
 
     chosen = chosen_device(device)

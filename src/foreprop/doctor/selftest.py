@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-import foreprop
 from foreprop.cluster.world import World
 from foreprop.errors import ConfigError
 from foreprop.path.asyncdevice import describe_devices
+from foreprop.session.session import parallelize
 
 STEPS = 10
 _RTOL, _ATOL = 1e-3, 1e-4
@@ -104,7 +104,7 @@ def _train(device: torch.device, update: str | None) -> _Run:
     if update is None:
         return _loop(model, optimizer, batches, device)
     settings: dict[str, Any] = {"architecture": "p2p", "update": update, "slice_elems": 1000}
-    with foreprop.parallelize(model, optimizer, world=_world(), **settings):
+    with parallelize(model, optimizer, world=_world(), **settings):
         return _loop(model, optimizer, batches, device)
 
 

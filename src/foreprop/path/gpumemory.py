@@ -64,7 +64,7 @@ class AsyncStagedMemory:
     def __init__(self, parameter: torch.Tensor, stager: Stager) -> None:
         self._parameter = parameter
         self._device = stager.device
-        self._turns = Turns(stager)
+        self._turns = StagedTurns(stager)
         self._training: Any = None
         """The stream on which the parameter is trained: where its last gradient was computed."""
 
@@ -132,7 +132,7 @@ class DeviceMemory:
 
     def __init__(self, stager: Stager) -> None:
         self._device = stager.device
-        self._turns = Turns(stager)
+        self._turns = StagedTurns(stager)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         flat = gradient.contiguous().view(-1).view(torch.uint8)
@@ -173,7 +173,7 @@ class Stager:
             del job  # and with it the gradient
 
 
-class Turns:
+class StagedTurns:
     """One parameter's, with a stager, one after the other."""
 
     def __init__(self, stager: Stager) -> None:
