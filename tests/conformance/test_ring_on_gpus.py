@@ -21,6 +21,7 @@ from foreprop.collectives import ring
 from foreprop.collectives.group import Group
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.path import gpumemory, memory
+from foreprop.path.asyncdevice import TorchAccelerator
 from tests.cluster import run_cluster
 from tests.conformance.parity import (
     batches_of,
@@ -46,8 +47,11 @@ class _Event:
         time.sleep(max(0.0, self._done_at - time.monotonic()))
 
 
-class _Copier:
-    def mark(self, computed: torch.Tensor) -> _Event:
+class _Device(TorchAccelerator):
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def mark(self, *, timed: bool = False) -> _Event:
         return _Event()
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> _Event:
@@ -74,6 +78,9 @@ class _Work:
         elements: torch.Tensor = part.view(dtype)
         return elements
 
+    def keep(self, gradient: torch.Tensor) -> None:
+        assert threading.get_ident() in self.entered
+
     def finish(self) -> None:
         assert threading.get_ident() in self.entered
 
@@ -89,7 +96,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         def memory_of(self, parameter: torch.Tensor) -> memory.Memory:
             if parameter.device not in self._stagers:
-                self._stagers[parameter.device] = gpumemory.Stager(_Copier())
+                self._stagers[parameter.device] = gpumemory.Stager(_Device())
             return gpumemory.DeviceMemory(self._stagers[parameter.device])
 
     def open_nccl(group: Group, gpu: torch.device) -> Any:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 import torch
 
+from foreprop.path.asyncdevice import TorchAccelerator
 from foreprop.path.gpumemory import AsyncStagedMemory, StagedMemory, Stager
 from foreprop.path.memory import DirectMemory, MemoryFactory
 
@@ -18,11 +22,16 @@ class FakeEvent:
         assert self.completed.wait(5)
 
 
-class FakeCopier:
-    """A device whose copies end when the test says so."""
+class FakeDevice(TorchAccelerator):
+    """Host memory, to which copies end when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.pins = True
         self.events: list[FakeEvent] = []
+
+    def host_memory(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> FakeEvent:
         target.copy_(source)
@@ -63,23 +72,41 @@ def test_another_layout_is_staged_in_logical_order() -> None:
 
 
 def test_a_gradient_is_ready_when_its_event_has_completed_not_before() -> None:
-    copier = FakeCopier()
-    stager = Stager(copier)
-    memories = [
-        AsyncStagedMemory(torch.nn.Parameter(torch.zeros(2)), stager, pinned=False)
-        for _ in range(2)
-    ]
+    device = FakeDevice()
+    stager = Stager(device)
+    memories = [AsyncStagedMemory(torch.nn.Parameter(torch.zeros(2)), stager) for _ in range(2)]
     ready: list[tuple[int, list[float]]] = []
     for i, memory in enumerate(memories):
         memory.stage_gradient(
             torch.full((2,), float(i)), lambda view, i=i: ready.append((i, floats(view)))
         )
     assert ready == []
-    copier.events[1].completed.set()
+    device.events[1].completed.set()
     threading.Event().wait(0.05)
     assert ready == [], "events complete in order: the first holds up the second"
-    copier.events[0].completed.set()
+    device.events[0].completed.set()
     for memory in memories:
         memory.await_staged()
     assert ready == [(0, [0.0, 0.0]), (1, [1.0, 1.0])]
+    stager.stop()
+
+
+class FailingEvent:
+    def synchronize(self) -> None:
+        raise RuntimeError("the device has failed")
+
+
+class FailingDevice(FakeDevice):
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        return FailingEvent()
+
+
+def test_whoever_waits_learns_that_the_device_has_failed_and_others_go_on() -> None:
+    stager = Stager(FailingDevice())
+    memories = [AsyncStagedMemory(torch.nn.Parameter(torch.zeros(2)), stager) for _ in range(2)]
+    for memory in memories:
+        memory.stage_gradient(torch.ones(2), lambda view: None)
+    for memory in memories:
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            memory.await_staged()
     stager.stop()

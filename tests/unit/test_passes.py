@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foreprop.auto.passes import CudaClock, HostClock
+from foreprop.auto.passes import DeviceClock, HostClock, clock_of
 
 
 def test_a_host_clock_tells_seconds() -> None:
@@ -23,6 +23,7 @@ class Gpu:
     def __init__(self) -> None:
         self.story: list[str] = []
         self.now_ms = 0.0
+        self.Stream = self.stream = None
 
     def current_stream(self, device: torch.device) -> str:
         return f"stream of {device}"
@@ -52,7 +53,8 @@ def test_a_gpus_clock_marks_its_stream_and_does_not_wait_for_it(
 ) -> None:
     gpu = Gpu()
     monkeypatch.setattr(torch, "cuda", gpu)
-    clock = CudaClock(torch.device("cuda", 1))
+    clock = clock_of(torch.device("cuda", 1))
+    assert isinstance(clock, DeviceClock)
     first = clock.mark()
     gpu.now_ms = 250.0
     second = clock.mark()
@@ -60,3 +62,29 @@ def test_a_gpus_clock_marks_its_stream_and_does_not_wait_for_it(
     clock.settle()
     assert gpu.story[2:] == ["synchronize cuda:1"]
     assert clock.seconds(first, second) == 0.25
+
+
+class OneStream:
+    """Stands for ``torch.mps``, which has events and no streams."""
+
+    def __init__(self) -> None:
+        self.story: list[str] = []
+
+    def synchronize(self) -> None:
+        self.story.append("synchronize")
+
+    def Event(self, *, enable_timing: bool) -> OneStream:
+        assert enable_timing
+        return self
+
+    def record(self) -> None:
+        self.story.append("record")
+
+
+def test_a_device_without_streams_has_a_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = OneStream()
+    monkeypatch.setattr(torch, "mps", device)
+    clock = clock_of(torch.device("mps"))
+    clock.mark()
+    clock.settle()
+    assert device.story == ["record", "synchronize"]

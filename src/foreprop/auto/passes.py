@@ -17,6 +17,7 @@ import torch
 from foreprop.auto.attribution import PassRecord
 from foreprop.hooks.interception import watch_entries
 from foreprop.hooks.modelhooks import FirstForward
+from foreprop.path.asyncdevice import HOSTS, TorchAccelerator
 from foreprop.path.waiting import (
     is_differentiable,
     is_waiting,
@@ -55,27 +56,25 @@ class HostClock:
         return float(later - earlier)
 
 
-class CudaClock:
-    """Events among a GPU's work, which the host does not wait for."""
+class DeviceClock:
+    """Events among a device's work, which the host does not wait for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda: Any = torch.cuda
-        self._device = device
+    def __init__(self, device: TorchAccelerator) -> None:
+        self.device = device
+        self.settle = device.synchronize
 
     def mark(self) -> Mark:
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
-        return event
-
-    def settle(self) -> None:
-        self._cuda.synchronize(self._device)
+        return self.device.mark(timed=True)
 
     def seconds(self, earlier: Mark, later: Mark) -> float:
         return float(earlier.elapsed_time(later)) / 1e3
 
 
 def clock_of(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    """The host's where torch has no events for the device."""
+    if device.type not in HOSTS and (found := TorchAccelerator(device)).has_events:
+        return DeviceClock(found)
+    return HostClock()
 
 
 class Watch:
@@ -301,14 +300,16 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _chance() -> Callable[[], None]:
     """The random generators of torch, Python and NumPy; call what is returned to put them back."""
-    cuda: Any = torch.cuda
-    on_gpus = cuda.get_rng_state_all() if cuda.is_initialized() else []
+    kind = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device: Any = getattr(torch, kind.type)
+    started = hasattr(device, "get_rng_state_all") and device.is_initialized()
+    on_devices = device.get_rng_state_all() if started else []
     on_cpu, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def restore() -> None:
         torch.set_rng_state(on_cpu)
-        if on_gpus:
-            cuda.set_rng_state_all(on_gpus)
+        if on_devices:
+            device.set_rng_state_all(on_devices)
         random.setstate(pythons)
         np.random.set_state(numpys)
 

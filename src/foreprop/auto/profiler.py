@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from foreprop.auto.attribution import Attribution, attribute
-from foreprop.auto.passes import Clock, HostClock, Passes, Untouched, Watch, clock_of
+from foreprop.auto.passes import Clock, DeviceClock, HostClock, Passes, Untouched, Watch, clock_of
 from foreprop.core.manifest import ITEMSIZE_BYTES
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import is_managed
@@ -78,7 +78,7 @@ def profile(
         named,
         measured.shares(),
         name=name or type(model).__name__,
-        note=f"measured on {_device_text(clock, named)}, medians of {steps}{measured.left_out()}",
+        note=f"measured on {_device_text(clock)}, medians of {steps}{measured.left_out()}",
     )
 
 
@@ -233,19 +233,21 @@ def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
 def _clock_of(model: torch.nn.Module, named: Named) -> Clock:
     devices = {parameter.device for parameter in model.parameters()}
     devices |= {parameter.device for _, parameter in named}
-    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+    clock = clock_of(next(iter(devices)))
+    if len(devices) > 1 or (isinstance(clock, HostClock) and devices != {torch.device("cpu")}):
         where = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"parameters are on {where}; they must be on the CPU, or on one CUDA GPU")
-    (device,) = devices
-    return clock_of(device)
+        raise ConfigError(
+            f"parameters are on {where}; they must be on the CPU, or on one device that torch has"
+            " events for (CUDA, ROCm, XPU, NPU, MPS)"
+        )
+    return clock
 
 
-def _device_text(clock: Clock, named: Named) -> str:
-    if isinstance(clock, HostClock):
-        where = f"the CPU (threads: {torch.get_num_threads()})"
+def _device_text(clock: Clock) -> str:
+    if isinstance(clock, DeviceClock):
+        where = clock.device.name
     else:
-        cuda: Any = torch.cuda
-        where = str(cuda.get_device_name(named[0][1].device))
+        where = f"the CPU (threads: {torch.get_num_threads()})"
     return f"{where}, torch {torch.__version__}"
 
 

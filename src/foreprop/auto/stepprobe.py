@@ -15,6 +15,7 @@ from foreprop.auto.attribution import PassRecord, attribute
 from foreprop.auto.passes import Clock, Mark, clock_of
 from foreprop.auto.profiler import profile_from
 from foreprop.cluster.rendezvous import Board
+from foreprop.path.asyncdevice import HOSTS
 from foreprop.workload.profile import Profile
 
 if TYPE_CHECKING:
@@ -133,5 +134,5 @@ def agree_on_shares(mine: Mapping[str, float], board: Board) -> dict[str, float]
 
 def _clock_for(parameters: Sequence[Watched]) -> Clock:
     devices = {parameter.parameter.device for parameter in parameters}
-    gpus = [device for device in devices if device.type == "cuda"]
-    return clock_of((gpus or list(devices))[0])
+    beside = [device for device in devices if device.type not in HOSTS]
+    return clock_of((beside or list(devices))[0])

@@ -8,7 +8,7 @@ before it says that something is done, it waits for its stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from foreprop.config import Collectives
 from foreprop.errors import ConfigError
+from foreprop.path.asyncdevice import HOSTS, TorchAccelerator
 
 NO_GPU = "-"
 """What a rank tells instead of its GPU, followed by the reason."""
@@ -63,6 +64,7 @@ class DeviceWork(Protocol):
     """How a thread beside the training one has a device do something."""
 
     device: torch.device
+    """Where gradients are summed."""
 
     def in_thread(self) -> contextlib.AbstractContextManager[Any]:
         """Around all that a thread does."""
@@ -70,23 +72,42 @@ class DeviceWork(Protocol):
     def flat(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
         """The elements of a part of a gradient (`ParameterMemory.take_gradient`)."""
 
+    def keep(self, gradient: torch.Tensor) -> None:
+        """This thread goes on with what another one has made, and may drop it before `finish`."""
+
     def finish(self) -> None:
         """Block until what this thread has begun is done."""
 
 
 class HostWork:
-    """Gradients in host memory, where a call returns when its work is done."""
+    """Gradients in host memory, where a call returns when its work is done.
+
+    Parameters that are on a device are updated there, by what a thread queues on its own stream.
+    """
 
     device = torch.device("cpu")
 
-    def in_thread(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        devices = {parameter.device for parameter in parameters}
+        found = [TorchAccelerator(device) for device in devices if device.type not in HOSTS]
+        self._devices = [device for device in found if device.has_streams]
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        with contextlib.ExitStack() as streams:
+            for device in self._devices:
+                streams.enter_context(device.own_stream())
+            yield
 
     def flat(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(part, dtype=dtype)
 
+    def keep(self, gradient: torch.Tensor) -> None:
+        """Nobody else gets its memory while somebody holds it."""
+
     def finish(self) -> None:
-        """Nothing is under way."""
+        for device in self._devices:
+            device.finish()
 
 
 class GpuWork:
@@ -94,19 +115,12 @@ class GpuWork:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._cuda: Any = torch.cuda
-
-    def in_thread(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self._cuda.stream(
-            self._cuda.Stream(self.device)
-        )
-        return context
+        accelerator = TorchAccelerator(device)
+        self.in_thread = accelerator.own_stream
+        self.keep = accelerator.keep
+        self.finish = accelerator.finish
 
     def flat(self, part: Any, dtype: torch.dtype) -> torch.Tensor:
-        # its memory was given by another stream, which must not take it back too early
-        part.record_stream(self._cuda.current_stream(self.device))
+        self.keep(part)
         elements: torch.Tensor = part.view(dtype)
         return elements
-
-    def finish(self) -> None:
-        self._cuda.current_stream(self.device).synchronize()

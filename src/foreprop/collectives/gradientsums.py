@@ -109,7 +109,7 @@ class GradientSums:
         self._memory = setup.memory
         self._settings = settings
         self._aggregation = setup.aggregation
-        self._device = device
+        self.device = device
         self._rank = group.rank
         self._ranks = group.size
         self._dtypes = [_sum_dtype(info.dtype, config.wire_dtype) for info in parameters]
@@ -151,7 +151,7 @@ class GradientSums:
     def _make_sums(self, family: Sequence[int]) -> None:
         ends = list(accumulate(self._parameters[p].elems + _MARKS for p in family))
         dtype = self._dtypes[family[0]]
-        memory = torch.empty(ends[-1], dtype=dtype, device=self._device.device)
+        memory = torch.empty(ends[-1], dtype=dtype, device=self.device.device)
         for parameter, run in zip(family, pairwise([0, *ends]), strict=True):
             self._sums[parameter] = memory[slice(*run)]
 
@@ -165,7 +165,7 @@ class GradientSums:
         else:
             itemsize = ITEMSIZE_BYTES[info.dtype]
             part = self._memory[parameter].take_gradient(start * itemsize, stop * itemsize)
-            total[start:stop] = self._device.flat(part, DTYPES[info.dtype])
+            total[start:stop] = self.device.flat(part, DTYPES[info.dtype])
             if self._aggregation.reports_nonfinite:
                 check_finite(total[start:stop], f"rank {self._rank}", info.name, step)
         if stop == info.elems:

@@ -92,7 +92,7 @@ class LocalUpdater:
         self._announced = [*self._announced[1 - _KEPT :], (step, settings_of(self._optimizer))]
 
     def update(self, parameter: int, step: int, gradient: torch.Tensor) -> None:
-        """Apply the aggregated gradient, flat and on the host. Any thread, without gradients."""
+        """Apply the aggregated gradient, flat. Any thread, without gradients."""
         stand_in = self._stand_in(parameter)
         own = self._own[parameter]
         settings = next(groups for since, groups in reversed(self._announced) if since <= step)
@@ -203,6 +203,8 @@ class RingUpdates:
         gradient = self._gradients.pop(parameter, None)
         if not self._aggregation.needs_norm:
             gradient = self._sums.maybe_aggregate(parameter, step)
+        elif gradient is not None:
+            self._sums.device.keep(gradient)
         if self._sums.flags[parameter] & Flag.GRADIENT:
             if gradient is not None:
                 self._updater.show(parameter, gradient)

@@ -19,6 +19,7 @@ from foreprop.collectives.local_update import LocalState, LocalUpdater, comparab
 from foreprop.core.agreement import decode_ring_manifest, describe_mismatch
 from foreprop.core.manifest import RingKnobs, RingManifest, WireDtype
 from foreprop.errors import ConfigError, HandshakeError
+from foreprop.path.asyncdevice import describe_devices
 from foreprop.path.memory import Memory, MemoryFactory
 from foreprop.path.optimizer import check_groups, with_scale
 from foreprop.path.tensors import DTYPES
@@ -76,7 +77,7 @@ class RingBackend:
             group.open(parameters[0].device)
             return GpuWork(parameters[0].device)
         group.open()
-        return HostWork()
+        return HostWork(parameters)
 
     def _manifest(self) -> RingManifest:
         config = self._setup.config
@@ -165,6 +166,7 @@ class RingBackend:
             f"{group.size} workers, architecture=ring (all-reduce by {by}, updates on the workers);"
             f" chunk_elems={config.chunk_elems} chunks_in_flight={config.chunks_in_flight}"
             f"{describe_wire_dtype(config)}; address {group.address}"
+            f"{describe_devices(self._setup.parameters)}"
         )
 
 
@@ -176,6 +178,7 @@ class OutgoingMemory:
 
     def __init__(self, memory: Memory) -> None:
         self.stage_gradient = memory.stage_gradient
+        self.pass_by = memory.pass_by
         self.is_staged = True  # landing marks what the update has made of the parameter
         self.await_staged = memory.await_staged
 

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from foreprop.config import Config, launch_info
+from foreprop.path.asyncdevice import HOSTS, TorchAccelerator
 from foreprop.run.plan import maybe_address, own_addresses
 
 Number = TypeVar("Number", int, float)
@@ -47,19 +48,18 @@ class HostClock:
         return [later - earlier for earlier, later in pairs]
 
 
-class CudaClock:
+class EventClock:
     """Of the device: the thread may be ahead of it, and is not held up to look."""
 
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
+    def __init__(self, device: TorchAccelerator) -> None:
+        self._device = device
+        self._events: list[Any] = []
 
     def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
+        self._events.append(self._device.mark(timed=True))
 
     def seconds(self) -> list[float]:
-        torch.cuda.synchronize()
+        self._device.synchronize()
         pairs = zip(self._events, self._events[1:], strict=False)
         return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairs]
 
@@ -98,8 +98,8 @@ class Recorder:
         self.count = 0
 
     def use_device(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self._clock = CudaClock()
+        if device.type not in HOSTS and (found := TorchAccelerator(device)).has_events:
+            self._clock = EventClock(found)
 
     def add_loss(self, tensors: Any) -> None:
         """What a backward pass begins with; only a scalar is a loss."""

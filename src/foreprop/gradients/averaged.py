@@ -145,7 +145,6 @@ class AveragedParameter:
         with torch._C.DisableTorchFunctionSubclass():
             gradient = self.parameter.grad
             if self._under_way and gradient is not None:
-                self.memory.await_staged()
                 self.parameter.grad = torch.zeros_like(gradient)
 
     # A round.

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.averaging import Averaging
+from foreprop.path.asyncdevice import HOSTS, TorchAccelerator
 from foreprop.path.memory import HeldGradient, bytes_of
 from foreprop.path.parameter import check_same_kind
 
@@ -89,19 +90,22 @@ class RoundPart:
         self.gave, self.kept = gradient is not None, False
         self.scalings.clear()
         if gradient is None:
-            self._push(Flag.GRADIENT | Flag.NO_GRADIENT)
+            self._owner.memory.pass_by(self._pushing(Flag.GRADIENT | Flag.NO_GRADIENT))
             return
         check_same_kind(self._owner.index, gradient, self._session, ", and its gradient is")
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        self._owner.memory.stage_gradient(dense.detach(), partial(self._send, dense))
+        push = self._pushing(Flag.GRADIENT)
 
-    def _send(self, gradient: torch.Tensor, its_bytes: Any) -> None:
-        self._held.hold(gradient, its_bytes)
-        self._push(Flag.GRADIENT)
+        def send(its_bytes: Any) -> None:
+            self._held.hold(dense, its_bytes)
+            push()
 
-    def _push(self, flags: int) -> None:
-        flags |= Flag.MEASURE if self._together.measures else 0
-        self._engine.push(self._number, self._rounds.step, flags=flags | self._rounds.flags)
+        self._owner.memory.stage_gradient(dense.detach(), send)
+
+    def _pushing(self, flags: int) -> Callable[[], None]:
+        """Pushes what belongs to this round, though it may be called when the next has begun."""
+        flags |= self._rounds.flags | (Flag.MEASURE if self._together.measures else 0)
+        return partial(self._engine.push, self._number, self._rounds.step, flags=flags)
 
     def end(self) -> bool:
         """Wait for the average; whether one has landed that is still wanted."""
@@ -124,6 +128,8 @@ class Landing:
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         self._parameter = parameter
+        device = parameter.device
+        self._device = None if device.type in HOSTS else TorchAccelerator(device)
         self._room: torch.Tensor | None = None
         self._making_room = threading.Lock()
 
@@ -134,17 +140,20 @@ class Landing:
             parameter = self._parameter
             with self._making_room, torch._C.DisableTorchFunctionSubclass():
                 if self._room is None:  # several servers' answers may come at once
-                    self._room = torch.empty(
-                        parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda
-                    )
+                    make = torch.empty if self._device is None else self._device.host_memory
+                    self._room = make(parameter.shape, dtype=parameter.dtype)
         return self._room
+
+    def _copy_to(self, target: torch.Tensor) -> torch.Tensor:
+        late = self._device is not None and self._device.pins
+        return target.copy_(self.room, non_blocking=late)
 
     def as_autograd_would(self) -> torch.Tensor:
         """What has landed, in the parameter's layout and place: kernels round by layout."""
         parameter = self._parameter
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             return self.room
-        return torch.empty_like(parameter).copy_(self.room, non_blocking=True)
+        return self._copy_to(torch.empty_like(parameter))
 
     def show_in(self, gradient: torch.Tensor, *, fresh: bool) -> None:
         """``fresh``: autograd has made this gradient, and nobody has looked at it since."""
@@ -155,7 +164,7 @@ class Landing:
             self._room = gradient.detach()
             gradient.data = landed
         else:
-            gradient.copy_(landed, non_blocking=True)
+            self._copy_to(gradient)
         increment_version(gradient)
 
 

@@ -1,57 +1,24 @@
-"""Where the bytes of a parameter are that is on a GPU, not contiguous, or on no device at all.
+"""Where the bytes of a parameter are that is on a device, not contiguous, or nowhere at all.
 
-Only this module knows about streams and events. A GPU's parameter is staged through pinned host
-memory, and its gradient is ready when the copy's event has completed, not when the hook ran: a
-thread waits for the events, in order, and the backward pass goes on. With collectives between GPUs
-it stays where it is, and the same thread waits until the gradient is there.
+A device's parameter is staged through pinned host memory (`path.asyncdevice`), and its gradient is
+ready when the copy's event has completed, not when the hook ran: a thread waits for the events, in
+order, and the backward pass goes on. With collectives between GPUs it stays where it is, and the
+same thread waits until the gradient is there.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from foreprop.errors import InternalError
-from foreprop.path.memory import Ready, bytes_of
-
-
-class Copier(Protocol):
-    """Copies beside the computation: `torch.cuda` in the one implementation."""
-
-    def mark(self, computed: torch.Tensor) -> Any:
-        """An event with ``synchronize()``: the work queued so far, and so this tensor, is done."""
-
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Begin to copy what ``source`` will hold when the work queued so far is done.
-
-        Returns an event with ``synchronize()``.
-        """
-
-
-class CudaCopier:
-    """Copies on a stream of its own, which waits for the one that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda: Any = torch.cuda
-        self._stream = self._cuda.Stream(device)
-
-    def mark(self, computed: torch.Tensor) -> Any:
-        event = self._cuda.Event()
-        event.record(self._cuda.current_stream(computed.device))
-        return event
-
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        self._stream.wait_stream(self._cuda.current_stream(source.device))
-        with self._cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            source.record_stream(self._stream)
-            event = self._cuda.Event()
-            event.record(self._stream)
-        return event
+from foreprop.path.asyncdevice import Accelerator, TorchAccelerator
+from foreprop.path.memory import Memory, Ready, bytes_of
 
 
 class StagedMemory:
@@ -60,16 +27,18 @@ class StagedMemory:
     is_staged = True
     receives_values = True
 
-    def __init__(self, parameter: torch.Tensor, *, pinned: bool = False) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
-        shape, dtype = parameter.shape, parameter.dtype
-        self._values = torch.empty(shape, dtype=dtype, pin_memory=pinned)
-        self.gradient = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        self._values = torch.empty(parameter.shape, dtype=parameter.dtype)
+        self._gradient = torch.empty(parameter.shape, dtype=parameter.dtype)
         self.values = bytes_of(self._values)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        self.gradient.copy_(gradient)
-        ready(bytes_of(self.gradient))
+        self._gradient.copy_(gradient)
+        ready(bytes_of(self._gradient))
+
+    def pass_by(self, ready: Callable[[], None]) -> None:
+        ready()
 
     def await_staged(self) -> None:
         pass
@@ -79,40 +48,80 @@ class StagedMemory:
 
     def land(self) -> None:
         with torch.no_grad():
-            self._parameter.copy_(self._values, non_blocking=True)
+            self._parameter.copy_(self._values)
 
 
 class AsyncStagedMemory:
-    """A GPU's parameter: the gradient enters the queue when its copy has completed.
+    """A device's parameter: the gradient enters the queue when its copy has completed.
 
-    The next replies may overwrite ``values`` only after the next gradient's event, which follows
-    `land`'s copy on the device, so that needs no event of its own.
+    The next replies may overwrite ``values`` only after the next gradient's event, or that of
+    `pass_by`, which follows `land`'s copy on the device, so that needs no event of its own.
     """
 
     is_staged = True
     receives_values = True
 
-    def __init__(self, parameter: torch.Tensor, stager: Stager, *, pinned: bool = True) -> None:
-        self._host = StagedMemory(parameter, pinned=pinned)
-        self._copies = StagedCopies(stager)
-        self.values = self._host.values
+    def __init__(self, parameter: torch.Tensor, stager: Stager) -> None:
+        self._parameter = parameter
+        self._device = stager.device
+        self._turns = StagedTurns(stager)
+        self._training: Any = None
+        """The stream on which the parameter is trained: where its last gradient was computed."""
+
+    # Made when they are first needed: who only sends, or only receives, holds one of them.
+    @functools.cached_property
+    def _values(self) -> torch.Tensor:
+        return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
+
+    @functools.cached_property
+    def _gradient(self) -> torch.Tensor:
+        return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
+
+    @functools.cached_property
+    def values(self) -> memoryview:
+        return bytes_of(self._values)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
-        event = self._copies.copier.start(self._host.gradient, gradient)
-        self._copies.begin(event, lambda: ready(bytes_of(self._host.gradient)))
+        device = self._device
+        self._training = device.current_stream()
+        if device.pins:
+            event = device.start(self._gradient, gradient)
+            self._turns.begin(event, lambda: ready(bytes_of(self._gradient)))
+            return
+
+        def copy() -> None:
+            self._gradient.copy_(gradient)
+            ready(bytes_of(self._gradient))
+
+        self._turns.begin(device.mark(), copy)
+
+    def pass_by(self, ready: Callable[[], None]) -> None:
+        self._turns.begin(self._device.mark(), ready)
 
     def await_staged(self) -> None:
-        self._copies.wait()
+        self._turns.wait()
 
     def before_sending_values(self) -> None:
-        self._host.before_sending_values()
+        self._values.copy_(self._parameter.detach())
 
     def land(self) -> None:
-        self._host.land()
+        """Whoever uses it first may do so on another stream than who trains it: neither is early.
+
+        In plain training the optimizer would have updated it on the latter.
+        """
+        device = self._device
+        here = device.current_stream()
+        elsewhere = self._training is not None and self._training != here
+        if elsewhere:
+            device.join(here, self._training)
+        with torch.no_grad():
+            self._parameter.copy_(self._values, non_blocking=device.pins)
+        if elsewhere:
+            device.join(self._training, here)
 
 
 class DeviceMemory:
-    """A GPU's parameter whose gradient stays there: ``ready`` is given a tensor of its bytes.
+    """A device's parameter whose gradient stays there: ``ready`` is given a tensor of its bytes.
 
     That is when the backward pass has computed it, and used the parameter for the last time.
     """
@@ -122,14 +131,18 @@ class DeviceMemory:
     receives_values = False
 
     def __init__(self, stager: Stager) -> None:
-        self._copies = StagedCopies(stager)
+        self._device = stager.device
+        self._turns = StagedTurns(stager)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         flat = gradient.contiguous().view(-1).view(torch.uint8)
-        self._copies.begin(self._copies.copier.mark(flat), lambda: ready(flat))
+        self._turns.begin(self._device.mark(), lambda: ready(flat))
+
+    def pass_by(self, ready: Callable[[], None]) -> None:
+        self._turns.begin(self._device.mark(), ready)
 
     def await_staged(self) -> None:
-        self._copies.wait()
+        self._turns.wait()
 
     def before_sending_values(self) -> None:
         """Every rank has its own."""
@@ -141,16 +154,14 @@ class DeviceMemory:
 class Stager:
     """One thread that waits for copies' events, in the order in which they were started."""
 
-    def __init__(self, copier: Copier) -> None:
-        self.copier = copier
-        self._started: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
+    def __init__(self, device: Accelerator) -> None:
+        self.device = device
+        self._started: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="foreprop-stage", daemon=True)
         self._thread.start()
 
-    def submit(self, event: Any, complete: Callable[[], None]) -> None:
-        self._started.put((event, complete))
+    def submit(self, job: Callable[[], None]) -> None:
+        self._started.put(job)
 
     def stop(self) -> None:
         self._started.put(None)
@@ -158,35 +169,39 @@ class Stager:
 
     def _run(self) -> None:
         while (job := self._started.get()) is not None:
-            event, complete = job
-            event.synchronize()
-            complete()
+            job()
+            del job  # and with it the gradient
 
 
-class StagedCopies:
-    """One parameter's turns with a stager, one after the other."""
+class StagedTurns:
+    """One parameter's, with a stager, one after the other."""
 
     def __init__(self, stager: Stager) -> None:
-        self.copier = stager.copier
         self._stager = stager
         self._over = threading.Event()
         self._over.set()
+        self._failure: BaseException | None = None
 
     def begin(self, event: Any, complete: Callable[[], None]) -> None:
         """Call ``complete`` in the stager's thread, when the event has completed."""
         self._over.clear()
 
-        def end() -> None:
+        def job() -> None:
             try:
+                event.synchronize()
                 complete()
+            except BaseException as error:  # the device's, or the session has failed meanwhile
+                self._failure = error
             finally:
                 self._over.set()
 
-        self._stager.submit(event, end)
+        self._stager.submit(job)
 
     def wait(self) -> None:
-        """Block until the last one is over."""
+        """Block until the last one is over; raises what it has failed with."""
         self._over.wait()
+        if self._failure is not None:
+            raise self._failure
 
 
 class NoMemory:
@@ -199,6 +214,9 @@ class NoMemory:
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         raise InternalError("a remote table's gradient is not sent as a whole")
 
+    def pass_by(self, ready: Callable[[], None]) -> None:
+        ready()
+
     def await_staged(self) -> None:
         pass
 
@@ -207,3 +225,17 @@ class NoMemory:
 
     def land(self) -> None:
         pass
+
+
+def staged_memory_of(
+    parameter: torch.Tensor, stagers: dict[torch.device, Stager], *, stays: bool
+) -> Memory:
+    """Not in the host's memory, or not contiguous there. ``stays``: on its GPU."""
+    device = parameter.device
+    if parameter.is_meta:
+        return NoMemory()
+    if device not in stagers:
+        if device.type == "cpu" or not (found := TorchAccelerator(device)).has_streams:
+            return StagedMemory(parameter)
+        stagers[device] = Stager(found)
+    return DeviceMemory(stagers[device]) if stays else AsyncStagedMemory(parameter, stagers[device])

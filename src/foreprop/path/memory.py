@@ -39,7 +39,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class Memory(Protocol):
     """The bytes of one parameter, and of its gradient on the way out."""
 
-    values: memoryview
+    @property
+    def values(self) -> memoryview: ...
+
     is_staged: bool
     """Whether bytes pass through memory of their own: else nothing has to be awaited or landed."""
     receives_values: bool
@@ -51,8 +53,11 @@ class Memory(Protocol):
         Now, or from another thread once they are in host memory.
         """
 
+    def pass_by(self, ready: Callable[[], None]) -> None:
+        """There is no gradient: call ``ready`` when nothing uses the last values any more."""
+
     def await_staged(self) -> None:
-        """Block until the last `stage_gradient` has called ``ready``."""
+        """Block until the last `stage_gradient` or `pass_by` has called ``ready``."""
 
     def before_sending_values(self) -> None:
         """Make ``values`` show the parameter as it is now."""
@@ -73,6 +78,9 @@ class DirectMemory:
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         ready(bytes_of(gradient.contiguous()))
 
+    def pass_by(self, ready: Callable[[], None]) -> None:
+        ready()
+
     def await_staged(self) -> None:
         pass
 
@@ -92,24 +100,11 @@ class MemoryFactory:
         self._stagers: dict[torch.device, Stager] = {}
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
-        if parameter.is_meta:
-            from foreprop.path.gpumemory import NoMemory
-
-            return NoMemory()
         if parameter.device.type == "cpu" and parameter.is_contiguous():
             return DirectMemory(parameter)
-        if parameter.device.type == "cuda":
-            from foreprop.path.gpumemory import AsyncStagedMemory, CudaCopier, DeviceMemory, Stager
+        from foreprop.path.gpumemory import staged_memory_of
 
-            device = parameter.device
-            if device not in self._stagers:
-                self._stagers[device] = Stager(CudaCopier(device))
-            if self._stays:
-                return DeviceMemory(self._stagers[device])
-            return AsyncStagedMemory(parameter, self._stagers[device])
-        from foreprop.path.gpumemory import StagedMemory
-
-        return StagedMemory(parameter)
+        return staged_memory_of(parameter, self._stagers, stays=self._stays)
 
     def stop(self) -> None:
         for stager in self._stagers.values():

@@ -183,8 +183,8 @@ class SynchronisedParameter:
                 replaced = step > 1 and not with_value and self._value.memory.receives_values
                 readers.pending(self.name, self.parameter, poisoned=replaced)
         if gradient is None:
-            flags |= Flag.NO_GRADIENT
-            self._engine.push(self._number, step, flags=flags, with_value=with_value)
+            push = partial(self._engine.push, flags=flags | Flag.NO_GRADIENT, with_value=with_value)
+            self._value.memory.pass_by(partial(push, self._number, step))
             return
         self._gradient.guarded = gradient.numel() > 0
         dense = gradient if gradient.layout == torch.strided else gradient.to_dense()

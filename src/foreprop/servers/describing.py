@@ -22,8 +22,16 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
         f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
         f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
         f"{'' if codecs is None else codecs.describe()};"
-        f" address {connections.address}"
+        f" address {connections.address}{_describe_devices(setup)}"
     )
+
+
+def _describe_devices(setup: Setup) -> str:
+    if all(parameter.device.type == "cpu" for parameter in setup.parameters):
+        return ""
+    from foreprop.path.asyncdevice import describe_devices
+
+    return describe_devices(setup.parameters)
 
 
 def maybe_preset(config: Config) -> str | None:

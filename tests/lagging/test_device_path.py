@@ -1,0 +1,244 @@
+"""Each wait of the device path, by a device that does as late, or as early, as it can.
+
+`mutations.py` removes them one at a time; one of these tests, or of `test_training.py`, must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from foreprop.collectives.gpu import GpuWork, HostWork
+from foreprop.path import asyncdevice
+from foreprop.path.asyncdevice import TorchAccelerator, describe_devices
+from foreprop.path.gpumemory import (
+    AsyncStagedMemory,
+    DeviceMemory,
+    StagedMemory,
+    Stager,
+    staged_memory_of,
+)
+from foreprop.path.memory import MemoryFactory
+from tests.lagging.device import DEVICE, MEMORY, Stream, lagging
+from tests.lagging.streams import LINES, current_stream, on_stream, synchronize
+
+HERE = torch.device(DEVICE, 0)
+
+
+class Staging:
+    """A parameter of four elements, and what its stager has said is ready."""
+
+    def __init__(self) -> None:
+        self.stager = Stager(TorchAccelerator(HERE))
+        self.parameter = torch.zeros(4).to(DEVICE)
+        self.memory = AsyncStagedMemory(self.parameter, self.stager)
+        self.ready: list[list[float]] = []
+
+    def stage(self, gradient: torch.Tensor) -> None:
+        def ready(its_bytes: Any) -> None:
+            # as ParameterMemory does, who calls holds the gradient
+            assert gradient.numel() == 4
+            self.ready.append(torch.frombuffer(bytearray(its_bytes), dtype=torch.float32).tolist())
+
+        self.memory.stage_gradient(gradient, ready)
+
+    def reply(self, value: float) -> None:
+        """A server's answer is written to the host's memory."""
+        self.memory.values[:] = torch.full((4,), float(value)).numpy().tobytes()
+
+
+@pytest.fixture
+def stagings() -> Iterator[Callable[[], Staging]]:
+    """Makes them, and ends their threads."""
+    made: list[Staging] = []
+
+    def make() -> Staging:
+        made.append(Staging())
+        return made[-1]
+
+    asyncdevice.can_pin.cache_clear()
+    yield make
+    asyncdevice.can_pin.cache_clear()
+    for staging in made:
+        staging.stager.stop()
+
+
+Make = Callable[[], Staging]
+
+
+@pytest.mark.parametrize("manner", [{"stream_0": "late", "manner": "eager"}, {"manner": "late"}])
+def test_a_gradient_is_ready_when_it_is_computed_and_copied(
+    manner: dict[str, str], stagings: Make
+) -> None:
+    with lagging(**manner):
+        staging = stagings()
+        gradient = torch.ones(4).to(DEVICE)
+        gradient.mul_(3)
+        staging.stage(gradient)
+        staging.memory.await_staged()
+        assert staging.ready == [[3.0] * 4]
+
+
+def test_the_training_thread_waits_for_no_copy(stagings: Make) -> None:
+    with lagging(manner="late"):
+        staging = stagings()
+        gradient = torch.ones(4).to(DEVICE)
+        LINES.host_waits.clear()
+        staging.stage(gradient * 2)
+        staging.memory.await_staged()
+        staging.reply(5)
+        staging.memory.land()
+        assert {thread for thread, _ in LINES.host_waits} == {"foreprop-stage"}
+        assert staging.parameter.tolist() == [5.0] * 4
+
+
+def test_values_are_not_overwritten_before_they_have_landed(stagings: Make) -> None:
+    """Also where this rank has no gradient, and so no copy to wait for: another's reply comes."""
+    with lagging(manner="late"):
+        staging = stagings()
+        staging.reply(5)
+        staging.memory.land()
+        staging.memory.pass_by(lambda: staging.reply(6))
+        staging.memory.await_staged()
+        assert staging.parameter.tolist() == [5.0] * 4
+        staging.memory.land()
+        assert staging.parameter.tolist() == [6.0] * 4
+
+
+def test_whoever_trains_finds_what_has_landed_on_another_stream(stagings: Make) -> None:
+    with lagging(manner="eager", stream_1="late"):
+        staging = stagings()
+        elsewhere, host = Stream(), torch.zeros(4).pin_memory()
+        assert elsewhere.stream_id == 1
+        staging.stage(torch.ones(4).to(DEVICE))
+        staging.memory.await_staged()
+        staging.reply(5)
+        with on_stream(elsewhere):
+            staging.memory.land()
+        host.copy_(staging.parameter, non_blocking=True)
+        current_stream().synchronize()
+        assert host.tolist() == [5.0] * 4
+
+
+def test_what_lands_on_another_stream_waits_for_who_trains(stagings: Make) -> None:
+    """The backward pass may still read the old value."""
+    with lagging(manner="eager", stream_0="late"):
+        staging = stagings()
+        elsewhere, host = Stream(), torch.zeros(4).pin_memory()
+        staging.stage(torch.ones(4).to(DEVICE))
+        staging.memory.await_staged()
+        staging.reply(5)
+        host.copy_(staging.parameter, non_blocking=True)
+        with on_stream(elsewhere):
+            staging.memory.land()
+            elsewhere.synchronize()
+        current_stream().synchronize()
+        assert host.tolist() == [0.0] * 4
+
+
+def test_a_gradient_that_stays_is_ready_when_it_is_computed(stagings: Make) -> None:
+    with lagging(manner="late"):
+        memory, gradient = DeviceMemory(stagings().stager), torch.ones(2, 2).to(DEVICE)
+        found: list[bool] = []
+
+        def look(flat: torch.Tensor) -> None:
+            # whoever takes it waits for nothing: all that is queued must have been done
+            found.append(LINES[0].is_idle())
+
+        gradient.mul_(3)
+        memory.stage_gradient(gradient.t(), look)
+        memory.await_staged()
+        assert found == [True]
+        gradient.mul_(3)
+        memory.pass_by(lambda: found.append(LINES[0].is_idle()))
+        memory.await_staged()
+        assert found == [True, True]
+
+
+@pytest.mark.parametrize("kind", [HostWork, GpuWork])
+def test_a_thread_beside_has_a_stream_of_its_own_and_waits_for_it(kind: type) -> None:
+    with lagging(manner="late"):
+        parameter = torch.zeros(4).to(DEVICE)
+        work: Any = GpuWork(HERE) if kind is GpuWork else HostWork([parameter])
+        with work.in_thread():
+            assert current_stream().stream_id != 0
+            parameter.add_(1)
+            work.finish()
+            assert current_stream().line.is_idle()
+        assert current_stream().stream_id == 0
+
+
+def test_a_part_that_another_stream_uses_is_kept_for_it() -> None:
+    with lagging(manner="eager", stream_1="late"):
+        work, host = GpuWork(HERE), torch.zeros(4).pin_memory()
+        part = torch.ones(4).to(DEVICE).view(torch.uint8)
+        synchronize()
+        with on_stream(Stream()):
+            assert current_stream().stream_id == 1
+            host.copy_(work.flat(part, torch.float32), non_blocking=True)
+            del part
+            LINES[0].mark().wait()
+            work.finish()
+        assert host.tolist() == [1.0] * 4
+
+
+# What a device lacks.
+def test_without_pinned_memory_a_thread_beside_copies(
+    monkeypatch: pytest.MonkeyPatch, stagings: Make
+) -> None:
+    monkeypatch.setattr(MEMORY, "can_pin", False)
+    with lagging(manner="late"):
+        staging = stagings()
+        gradient = torch.ones(4).to(DEVICE)
+        LINES.host_waits.clear()
+        with on_stream(Stream()):
+            gradient.mul_(3)
+            staging.stage(gradient)
+        staging.memory.await_staged()
+        assert staging.ready == [[3.0] * 4]
+        assert {thread for thread, _ in LINES.host_waits} == {"foreprop-stage"}
+        staging.reply(5)
+        staging.memory.land()
+        staging.reply(6)
+        assert staging.parameter.tolist() == [5.0] * 4
+        assert describe_devices([staging.parameter]) == (
+            "; parameters on lagging:0 (no pinned memory there: a thread beside training copies)"
+        )
+
+
+def test_without_streams_copies_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(type(torch.get_device_module(DEVICE)), "Stream")
+    with lagging(manner="late"):
+        parameter = torch.zeros(4).to(DEVICE)
+        memory = MemoryFactory().memory_of(parameter)
+        assert isinstance(memory, StagedMemory)
+        ready: list[list[float]] = []
+        memory.stage_gradient(
+            torch.ones(4).to(DEVICE) * 3,
+            lambda view: ready.append(torch.frombuffer(view, dtype=torch.float32).tolist()),
+        )
+        assert ready == [[3.0] * 4]
+        memory.values[:] = torch.full((4,), 5.0).numpy().tobytes()
+        memory.land()
+        memory.values[:] = torch.full((4,), 6.0).numpy().tobytes()
+        assert parameter.tolist() == [5.0] * 4
+        assert describe_devices([parameter]) == (
+            "; parameters on lagging:0 (no streams there: copies hold up training)"
+        )
+
+
+def test_parameters_in_host_memory_are_not_described() -> None:
+    assert describe_devices([torch.zeros(1), torch.zeros(1, device="meta")]) == ""
+
+
+def test_a_device_has_one_thread_that_waits() -> None:
+    with lagging():
+        stagers: dict[torch.device, Stager] = {}
+        parameters = [torch.zeros(2).to(DEVICE) for _ in range(3)]
+        for parameter in parameters:
+            staged_memory_of(parameter, stagers, stays=False)
+        assert list(stagers) == [HERE]
+        stagers[HERE].stop()

@@ -1,0 +1,54 @@
+"""What a worker holds on its device and pinned on its host: the formulas of docs/devices.md."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.lagging import scenarios
+from tests.lagging.device import DEVICE, MEMORY, lagging
+from tests.lagging.training import Scenario, train
+
+ELEMS = sum(parameter.numel() for parameter in scenarios.layers().parameters())
+PARAMETERS_BYTES = 4 * ELEMS
+"""P: the parameters', of a model in float32."""
+
+
+def train_and_look(model: Any, optimizer: Any, batches: Any, session: Any) -> dict[str, float]:
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    session.flush()
+    torch.get_device_module(DEVICE).synchronize()
+    inputs = sum(part.nbytes for batch in batches for part in batch)
+    return {
+        "pinned": sum(MEMORY.pinned.values()) / PARAMETERS_BYTES,
+        "on device": (MEMORY.held_bytes - inputs) / PARAMETERS_BYTES,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "pinned", "on_device"),
+    [
+        ({"architecture": "p2p", "update": "servers"}, 2, 2),
+        ({"architecture": "p2p", "update": "workers"}, 3, 4),
+        ({"architecture": "ring"}, 1, 4),
+    ],
+)
+def test_bytes_held(settings: dict[str, Any], pinned: float, on_device: float) -> None:
+    """In P. Adam's two averages are on the servers' hosts, or with ``update="workers"`` here."""
+    scenario = Scenario(
+        scenarios.layers, train_and_look, scenarios.adam, settings, ranks=1, steps=3
+    )
+    gc.collect()  # of other tests
+    assert not MEMORY.pinned
+    assert not MEMORY.held_bytes
+    with lagging(seed=4):
+        (found,) = train(scenario, DEVICE)
+    assert found[".found.pinned"].item() == pytest.approx(pinned, rel=0.02)
+    assert found[".found.on device"].item() == pytest.approx(on_device, rel=0.1)

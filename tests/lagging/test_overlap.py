@@ -1,0 +1,79 @@
+"""By the device's clock: gradients leave while it computes, and values land while it computes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from torch import nn
+
+from foreprop.path.worker import WorkerEngine
+from tests.lagging.device import DEVICE, Event, lagging
+from tests.lagging.streams import LINES, current_stream
+from tests.lagging.training import Scenario, train
+
+LAYERS = 6
+TAKES_S = 0.004
+TRAINING = 1
+"""The number of the stream on which the one rank trains."""
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 16), *(nn.Linear(16, 16) for _ in range(LAYERS)))
+
+
+@pytest.mark.alone
+def test_pushes_start_in_the_backward_pass_and_replies_land_in_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pushes_s: list[float] = []
+    push = WorkerEngine.push
+
+    def note(engine: WorkerEngine, parameter: int, step: int, **given: Any) -> None:
+        pushes_s.append(time.perf_counter())
+        push(engine, parameter, step, **given)
+
+    monkeypatch.setattr(WorkerEngine, "push", note)
+    seen: dict[str, Any] = {}
+
+    def loop(model: Any, optimizer: Any, batches: Any, session: Any) -> None:
+        for x, _ in batches:
+            session.flush()
+            current_stream().synchronize()
+            LINES[TRAINING].busy.clear()
+            pushes_s.clear()
+            LINES.host_waits.clear()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            seen["computed"] = event = Event()
+            event.record()
+            optimizer.step()
+            model(x)  # uses every parameter once more
+            seen["waited"] = list(LINES.host_waits)
+            current_stream().synchronize()
+            seen["jobs"] = list(LINES[TRAINING].busy)
+            seen["pushes_s"] = list(pushes_s)
+
+    settings = {"architecture": "p2p", "update": "servers"}
+    LINES.takes_s = {TRAINING: TAKES_S}
+    try:
+        with lagging(manner="eager"):
+            train(Scenario(deep, loop, settings=settings, ranks=1, steps=3), DEVICE)
+    finally:
+        LINES.takes_s = {}
+    assert {thread for thread, _ in seen["waited"]} == {"foreprop-stage"}
+
+    computed_s = seen["computed"]._marker.reached_s
+    early = [at_s for at_s in seen["pushes_s"] if at_s < computed_s - TAKES_S]
+    assert len(seen["pushes_s"]) == 2 * (LAYERS + 1)
+    assert len(early) >= LAYERS, "half of the gradients leave while the backward pass runs"
+
+    after = [name for began_s, _, name in seen["jobs"] if began_s >= computed_s]
+    landed = [number for number, name in enumerate(after) if name == "copy to device"]
+    used = [number for number, name in enumerate(after) if name.startswith("aten.addmm")]
+    assert len(landed) == 2 * (LAYERS + 1)
+    assert len(used) == LAYERS + 1
+    assert all(first < last for first, last in zip(used, landed[2::2], strict=False)), (
+        "each layer's values land when the layers before it have been computed"
+    )

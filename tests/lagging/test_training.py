@@ -1,0 +1,46 @@
+"""What trains on the CPU trains on a device, with the same bits, however it lags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from tests.lagging.scenarios import SCENARIOS
+from tests.lagging.training import check_on_device, train
+
+SEEDS = 10
+MORE = 8
+"""Seeds of each scenario, in `make test-all`: 232 in all."""
+NAMES = list(SCENARIOS)
+CASES = [(name, number % SEEDS) for number, name in enumerate(NAMES)]
+LATE = ["zeroing", "monitoring", "looking-back", "workers-uneven", "workers-reading", "ring-uneven"]
+"""Where a missing wait shows on a device that waits for nobody."""
+CASES_MORE = [
+    (name, 100 + number * MORE + seed) for number, name in enumerate(NAMES) for seed in range(MORE)
+]
+
+
+@cache
+def on_cpu(name: str) -> Sequence[dict[str, torch.Tensor]]:
+    return train(SCENARIOS[name], "cpu")
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_the_same_bits_on_a_device_that_does_nothing_until_somebody_waits(name: str) -> None:
+    check_on_device(SCENARIOS[name], on_cpu(name), seed=0, manner="late")
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in CASES_MORE)],
+)
+def test_the_same_bits_as_on_the_cpu(name: str, seed: int) -> None:
+    check_on_device(SCENARIOS[name], on_cpu(name), seed)
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS))
+def test_any_seed_will_do(seed: int) -> None:
+    check_on_device(SCENARIOS["layers"], on_cpu("layers"), seed)
