@@ -5,6 +5,9 @@ Whoever can write to the store may have written them, if no secret is set (docs/
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +18,7 @@ T = TypeVar("T")
 MOST_PARTS = 4096
 """Of one value: 16 GiB."""
 _SHOWN = 100
+_ID = re.compile("[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 
 
 def decode_entry(text: str | bytes, kind: type[T] | Any, what: str) -> T:
@@ -34,6 +38,20 @@ def decode_order(text: str, count: int, what: str) -> list[int]:
             f"the store has {text[:_SHOWN]!r} for {what}, which is no order of {count} numbers"
         )
     return order
+
+
+def parse_shape(text: str) -> tuple[str, Mapping[str, object]]:
+    """A session's id, which is in files' names, and what rank 0 has in mind of the cluster."""
+    try:
+        session_id, shape = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RemoteProtocolError(
+            f"the store has {text[:_SHOWN]!r} for a session: {error}"
+        ) from error
+    named = isinstance(session_id, str) and _ID.fullmatch(session_id) is not None
+    if not named or not isinstance(shape, dict):
+        raise RemoteProtocolError(f"the store has {text[:_SHOWN]!r} for a session")
+    return session_id, shape
 
 
 def decode_parts(text: str, what: str) -> range:

@@ -15,7 +15,6 @@ from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
 from foreprop.errors import (
     HandshakeError,
-    RemoteProtocolError,
     StepTimeout,
     TransportError,
     decode_failure,
@@ -232,8 +231,10 @@ def agree_on_session(
     if board.rank == 0:
         board.publish("", json.dumps([session_id, shape]))
         return session_id
+    from foreprop.cluster.entries import parse_shape
+
     what = "rank 0 to start the session; does every rank call parallelize() equally often?"
-    session_id, theirs = _parse_shape(board.lookup("", what))
+    session_id, theirs = parse_shape(board.lookup("", what))
     differing = [
         f"{name}: rank 0 has {theirs.get(name)}, rank {board.rank} has {ours}"
         for name, ours in shape.items()
@@ -242,14 +243,3 @@ def agree_on_session(
     if differing:
         raise HandshakeError(f"rank 0 and rank {board.rank} do not agree: {'; '.join(differing)}")
     return session_id
-
-
-def _parse_shape(text: str) -> tuple[str, Mapping[str, object]]:
-    try:
-        session_id, shape = json.loads(text)
-    except (ValueError, TypeError) as error:
-        raise RemoteProtocolError(f"the store has {text[:100]!r} for a session: {error}") from error
-    named = isinstance(session_id, str) and session_id.replace("-", "").isalnum()
-    if not named or not session_id.isascii() or len(session_id) > 64 or not isinstance(shape, dict):
-        raise RemoteProtocolError(f"the store has {text[:100]!r} for a session")
-    return session_id, shape
