@@ -21,6 +21,7 @@ from foreprop.core.authentication import (
     key_of,
     maybe_rank_opening,
     maybe_signed,
+    seed_of,
     sign,
     token_of,
 )
@@ -59,6 +60,61 @@ def test_both_sides_know_each_other_after_four_messages_of_fixed_size() -> None:
     sizes = [OPENING_BYTES, CHALLENGE_BYTES, PROOF_BYTES, PROOF_BYTES]
     assert [len(message) for message in said] == sizes == [44, 40, 32, 32]
     assert (near.wanted, far.wanted, far.rank) == (0, 0, 7)
+
+
+ENCRYPTED = SUBJECT._replace(encrypted=True)
+
+
+def test_both_sides_make_the_same_seeds_and_each_way_has_its_own() -> None:
+    near, far = connecting(subject=ENCRYPTED), AcceptingSide(KEY, ENCRYPTED, NONCES[1])
+    shake_hands(near, far)
+    assert near.channel == far.channel
+    assert near.channel == (ENCRYPTED, 7, NONCES[0] + NONCES[1])
+    to_accepting = seed_of(KEY, near.channel, "to accepting")
+    assert to_accepting == seed_of(KEY, far.channel, "to accepting")
+    others = [seed_of(KEY, near.channel, "to connecting")]
+    others.append(seed_of(OTHER_KEY, near.channel, "to accepting"))
+    for changes in (
+        {"rank": 6},
+        {"nonces": NONCES[1] + NONCES[0]},
+        {"subject": ENCRYPTED._replace(target="server 4")},
+        {"subject": ENCRYPTED._replace(session="session-2")},
+    ):
+        others.append(seed_of(KEY, near.channel._replace(**changes), "to accepting"))
+    assert len({to_accepting, *others}) == len(others) + 1
+    assert {len(seed) for seed in others} == {32}
+
+
+@pytest.mark.parametrize("connecting_encrypts", [True, False])
+def test_a_side_that_encrypts_and_one_that_does_not_are_both_told(
+    connecting_encrypts: bool,
+) -> None:
+    subjects = (SUBJECT, ENCRYPTED)
+    near = connecting(subject=subjects[connecting_encrypts])
+    far = AcceptingSide(KEY, subjects[not connecting_encrypts], NONCES[1])
+    names = ("rank 7", "server 3") if connecting_encrypts else ("server 3", "rank 7")
+    expected = "{} encrypts and {} does not: set encryption".format(*names)
+    challenge = far.receive(near.opening)
+    assert (far.wanted, far.refused) == (0, far.refused or "")
+    assert expected in str(far.refused)
+    with pytest.raises(HandshakeError, match=expected):
+        near.receive(challenge)
+
+
+def test_a_changed_mark_does_not_make_two_sides_agree() -> None:
+    """Somebody on the path tells each that the other encrypts as it does: proofs differ."""
+    near, far = connecting(subject=ENCRYPTED), accepting()
+    plain = connecting().opening
+    challenge = far.receive(plain[:8] + near.opening[8:])
+    tls = AcceptingSide(KEY, ENCRYPTED, NONCES[1]).receive(near.opening)
+    proof = near.receive(tls[:8] + challenge[8:])
+    with pytest.raises(HandshakeError, match="have different secrets, or mean different"):
+        far.receive(proof)
+
+
+def test_a_server_without_a_secret_knows_both_openings() -> None:
+    for subject in (SUBJECT, ENCRYPTED):
+        assert maybe_rank_opening(connecting(subject=subject).opening) == 7
 
 
 def pieces(message: bytes, cuts: list[int]) -> Iterator[bytes]:

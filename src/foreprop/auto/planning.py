@@ -153,7 +153,9 @@ class Planning:
         compute_s = 0.0 if profile is None else profile.measured_s or 0.0
         told = board.exchange("compute", json.dumps(compute_s), "time of a step")
         if self._world.rank == 0:
-            computed_s = [decode_entry(text, float, "a rank's time of a step") for text in told]
+            computed_s: list[float] = [
+                decode_entry(text, float, "a rank's time of a step") for text in told
+            ]
             slowest_s = max(computed_s)
             plan = Plan(row_wise, text=table)
             if profile is not None and slowest_s > 0 and links is not None:

@@ -82,7 +82,7 @@ class Ordering:
 
     def _others_ready_s(self, step: int) -> list[list[float]]:
         """When gradients are ready on the other ranks."""
-        found = []
+        found: list[list[float]] = []
         for rank in range(1, self._ranks):
             key = f"ready/{step}/{rank}"
             what = f"rank {rank}'s times of its gradients, after step {step}"

@@ -214,11 +214,13 @@ class SocketStream:
                 sent = len(header)
             if sent < len(header) + len(payload):
                 self._sock.sendall(payload[sent - len(header) :])
-            self.after_sending(payload)
+            if self._room is not None or self._bound is not None:
+                self.after_sending(payload)
         except OSError as error:
             raise TransportError(f"cannot send to {self._peer}: {error}") from error
 
     def after_sending(self, payload: memoryview) -> None:
+        """Wait until there is room again, and adapt that, as `bound` or ``bound`` says."""
         if self._room is not None:
             self._room.poll()
         if (bound := self._bound) is not None and payload:

@@ -151,7 +151,7 @@ class ProbeListener:
                 if key.fileobj is self._sock:
                     self._arrive()
                 elif (sock := key.fileobj) in self._strangers:  # not crowded out meanwhile
-                    self._hear(sock)  # type: ignore[arg-type]
+                    self._hear(sock)
             since_s = time.monotonic() - _PATIENCE_S
             for sock, each in list(self._strangers.items()):
                 if each.came_at_s < since_s:
