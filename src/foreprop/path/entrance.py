@@ -26,7 +26,7 @@ from foreprop.core.authentication import (
 )
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.wire import HEADER_BYTES, Header, Kind, decode_header, encode_header
-from foreprop.errors import Failure, HandshakeError, RemoteProtocolError
+from foreprop.errors import Failure, HandshakeError, InternalError, RemoteProtocolError
 from foreprop.link.stream import SocketStream, Stream
 
 MAX_GREETING_BYTES = 256
@@ -53,8 +53,10 @@ def stream_of(whole: Greeting, config: Config) -> Stream:
     """Of who has greeted: from now on it blocks. If encrypted, its first user shakes hands."""
     whole.sock.setblocking(True)
     name = f"rank {whole.header.rank} at {whole.address}"
-    if config.encryption is None or whole.channel is None:
+    if config.encryption is None:
         return SocketStream(whole.sock, name)
+    if whole.channel is None:
+        raise InternalError(f"{name} is to be encrypted, and has not been authenticated")
     from foreprop.link.encrypted import EncryptedStream
 
     return EncryptedStream(whole.sock, name, whole.channel, config, accepts=True)

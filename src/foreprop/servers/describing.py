@@ -22,7 +22,7 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
         f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
         f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
         f"{'' if codecs is None else codecs.describe()};"
-        f" address {connections.address}"
+        f" address {connections.address}{'' if config.encryption is None else ', encrypted'}"
     )
 
 
