@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from foreprop.core.codec import choices_of
 from foreprop.core.manifest import Aggregation, Manifest, ParameterInfo
 from foreprop.core.rowinit import row_init_of
-from foreprop.core.wire import Kind, encode_header
+from foreprop.core.wire import Flag, Kind, encode_header
 from foreprop.errors import Failure, ForepropError
 from foreprop.path.tensors import encode_state
 from foreprop.path.worker import WorkerEngine
@@ -103,18 +103,79 @@ def changed(draw: st.DrawFn, payloads: Sequence[bytes]) -> bytes:
     return data
 
 
-FRAMES = st.builds(
-    Said,
-    kind=st.sampled_from([int(kind) for kind in Kind]),
-    flags=st.one_of(
-        st.just(0), st.sampled_from([1 << n for n in range(16)]), st.integers(0, 65535)
-    ),
-    step=st.sampled_from([0, 1, 2, 2, 3, 2**31, 2**63, 2**64 - 1]),
-    slice_=st.sampled_from([0, 0, 1, 2, 5, 2**31, 2**32 - 1]),
-    payload=changed(PAYLOADS),
-    more_bytes=st.sampled_from([0] * 12 + [1, 4, 1000, 2**31, 2**32 - 100_000]),
-    rank=st.sampled_from([None] * 12 + [0, 1, 2, 65_535]),
-)
+GROUPS, STATE = msgspec.json.encode((GROUP,)), encode_state({"momentum_buffer": torch.zeros(6)})
+ROWS_OF = encode_numbers(NUMBERS)
+ROW_PART = bytes(ROWS_OF) + torch.ones(2, 3).numpy().tobytes()
+KEPT = encode_kept(KeptRows(torch.tensor([1]), {VALUES: torch.ones(1, 3)}))
+RIGHT: list[tuple[Kind, int, bytes, int]] = [
+    # kind, step, payload, flags: as a worker, a server or a relay may say them at some time
+    (Kind.PUSH, 1, gradient(1.0), 0),
+    (Kind.PUSH, 1, b"", Flag.NO_GRADIENT),
+    (Kind.PUSH, 2, gradient(1.0), Flag.GRADIENT),
+    (Kind.PUSH, 1, gradient(1.0)[:12], 0),
+    (Kind.VALUE, 0, gradient(1.0), 0),
+    (Kind.HYPERPARAMETERS, 1, GROUPS, 0),
+    (Kind.HYPERPARAMETERS, 2, GROUPS, 0),
+    (Kind.STATE, 0, STATE, 0),
+    (Kind.STATE, 0, STATE, Flag.AVERAGES),
+    (Kind.STATE_PULL, 1, b"", 0),
+    (Kind.STATE_PULL, 1, b"", Flag.GRADIENT),
+    (Kind.STATE_PULL, 1, b"", Flag.MASTER),
+    (Kind.STATE_PULL, 1, b"", Flag.AVERAGES),
+    (Kind.BLOB, 1, bytes(8), 0),
+    (Kind.BLOB_PULL, 1, b"", 0),
+    (Kind.STATUS_PULL, 1, b"", 0),
+    (Kind.PULL, 1, b"", 0),
+    (Kind.NORM, 1, bytes(8), 0),
+    (Kind.ROWS_VALUE, 0, ROW_PART, 0),
+    (Kind.ROWS_PUSH, 1, ROW_PART, 0),
+    (Kind.ROWS_PUSH, 1, ROW_PART, Flag.MORE),
+    (Kind.ROWS_PULL, 1, encode_pull(0, NUMBERS), 0),
+    (Kind.TABLE, 0, KEPT, Flag.ANEW),
+    (Kind.TABLE, 0, KEPT, 0),
+    (Kind.TABLE_PULL, 0, bytes(8), 0),
+    (Kind.PACE, 20, bytes(8), 0),
+    (Kind.REPLY, 1, gradient(5.0), 0),
+    (Kind.REPLY, 1, b"", Flag.UNCHANGED),
+    (Kind.NOTIFY, 1, b"", 0),
+    (Kind.WELCOME, 0, b"", 0),
+    (Kind.STATE_REPLY, 1, STATE, 0),
+    (Kind.STATUS_REPLY, 1, b"waits", 0),
+    (Kind.BLOB_REPLY, 1, bytes(8), 0),
+    (Kind.ROWS_REPLY, 1, ROW_PART, 0),
+    (Kind.NORM_PART, 1, bytes(18), 0),
+    (Kind.FAILURE, 0, Failure(kind="StepTimeout", message="rank 1 waited").encode(), 0),
+    (Kind.BYE, 0, b"", 0),
+]
+FLAGS = st.one_of(st.sampled_from([0, *(1 << n for n in range(16))]), st.integers(0, 65_535))
+STEPS = st.sampled_from([0, 1, 2, 3, 2**31, 2**63, 2**64 - 1])
+SLICES = st.sampled_from([0, 1, 2, 5, 2**31, 2**32 - 1])
+MORE = st.sampled_from([1, 4, 1000, 2**31, 2**32 - 100_000])
+
+
+@st.composite
+def frame(draw: st.DrawFn) -> Said:
+    """A right one for some state, or one of which a field is wrong, or any."""
+    kind, step, payload, flags = draw(st.sampled_from(RIGHT))
+    said = Said(int(kind), int(flags), step, draw(st.integers(0, 2)), payload, 0, None)
+    match draw(st.integers(0, 9)):
+        case 0 | 1 | 2:
+            return said._replace(payload=draw(changed([payload])))
+        case 3:
+            return said._replace(payload=draw(changed(PAYLOADS)))
+        case 4:
+            return said._replace(flags=draw(FLAGS))
+        case 5:
+            return said._replace(step=draw(STEPS), slice_=draw(SLICES))
+        case 6:
+            return said._replace(more_bytes=draw(MORE))
+        case 7:
+            kind = draw(st.sampled_from(list(Kind)))
+            return said._replace(kind=int(kind), rank=draw(st.sampled_from([None, 0, 1, 65_535])))
+    return said
+
+
+FRAMES = frame()
 
 
 def say(client: Client, frames: Sequence[Said]) -> None:
