@@ -204,7 +204,7 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
     )
 
 
-SHORT, LONG = 20, 1500
+SHORT, LONG = 20, 100
 
 
 def tiers(test: Callable[[int], None]) -> Any:
