@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from foreprop.config import Config
 from foreprop.core.authentication import key_of, sign
+from foreprop.errors import ConfigError
 from foreprop.servers.dedicated import PublishedSession, Supervisor, dedicated_key
 from foreprop.version import __version__
 from tests.secretfile import secret_file
@@ -65,6 +66,21 @@ def test_an_announcement_names_no_path(tmp_path: Path) -> None:
         expected |= {"interface": mine.interface, "port_range": mine.port_range}
         assert made == expected
     assert "the script asks for traces; set FOREPROP_TRACE" in command.said[0]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_command_that_does_not_encrypt_as_the_script_refuses(ours: bool, secret: str) -> None:
+    """Neither lets an announcement take encryption away, nor serves in the clear who expects it."""
+    own = Config(secret_file=secret, encryption="tls" if ours else None)
+    same, other = ("tls", None) if ours else (None, "tls")
+    for theirs in (same, other):
+        config = {"encryption": theirs}
+        published = msgspec.json.decode(announcement(config=config), type=PublishedSession)
+        if theirs == same:
+            assert Commanded(own)._settings(published)["encryption"] == same
+        else:
+            with pytest.raises(ConfigError, match=f"encryption is {same!r} here, and {other!r} in"):
+                Commanded(own)._settings(published)
 
 
 @pytest.mark.parametrize(
