@@ -42,6 +42,13 @@ def doctor(
     wait: Annotated[
         float, typer.Option(min=1.0, help="Seconds that a host has to start and answer.")
     ] = 60.0,
+    self_test: Annotated[
+        bool,
+        typer.Option("--self-test", help="Only train a small model on this machine's device."),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="For --self-test: cpu, cuda:0, ...; else what there is.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Check hosts before training: names, addresses, ports, versions, clocks, links, rates.
@@ -53,10 +60,16 @@ def doctor(
     With --resources, probes are started as foreprop run starts workers. Or let the ranks of a run
     check each other: torchrun ... -m foreprop doctor, or foreprop run ... -m foreprop doctor.
 
+    --self-test trains a small model on this machine's device, and compares with plain torch.
+
     Examples:
       foreprop doctor --resources hosts.txt
       foreprop doctor --resources hosts.txt --seconds 3 --json
+      foreprop doctor --self-test --device cpu
     """
+    if self_test or device is not None:
+        _train_here(device, self_test=self_test, as_json=as_json)
+        return
     info, resources = launch_info(), given["resources"]
     if info.launched and resources is not None:
         raise ConfigError(
@@ -75,6 +88,26 @@ def doctor(
     else:
         show(Console(width=None if sys.stdout.isatty() else _FILE_WIDTH), shown)
     if not shown.ok:
+        raise typer.Exit(1)
+
+
+def _train_here(device: str | None, *, self_test: bool, as_json: bool) -> None:
+    if not self_test:
+        raise ConfigError(
+            f"device is {device!r}, which only --self-test uses; give both or neither"
+        )
+    from foreprop.doctor.selftest import chosen_device, train_on
+
+    chosen = chosen_device(device)
+    outcomes = train_on(chosen)
+    ok = all(outcome.ok for outcome in outcomes)
+    if as_json:
+        told = {"device": str(chosen), "ok": ok, "outcomes": [o._asdict() for o in outcomes]}
+        print(msgspec.json.encode(told).decode(), flush=True)
+    else:
+        for outcome in outcomes:
+            print(f"{'ok    ' if outcome.ok else 'FAILED'} {outcome.what}: {outcome.told}")
+    if not ok:
         raise typer.Exit(1)
 
 
