@@ -15,7 +15,6 @@ Limits: one device; no random operations (use the host's generator), no sparse t
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +24,7 @@ import torch.utils._pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.lagging import streams
-from tests.lagging.streams import DEVICE, LINES, DeviceError, Event, Line, Stream, current_stream
+from tests.lagging.streams import DEVICE, LINES, Event, Line, Stream, current_stream
 
 POISON = 0xFF
 """Of floating-point numbers this makes NaN, of indices -1."""
@@ -407,6 +406,3 @@ def lagging(seed: int = 0, manner: str = "any", **manners: str) -> Iterator[None
     finally:
         torch.autograd.set_multithreading_enabled(before)
         LINES.end()
-
-
-__all__ = ["DEVICE", "DeviceError", "Event", "Stream", "lagging", "threading"]

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lagging.device import DEVICE, MEMORY, DeviceError, Event, Stream, lagging
-from tests.lagging.streams import LINES, current_stream, on_stream, synchronize
+from tests.lagging.device import DEVICE, MEMORY, Event, Stream, lagging
+from tests.lagging.streams import (
+    LINES,
+    DeviceError,
+    current_stream,
+    on_stream,
+    synchronize,
+)
 
 
 def ones(elems: int = 4) -> torch.Tensor:

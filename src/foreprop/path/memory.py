@@ -50,7 +50,7 @@ class Memory(Protocol):
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         """Call ``ready`` with the gradient's bytes, in the order of the flattened parameter.
 
-        Now, or from another thread once they are in host memory.
+        Now, or from another thread once they are in host memory. ``ready`` holds the gradient.
         """
 
     def pass_by(self, ready: Callable[[], None]) -> None:
