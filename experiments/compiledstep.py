@@ -1,6 +1,6 @@
 """The picture of a compiled step, from the trace that a session has recorded.
 
-    torchrun --nproc-per-node 2 -m experiments.compiledstep 60e6 docs/results/compiled-step.svg
+    torchrun --nproc-per-node 2 -m experiments.compiledstep 60e6 step.svg
 
 The transformer of `experiments.compiled`, compiled whole; the first argument is the rate of each
 node's link in bits per second. Rank 0 draws its last step but one.
