@@ -18,8 +18,9 @@ from foreprop.lab.systems import Steps, System, codecs_in, counted_bytes, train
 from foreprop.path.worker import WorkerEngine
 from foreprop.session.session import connect
 from foreprop.workload.profile import Layer, Profile
-from foreprop.workload.setting import LabSetting, base_of
+from foreprop.workload.setting import LabSetting
 from foreprop.workload.systemconfig import foreprop_config
+from foreprop.workload.systemnames import base_of
 from foreprop.workload.wirecodecs import arrays_in_order, session_compression
 
 EAGER, BLOCKS, WHOLE = "eager", "blocks", "whole"

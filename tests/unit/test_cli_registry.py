@@ -150,7 +150,7 @@ def test_a_paragraph_is_wrapped_by_the_terminal_only() -> None:
         ("foreprop pl", {"plan"}),
         ("foreprop lab s", {"simulate"}),
         ("foreprop plan --no", {"--nodes"}),
-        ("foreprop lab run --co", {"--compute"}),
+        ("foreprop lab run --compu", {"--compute"}),
     ],
 )
 def test_the_shell_completes_commands_and_options(typed: str, offered: set[str]) -> None:

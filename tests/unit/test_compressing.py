@@ -53,7 +53,7 @@ def test_names_of_any_letters_are_what_a_session_takes(name: str) -> None:
     profile = Profile(name="odd", arrays=(ProfiledArray(name=name, shape=(500, 400)),))
     infos = [ParameterInfo(name=name, shape=(500, 400), dtype="float32", group=0)]
     asked = setting(profile=profile, rate_bits_per_s=0.01 * GBIT)
-    said, _ = codecs_as_setting(asked, Config(compression="auto"), None, infos)
+    said, _ = codecs_as_setting(asked, Config(compression="auto"), None, infos, {})
     assert said is not None
     config = Config(compression=said)
     assert codec_of(name, config.codecs) != "none"

@@ -17,7 +17,7 @@ from foreprop.simulate.run import simulate_lab, simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import Profile, ProfiledArray
-from foreprop.workload.setting import STALE_SYSTEMS
+from foreprop.workload.systemnames import STALE_SYSTEMS
 
 SMALL = Profile(
     name="small",

@@ -44,10 +44,18 @@ def doctor(
     ] = 60.0,
     self_test: Annotated[
         bool,
-        typer.Option("--self-test", help="Only train a small model on this machine's device."),
+        typer.Option(
+            "--self-test",
+            help="Only train a small model on this machine's device.",
+            rich_help_panel="Self-test",
+        ),
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="For --self-test: cpu, cuda:0, ...; else what there is.")
+        str | None,
+        typer.Option(
+            help="For --self-test: cpu, cuda:0, ...; else what there is.",
+            rich_help_panel="Self-test",
+        ),
     ] = None,
     **given: Any,
 ) -> None:

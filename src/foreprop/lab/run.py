@@ -36,9 +36,9 @@ from foreprop.workload.setting import (
     DISCARDED_STEPS,
     MXNET,
     LabSetting,
-    base_of,
     best_bucket,
 )
+from foreprop.workload.systemnames import base_of
 from foreprop.workload.wirecodecs import powersgd_rank
 
 Progress = Callable[[str], None]

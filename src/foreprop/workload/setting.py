@@ -15,7 +15,7 @@ from foreprop.config import PRESETS
 from foreprop.core.codec import NONE
 from foreprop.core.linkshares import shares_of, spare
 from foreprop.core.slicing import usual_slice_elems
-from foreprop.core.staleness import Staleness, most_steps_apart
+from foreprop.core.staleness import Staleness
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 from foreprop.workload import criticalpath, limit
@@ -24,6 +24,7 @@ from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
 from foreprop.workload.links import CrossTraffic, LinkRate, check_links
 from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer, Profile
+from foreprop.workload.systemnames import CODEC_MARK, SIZE_MARK, base_of, check_staleness
 from foreprop.workload.unevenness import Draw, StepLengths, Unevenness
 from foreprop.workload.wirecodecs import check_codecs, powersgd_rank
 
@@ -50,14 +51,6 @@ CLIPPED = {"p3-clip": "auto", "p3-clip-setting": "servers"}
 """The preset p3 in a loop that clips: with ``clip_grad_norm_``, or as a setting. By name who
 updates."""
 SYSTEMS = (*PRESETS, RING, *AUTO, WORKERS, *CLIPPED, DDP, DDP_TUNED, *MXNET)
-
-STALE_SYSTEMS = tuple(name for name, knobs in PRESETS.items() if knobs["reply"] == "broadcast")
-"""In which a worker may be ahead of others: it is answered about its own push."""
-
-SIZE_MARK = "@"
-"""``p3@200000`` is p3 with slices of 200,000 elements of the unscaled model."""
-CODEC_MARK = "+"
-"""``p3+int8`` is p3 with that codec, ``p3+none`` without; ``ddp+fp16`` has a hook of torch's."""
 
 DISCARDED_STEPS = 1
 """Of each block: TCP begins anew after a pause."""
@@ -86,11 +79,6 @@ def usual_compute_s(profile: Profile, nodes: int) -> float:
     slices = profile.slices(usual_slice_elems(nodes))
     more_nodes = max(1.0, nodes / _USUAL_NODES)
     return max(1.0, slices / _SLICES_PER_S) * math.pow(more_nodes, _MORE_NODES_EXPONENT)
-
-
-def base_of(system: str) -> str:
-    """``p3`` of ``p3@200000+int8``."""
-    return system.partition(CODEC_MARK)[0].partition(SIZE_MARK)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +199,7 @@ class LabSetting:
                 raise ConfigError(f"{name} is {value}; it must be positive and finite")
         self._check_evenness()
         self._check_codecs()
-        self._check_staleness()
+        check_staleness(self.staleness, self.systems)
         if self.mxnet_python is None and any(name in MXNET for name in self.systems):
             raise ConfigError("mxnet-* need mxnet_python: the Python of an environment with mxnet")
 
@@ -229,16 +217,6 @@ class LabSetting:
         for name in ("slow_nodes", "jitter", "step_jitter", "step_lengths"):
             if value := getattr(self, name):
                 raise ConfigError(f"{name} is {value}; mxnet-* can only be measured without")
-
-    def _check_staleness(self) -> None:
-        if not most_steps_apart(self.staleness):
-            return
-        for system in self.systems:
-            if base_of(system) not in STALE_SYSTEMS:
-                raise ConfigError(
-                    f"systems has {system!r}, which makes its steps together; with a staleness"
-                    f" ({self.staleness!r}) there are {', '.join(STALE_SYSTEMS)}"
-                )
 
     def _knows(self, system: str) -> bool:
         whole, codec_mark, _ = system.partition(CODEC_MARK)

@@ -6,15 +6,8 @@ from typing import Any
 
 from foreprop.config import PRESETS, Config
 from foreprop.workload.foundsettings import DIVIDED, SAID_BY_SYSTEMS, settings_found
-from foreprop.workload.setting import (
-    AUTO,
-    CLIP_NORM,
-    CLIPPED,
-    RING,
-    WORKERS,
-    LabSetting,
-    base_of,
-)
+from foreprop.workload.setting import AUTO, CLIP_NORM, CLIPPED, RING, WORKERS, LabSetting
+from foreprop.workload.systemnames import base_of
 
 _DEFAULT = Config()
 
