@@ -123,20 +123,12 @@ def checkpointed(kind: type, folder: Path) -> tuple[Found, State]:
 
 def resumed(kind: type, folder: Path) -> tuple[Found, State]:
     """Broken off after its third step, and gone on with from a checkpoint by another trainer."""
-    _restore_numbered_cpus()
     first = _make_trainer(kind, folder, save_strategy="steps", save_steps=3)
     first.add_callback(_StopAfter(3))
     first.train()
     second = _make_trainer(kind, folder, save_strategy="steps", save_steps=3)
     second.train(resume_from_checkpoint=True)
     return _logged(second), _copy(second.model)
-
-
-def _restore_numbered_cpus() -> None:
-    """Older releases of transformers ask for tensors on ``cpu:0``, which torch does not know."""
-    torch.serialization.register_package(
-        5, lambda _: None, lambda storage, place: storage if place.startswith("cpu:") else None
-    )
 
 
 def twice(kind: type, folder: Path) -> tuple[Found, State]:
