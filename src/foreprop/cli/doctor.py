@@ -24,6 +24,9 @@ _FILE_WIDTH = 120
 """Characters per line where the report goes to no terminal."""
 
 
+_HERE = "Self-test"
+
+
 @asking_for_hosts(
     resources="The hosts, as foreprop run takes them. Without a file: under torchrun the ranks'"
     " machines, else this machine alone.",
@@ -44,18 +47,11 @@ def doctor(
     ] = 60.0,
     self_test: Annotated[
         bool,
-        typer.Option(
-            "--self-test",
-            help="Only train a small model on this machine's device.",
-            rich_help_panel="Self-test",
-        ),
+        typer.Option("--self-test", help="Only train a small model here.", rich_help_panel=_HERE),
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="For --self-test: cpu, cuda:0, ...; else what there is.",
-            rich_help_panel="Self-test",
-        ),
+        typer.Option(help="cpu, cuda:0, ...; else what there is.", rich_help_panel=_HERE),
     ] = None,
     **given: Any,
 ) -> None:
