@@ -205,3 +205,19 @@ def test_a_service_may_be_made_by_its_first_frame(sockets: Any) -> None:
     ends_after(sockets, frame(Kind.PULL) * 2, later)
     assert [each.frames for each in made] == [[(Kind.PULL, b"")] * 2]
     assert later.service is made[0]
+
+
+def test_what_no_thread_can_send_is_sent_here(
+    sockets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Python 3.12 while the interpreter ends, where a session that is open says goodbye."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    near, far = sockets
+    made = connection(near, Pulls())
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    made.start_sending_past_queue("goodbye", Kind.BLOB, b"12").join(1)
+    sent = frame(Kind.BLOB, b"12")
+    assert len(far.recv(100)) == len(sent)

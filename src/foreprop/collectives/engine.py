@@ -42,6 +42,7 @@ from foreprop.core.ring_machine import (
     most_collectives,
 )
 from foreprop.errors import ForepropError, InternalError, StepTimeout, own_error
+from foreprop.link.shutdown import done_here
 from foreprop.numerics.norms import GradientNorms
 from foreprop.observe.trace import RingStage
 from foreprop.path.progress import NOTHING, Progress
@@ -212,7 +213,10 @@ class RingEngine:
         self._stop()
         # gloo ends when its collectives have, and one may wait for a rank that has left
         closer = threading.Thread(target=self._group.close, name="foreprop-ring-end", daemon=True)
-        closer.start()
+        try:
+            closer.start()
+        except RuntimeError:  # the interpreter ends
+            closer = done_here(closer)
         for thread in (closer, *self._threads):
             thread.join(None if error is None else _LEAVE_S)
         if well and isinstance(error, StepTimeout):

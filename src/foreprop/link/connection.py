@@ -167,14 +167,16 @@ class Connection:
         self, name: str, kind: int, data: bytes = b"", *, step: int = 0, slice_: int = 0
     ) -> threading.Thread:
         """The same in a thread of its own, for whoever cannot wait, or not for long."""
+        place = {"step": step, "slice_": slice_}
         thread = threading.Thread(
-            target=self.send_past_queue,
-            args=(kind, data),
-            kwargs={"step": step, "slice_": slice_},
-            name=name,
-            daemon=True,
+            target=self.send_past_queue, args=(kind, data), kwargs=place, name=name, daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            from foreprop.link.shutdown import done_here
+
+            return done_here(thread)
         return thread
 
 
