@@ -37,13 +37,17 @@ setup: $(STAMP) ## make .venv and install foreprop into it, with the development
 test: $(STAMP) ## run the tests but for the long ones, in under ten minutes on two cores
 ifeq ($(PYTEST_ARGS),)
 	$(PARALLEL) -m 'not long and not alone'
+	@# its device changes torch for the whole process
+	$(PARALLEL) -m 'not long and not alone' tests/lagging
 	$(PYTEST) -m 'not long and alone'
+	$(PYTEST) -m 'not long and alone' tests/lagging
 else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
 test-all: $(STAMP) ## run what `make test` leaves out: the long ones, the second architecture
 	$(PARALLEL) -m 'long and not alone'
+	$(PARALLEL) -m 'long and not alone' tests/lagging
 	@# what must hold for every architecture, once more over collectives; loaders open no session
 	FOREPROP_ARCHITECTURE=ring $(PARALLEL) --ignore-glob '*/test_shard_*.py' \
 	    tests/conformance tests/faults/test_lost_peers.py

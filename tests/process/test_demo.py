@@ -180,7 +180,7 @@ def test_ctrl_c_ends_the_demo_silently(tmp_path: Path) -> None:
 
 def test_bench_wire(tmp_path: Path) -> None:
     output, _ = run(tmp_path, "bench", "wire", "--slices", "4", "--steps", "2")
-    for name in ("bare sockets", "foreprop, no compute", "foreprop, with SGD"):
+    for name in ("bare sockets", "foreprop, no compute", "foreprop, with SGD "):
         assert float(row(output, name)[1]) > 0
 
 
