@@ -166,7 +166,7 @@ def test_one_worker_alone_has_the_bits_of_plain_pytorch(kind: Any) -> None:
 
 def delayed(strength: float | None) -> torch.Tensor:
     """Rank 1 computes from the first values, and pushes when rank 0's update is in."""
-    updated = threading.Event()
+    computed, updated = threading.Event(), threading.Event()
     x = torch.tensor([[1.0, 2.0, -0.5], [0.3, -1.0, 2.0]])
 
     def work(world: World) -> torch.Tensor:
@@ -175,7 +175,8 @@ def delayed(strength: float | None) -> torch.Tensor:
         with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
             loss = model(x[world.rank]).pow(2).sum()
             if world.rank == 1:
-                assert updated.wait(20)
+                computed.set()
+            assert (updated if world.rank else computed).wait(20)
             loss.backward()
             optimizer.step()
             if world.rank == 0:
