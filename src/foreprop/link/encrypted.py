@@ -88,6 +88,7 @@ class EncryptedStream:
         accepts = self._accepts
         for name in _WAYS:
             context = _context(seed_of(self._key, self._channel, name), accepts=accepts)
+            self._sock.getpeername()  # of a lost connection ``wrap_socket`` leaves the copy open
             copy = self._sock.dup()
             way = context.wrap_socket(copy, server_side=accepts, do_handshake_on_connect=False)
             self.ways.append(way)

@@ -24,7 +24,7 @@ from foreprop.workload.limit import BYTES_PER_ELEM, model_bytes
 from foreprop.workload.links import CrossTraffic, LinkRate, check_links
 from foreprop.workload.network import Network
 from foreprop.workload.profile import Layer, Profile
-from foreprop.workload.systemnames import CODEC_MARK, SIZE_MARK, base_of, check_staleness
+from foreprop.workload.systemnames import SIZE_MARK, base_of, check_staleness, split_codec
 from foreprop.workload.unevenness import Draw, StepLengths, Unevenness
 from foreprop.workload.wirecodecs import check_codecs, powersgd_rank
 
@@ -219,10 +219,10 @@ class LabSetting:
                 raise ConfigError(f"{name} is {value}; mxnet-* can only be measured without")
 
     def _knows(self, system: str) -> bool:
-        whole, codec_mark, _ = system.partition(CODEC_MARK)
+        whole, codec = split_codec(system)
         name, mark, size = whole.partition(SIZE_MARK)
         sized = not mark or (name in PRESETS and size.isdecimal() and int(size) > 0)
-        coded = not codec_mark or name in (*self.coded_systems, *self.hooked_systems)
+        coded = codec is None or name in (*self.coded_systems, *self.hooked_systems)
         return sized and coded and name in self.known_systems
 
     def slice_elems_of(self, system: str) -> int:
@@ -231,7 +231,7 @@ class LabSetting:
         Usual ones fill whole packets where they are few: packets are not divided as the arrays are,
         so that the last one, hardly used, would cost a share that it does not cost unscaled.
         """
-        name, mark, size = system.partition(CODEC_MARK)[0].partition(SIZE_MARK)
+        name, mark, size = split_codec(system)[0].partition(SIZE_MARK)
         published = PRESETS.get(name, {}).get("slice_elems")
         usual = self._asked_slice_elems or published or self.unscaled_slice_elems
         elems = self.scaled(int(size) if mark else usual)
@@ -254,9 +254,9 @@ class LabSetting:
 
     def codec_of(self, system: str) -> str | None:
         """What its name says, or for presets ``compression``; None: it sends float32."""
-        _, mark, own = system.partition(CODEC_MARK)
+        _, own = split_codec(system)
         common = self.compression if base_of(system) in self.coded_systems else None
-        codec = own if mark else common
+        codec = common if own is None else own
         return None if codec == NONE else codec
 
     @property

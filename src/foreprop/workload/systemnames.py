@@ -16,9 +16,15 @@ STALE_SYSTEMS = tuple(name for name, knobs in PRESETS.items() if knobs["reply"] 
 """In which a worker may be ahead of others: it is answered about its own push."""
 
 
+def split_codec(system: str) -> tuple[str, str | None]:
+    """``p3@200000`` and ``int8`` of ``p3@200000+int8``; a mark at the start is part of a name."""
+    whole, mark, codec = system.partition(CODEC_MARK)
+    return (whole, codec) if whole and mark else (system, None)
+
+
 def base_of(system: str) -> str:
     """``p3`` of ``p3@200000+int8``."""
-    return system.partition(CODEC_MARK)[0].partition(SIZE_MARK)[0]
+    return split_codec(system)[0].partition(SIZE_MARK)[0]
 
 
 def check_staleness(staleness: Staleness, systems: Sequence[str]) -> None:
