@@ -22,10 +22,13 @@ from tests.conformance.parity import (
     check_world_of_one,
     check_world_of_two,
     run_foreprop,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
 )
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 AUTOMATIC: list[dict[str, Any]] = [
     {"architecture": "auto"},

@@ -22,11 +22,14 @@ from tests.conformance.parity import (
     check_same_bits,
     check_same_optimizer_state,
     run_foreprop,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
 )
 from tests.tiers import long_cases
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 RANKS, STEPS = 3, 24 * PACE_STEPS
 SETTINGS = {"architecture": "p2p", "slice_elems": 4}

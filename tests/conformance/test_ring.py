@@ -31,10 +31,13 @@ from tests.conformance.parity import (
     merge,
     run_foreprop,
     run_plain,
+    servers_only,
     small_model,
     train_classifier,
     with_sgd,
 )
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 
 class OwnSGD(torch.optim.Optimizer):

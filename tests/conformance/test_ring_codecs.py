@@ -23,11 +23,14 @@ from tests.conformance.parity import (
     build_seeded,
     check_same_bits,
     run_foreprop,
+    servers_only,
     train_classifier,
     with_sgd,
 )
 from tests.conformance.scaler_runs import make_scaler
 from tests.tiers import long_cases
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 SHARE = 0.3
 CODEC = f"randomk:{SHARE}"

@@ -24,11 +24,14 @@ from tests.conformance.parity import (
     merge,
     run_plain,
     run_rank,
+    servers_only,
     small_model,
     snapshot,
     train_classifier,
     with_sgd,
 )
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 APART: dict[str, Any] = {"architecture": "p2p", "step_timeout_s": 20.0}
 LONG = pytest.mark.long
