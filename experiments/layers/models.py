@@ -9,7 +9,7 @@ never compiled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,11 +119,13 @@ class _TransformerBlock(nn.Module):
         return result
 
 
-class Transformer(RealModel):
-    def __init__(self) -> None:
+class WordModel(RealModel):
+    """Words, blocks of a width, a classifier of words."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.words = Timed(nn.Embedding(_WORDS, _WIDTH))
-        self.blocks = nn.ModuleList(_TransformerBlock() for _ in range(_BLOCKS))
+        self.blocks = nn.ModuleList(blocks)
         self.last = Timed(nn.Linear(_WIDTH, _WORDS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,11 @@ class Transformer(RealModel):
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         words = torch.randint(_WORDS, (2, _TOKENS), generator=generator)
         return words, words
+
+
+class Transformer(WordModel):
+    def __init__(self) -> None:
+        super().__init__(_TransformerBlock() for _ in range(_BLOCKS))
 
 
 # A ResNet.
@@ -189,25 +196,11 @@ class _Lstm(nn.LSTM):
         return y
 
 
-class LstmModel(RealModel):
+class LstmModel(WordModel):
     """Words, LSTM layers, a classifier of words (Zaremba et al. 2014, section 3)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.words = Timed(nn.Embedding(_WORDS, _WIDTH))
-        layers = (Timed(_Lstm(_WIDTH, _WIDTH, batch_first=True)) for _ in range(_BLOCKS))
-        self.blocks = nn.ModuleList(layers)
-        self.last = Timed(nn.Linear(_WIDTH, _WORDS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.words(x)
-        for block in (*self.blocks, self.last):
-            y = block(y)
-        return y
-
-    def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        words = torch.randint(_WORDS, (2, _TOKENS), generator=generator)
-        return words, words
+        super().__init__(Timed(_Lstm(_WIDTH, _WIDTH, batch_first=True)) for _ in range(_BLOCKS))
 
 
 MODELS: Mapping[str, Callable[[], RealModel]] = {

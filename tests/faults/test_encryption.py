@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.authentication import Channel, Subject
@@ -27,13 +25,12 @@ from foreprop.errors import (
 from foreprop.link.encrypted import EncryptedStream
 from foreprop.link.stream import connect
 from tests.cluster import run_cluster
+from tests.faults import seeded_training
 from tests.faults.wire_peers import session
 from tests.secretfile import secret_file
 from tests.tiers import long_cases
 
 pytestmark = pytest.mark.timeout(60)
-
-_SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
 
 
 @pytest.fixture
@@ -42,17 +39,8 @@ def encrypted(tmp_path: Path) -> dict[str, Any]:
 
 
 def train(world: World, **changes: Any) -> list[torch.Tensor]:
-    with _SEEDING:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(60, 80), nn.Tanh(), nn.Linear(80, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    chosen = {"join_timeout_s": 20.0, "step_timeout_s": 20.0, "slice_elems": 1000, **changes}
-    with foreprop.parallelize(model, optimizer, world=world, **chosen):
-        for step in range(4):
-            optimizer.zero_grad()
-            model(torch.full((5, 60), 0.1 * (world.rank + step))).square().sum().backward()
-            optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    """Of many frames, for streams to be changed in."""
+    return seeded_training.train(world, times=10, **{"slice_elems": 1000, **changes})
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -28,6 +28,7 @@ from foreprop.link.connection import greeting
 from foreprop.link.secret import load_key
 from foreprop.path import entrance, server
 from tests.cluster import run_cluster
+from tests.faults.seeded_training import SEEDING, train
 from tests.faults.wire_peers import SESSION, Client, Session, session
 from tests.secretfile import secret_file
 from tests.tiers import long_cases
@@ -335,21 +336,6 @@ def test_no_frames_before_authentication_touch_a_session(
 
 
 # Whole sessions, and the store.
-_SEEDING = threading.Lock()  # ranks are threads, and share torch's generator
-
-
-def train(world: World, **changes: Any) -> list[torch.Tensor]:
-    with _SEEDING:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    chosen = {"join_timeout_s": 20.0, "step_timeout_s": 20.0, **changes}
-    with foreprop.parallelize(model, optimizer, world=world, **chosen):
-        for step in range(4):
-            optimizer.zero_grad()
-            model(torch.full((5, 6), 0.1 * (world.rank + step))).square().sum().backward()
-            optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -455,7 +441,7 @@ def test_what_a_stranger_has_written_into_the_store_changes_nothing(
 
 def test_a_refusal_that_a_stranger_writes_in_mid_training_changes_nothing(secret: str) -> None:
     def work(world: World) -> list[torch.Tensor]:
-        with _SEEDING:
+        with SEEDING:
             torch.manual_seed(0)
             model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from foreprop.cluster.world import World
+from foreprop.cluster.world import solitary_world
 from foreprop.errors import ConfigError
 from foreprop.path.asyncdevice import describe_devices
 from foreprop.session.session import parallelize
@@ -104,7 +103,7 @@ def _train(device: torch.device, update: str | None) -> _Run:
     if update is None:
         return _loop(model, optimizer, batches, device)
     settings: dict[str, Any] = {"architecture": "p2p", "update": update, "slice_elems": 1000}
-    with parallelize(model, optimizer, world=_world(), **settings):
+    with parallelize(model, optimizer, world=solitary_world(), **settings):
         return _loop(model, optimizer, batches, device)
 
 
@@ -121,17 +120,3 @@ def _loop(model: nn.Module, optimizer: Any, batches: Any, device: torch.device) 
     values = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     ms_per_step = (time.perf_counter() - started) * 1e3 / (len(batches) - 1)
     return _Run(values, ms_per_step)
-
-
-def _world() -> World:
-    """Of one rank, whose server is in this process."""
-    store = HashStore()
-    return World(
-        rank=0,
-        size=1,
-        local_size=1,
-        host="127.0.0.1",
-        store=store,
-        raw_store=store,
-        in_process=True,
-    )
