@@ -457,6 +457,32 @@ def _wide() -> nn.Module:
 
 
 # Closed sessions.
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rank_that_ends_before_its_first_step_is_named_at_once(leaver: int, raises: bool) -> None:
+    errors: dict[int, BaseException] = {}
+
+    def work(world: World) -> None:
+        model, optimizer = build_seeded(with_sgd())
+        try:
+            with foreprop.parallelize(model, optimizer, world=world, step_timeout_s=60):
+                if world.rank != leaver:
+                    train_classifier(model, optimizer, make_batches(2))
+                elif raises:
+                    raise LookupError("no data here")
+        except (LookupError, foreprop.ForepropError) as error:
+            errors[world.rank] = error
+
+    run_cluster(2, work)
+    told = errors[1 - leaver]
+    if raises:
+        assert isinstance(told, foreprop.PeerLost)
+        assert f"rank {leaver} ended: LookupError: no data here" in str(told)
+    else:
+        assert isinstance(told, TrainingLoopError)
+        assert f"rank {leaver}: the session was closed before its first step" in str(told)
+
+
 def test_nothing_is_left_after_an_error_in_the_users_loop() -> None:
     before = Snapshot.take()
     model, optimizer = build_seeded(with_sgd(small_model))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import HandshakeError, RemoteProtocolError
 
 T = TypeVar("T")
 MOST_PARTS = 4096
@@ -40,7 +40,20 @@ def decode_order(text: str, count: int, what: str) -> list[int]:
     return order
 
 
-def parse_shape(text: str) -> tuple[str, Mapping[str, object]]:
+def agreed_session(text: str, shape: Mapping[str, object], rank: int) -> str:
+    """Rank 0's session id; raises `HandshakeError` where its cluster is not this ``shape``."""
+    session_id, theirs = _parse_shape(text)
+    differing = [
+        f"{name}: rank 0 has {theirs.get(name)}, rank {rank} has {ours}"
+        for name, ours in shape.items()
+        if theirs.get(name) != ours
+    ]
+    if differing:
+        raise HandshakeError(f"rank 0 and rank {rank} do not agree: {'; '.join(differing)}")
+    return session_id
+
+
+def _parse_shape(text: str) -> tuple[str, Mapping[str, object]]:
     """A session's id, which is in files' names, and what rank 0 has in mind of the cluster."""
     try:
         session_id, shape = json.loads(text)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER, Config
 from foreprop.errors import (
-    HandshakeError,
     StepTimeout,
     TransportError,
     decode_failure,
@@ -48,7 +47,7 @@ class Board:
     ) -> None:
         """A wait ends after ``timeout_s`` (the setting of that name), and is reported before.
 
-        ``look`` raises what ends a wait sooner: by default a failure published on this board.
+        ``look`` raises what ends a wait sooner, as a failure published on this board does.
         ``raw``: outside foreprop's part of the store, where torchrun's restarts do not start anew.
         """
         self.key = key
@@ -58,7 +57,7 @@ class Board:
         self._timeout_s = timeout_s
         self._setting = setting
         self._report_s = report_s
-        self._look = look or self.check_failed
+        self._look = look
         self._parts: dict[str, int] = {}
         """By name: how many parts there are of the bytes that this rank has published."""
 
@@ -94,7 +93,7 @@ class Board:
         self.publish(f"{what}/{self.rank}", "")
         deadline = time.monotonic() + self._timeout_s
         while missing := self.missing(what):
-            self._look()
+            self._check(None)
             if time.monotonic() > deadline:
                 self._entries.check_refused(self._key(f"{what}/{missing[0]}"))
                 raise StepTimeout(
@@ -155,6 +154,10 @@ class Board:
             raise decode_failure(found).as_error()
 
     # Waiting.
+    def _check(self, look: Look | None) -> None:
+        for check in filter(None, (look, self._look, self.check_failed)):
+            check()
+
     def _wait_for(
         self, name: str, what: str, look: Look | None, timeout_s: float | None = None
     ) -> bytes:
@@ -163,9 +166,7 @@ class Board:
         report_at, pause_s = started + self._report_s, _FIRST_LOOK_S
         while (found := self._maybe_value(name, what)) is None:
             now = time.monotonic()
-            if look is not None:
-                look()
-            self._look()
+            self._check(look)
             if now >= started + timeout_s:
                 self._entries.check_refused(self._key(name))
                 raise StepTimeout(
@@ -231,15 +232,7 @@ def agree_on_session(
     if board.rank == 0:
         board.publish("", json.dumps([session_id, shape]))
         return session_id
-    from foreprop.cluster.entries import parse_shape
+    from foreprop.cluster.entries import agreed_session
 
     what = "rank 0 to start the session; does every rank call parallelize() equally often?"
-    session_id, theirs = parse_shape(board.lookup("", what))
-    differing = [
-        f"{name}: rank 0 has {theirs.get(name)}, rank {board.rank} has {ours}"
-        for name, ours in shape.items()
-        if theirs.get(name) != ours
-    ]
-    if differing:
-        raise HandshakeError(f"rank 0 and rank {board.rank} do not agree: {'; '.join(differing)}")
-    return session_id
+    return agreed_session(board.lookup("", what), shape, board.rank)

@@ -103,10 +103,10 @@ class Lifetime:
         self.closed = True
         _open.discard(self)
         training = self._training
-        if failure is None and not training.stepped:
-            from foreprop.session.unapplied import missing_steps
+        if not (training.stepped and training.first.is_over):
+            from foreprop.session.unapplied import leave_without_step
 
-            training.report(missing_steps(training))
+            leave_without_step(training, failure)
         try:
             if self.connected:
                 with training.state.quietly():

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foreprop.config import Config
-from foreprop.errors import ConfigError
+from foreprop.errors import ConfigError, TrainingLoopError
 
 if TYPE_CHECKING:
     from foreprop.session.training import Training
+
+
+AWAITED_BOARDS = ("priorities", "update")
+"""On which `firststep` waits for other ranks."""
 
 
 def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
@@ -30,7 +34,24 @@ def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
     )
 
 
-def missing_steps(training: Training) -> str | None:
+def leave_without_step(training: Training, failure: BaseException | None) -> None:
+    """A session ends before its first step: say what that means, and to whoever waits for it.
+
+    ``failure``: why, if it was not closed. Other ranks' first steps wait for this one's.
+    """
+    if failure is None:
+        if not training.stepped:
+            training.report(_missing_steps(training))
+        failure = TrainingLoopError(
+            "the session was closed before its first step, and another rank has begun one: make"
+            " equally many steps on all ranks"
+        )
+    if training.life.connected and not training.first.is_over:
+        for name in AWAITED_BOARDS:
+            training.board(name).publish_failure(failure)
+
+
+def _missing_steps(training: Training) -> str | None:
     """What to say of a loop that never made a step with the optimizer that was given."""
     averaging = training.averaging
     averaged = [] if averaging is None else averaging.parameters
