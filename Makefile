@@ -24,6 +24,8 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -rfER
 # but for those that measure, or wait for a short time limit, which are marked `alone`
 PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
+# where those are (tests/unit/test_tiers.py): to collect all others takes as long as some of them
+ALONE := tests/faults tests/process
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -39,7 +41,7 @@ ifeq ($(PYTEST_ARGS),)
 	$(PARALLEL) -m 'not long and not alone'
 	@# its device changes torch for the whole process
 	$(PARALLEL) -m 'not long and not alone' tests/lagging
-	$(PYTEST) -m 'not long and alone'
+	$(PYTEST) -m 'not long and alone' $(ALONE)
 	$(PYTEST) -m 'not long and alone' tests/lagging
 else
 	$(PYTEST) $(PYTEST_ARGS)
@@ -51,7 +53,7 @@ test-all: $(STAMP) ## run what `make test` leaves out: the long ones, the second
 	@# what must hold for every architecture, once more over collectives; loaders open no session
 	FOREPROP_ARCHITECTURE=ring $(PARALLEL) --ignore-glob '*/test_shard_*.py' \
 	    tests/conformance tests/faults/test_lost_peers.py
-	$(PYTEST) --durations 15 -m 'long and alone'
+	$(PYTEST) --durations 15 -m 'long and alone' $(ALONE)
 
 test-programs: $(STAMP) ## run other people's training programs beside DDP (docs/programs.md)
 	@[ -d $(PROGRAMS_DIR)/site ] || $(PIP) install -q --no-deps --target $(PROGRAMS_DIR)/site \

@@ -1,4 +1,4 @@
-"""Fails every test that leaves threads, processes or open descriptors behind."""
+"""Fails every test that leaves threads, processes or open descriptors behind; forks processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.leaks import Snapshot, adopt_orphans, reap_ended, wait_for_leaks
+
+if TYPE_CHECKING:
+    from tests.process.harness import Zygote
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else its pool's threads stay
     adopt_orphans()
+    gc.disable()  # until all is imported
     # how long an example takes says more of what else the machine does
     hypothesis.settings.register_profile("foreprop", deadline=None)
     hypothesis.settings.load_profile("foreprop")
@@ -44,6 +49,7 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()  # torch's objects, which each later collection would look at in vain
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +63,16 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     reap_ended(before)
     if leaks and not is_exempt:
         pytest.fail(leaks.describe(), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """One for all folders: it starts for seconds."""
+    import torch.distributed as dist
+
+    from tests.process.harness import Zygote
+
+    dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # opens torch's own pipes
+    started = Zygote()
+    yield started
+    started.close()

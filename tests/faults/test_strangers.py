@@ -387,12 +387,15 @@ def test_a_rank_without_the_secret_is_told_at_once(secret: str) -> None:
 def test_a_rank_with_the_secret_of_another_job_is_told(
     secret: str, wrong: str, architecture: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def work(world: World) -> ForepropError | None:
+    def work(world: World) -> tuple[ForepropError | None, float]:
         file = wrong if world.rank else secret
         changes = {"architecture": architecture, "join_timeout_s": 1.5}
-        return error_of(lambda: train(world, secret_file=file, **changes))
+        started_s = time.monotonic()
+        error = error_of(lambda: train(world, secret_file=file, **changes))
+        return error, time.monotonic() - started_s
 
-    zero, one = run_cluster(2, work)
+    (zero, took_s), (one, _) = run_cluster(2, work)
+    assert took_s < 10.0  # and not step_timeout_s, 20 s
     assert isinstance(one, HandshakeError)
     expected = r"rank 1 has a secret, and the store's entry 'session/0' is signed with another"
     assert re.search(expected, str(one))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -72,6 +73,7 @@ def become(request: dict[str, Any]) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     getattr(foreprop, "parallelize")  # noqa: B009 - loaded at its first use: here, once
+    gc.freeze()  # else each process would look through torch's objects, at the latest as it ends
     wanted = serve()
     if wanted is not None:
         runpy.run_path(become(wanted), run_name="__main__")

@@ -18,7 +18,7 @@ NEVER = (
 """Folders of which a plain training uses nothing."""
 
 TRAINING = """
-import json, sys
+import json, os, sys
 import torch
 import foreprop
 from tests.cluster import worlds
@@ -27,6 +27,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torc
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 world = worlds(1)[0]
 world.in_process = False  # its server is a process, as any server is
+os.environ["PYTHONPROFILEIMPORTTIME"] = "1"  # of the server: it tells what it imports
 with foreprop.parallelize(model, optimizer, world=world, stall_report_s=600):
     for _ in range(3):
         optimizer.zero_grad()
@@ -38,12 +39,16 @@ print(json.dumps({module.__name__: module.__file__ for module in own}))
 
 
 @cache
-def loaded() -> dict[str, Path]:
-    """The modules that a plain training loads, in a process of its own, and their files."""
-    run = subprocess.run(
+def training() -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    return subprocess.run(
         [sys.executable, "-c", TRAINING], capture_output=True, text=True, check=True, timeout=100
     )
-    found = json.loads(run.stdout.splitlines()[-1])
+
+
+def loaded() -> dict[str, Path]:
+    """The modules that a plain training loads, and their files."""
+    found = json.loads(training().stdout.splitlines()[-1])
     return {name.removeprefix("foreprop."): Path(file) for name, file in found.items()}
 
 
@@ -69,6 +74,12 @@ def test_a_plain_training_loads_no_feature() -> None:
     unused |= {"core.norm", "core.agreement", "core.shards", "core.collect"}
     unused |= {"link.pacing", "servers.dedicated", "servers.main", "servers.servedstate"}
     assert not unused & loaded().keys()
+
+
+def test_its_server_loads_no_compiler() -> None:
+    imported = {line.rpartition("|")[2].strip() for line in training().stderr.splitlines()}
+    assert {"torch.optim.sgd", "foreprop.path.slicestore"} <= imported, training().stderr
+    assert not {name for name in imported if name.startswith(("torch._dynamo.", "sympy"))}
 
 
 def test_the_package_by_itself_loads_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +31,12 @@ def test_no_test_file_is_imported() -> None:
 def test_long_cases_are_marked() -> None:
     ((value,), marks, _) = long_cases(3)[0]
     assert (value, [mark.name for mark in marks]) == (3, ["long"])
+
+
+def test_make_runs_every_test_that_is_to_run_alone() -> None:
+    (folders,) = re.findall(r"^ALONE := (.*)$", (TESTS.parent / "Makefile").read_text(), re.M)
+    files = sorted(TESTS.rglob("test_*.py"))
+    found = {path.parent.name for path in files if "mark.alone" in path.read_text()}
+    own = {Path(__file__).parent.name}
+    assert found - own <= {Path(folder).name for folder in folders.split()} | {"lagging"}
+    assert "faults" in found

@@ -24,7 +24,6 @@ Look = Callable[[], None]
 """Called now and then while something is waited for; raises what has happened meanwhile."""
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1
-_MEET_S = 0.02
 _REPORT_S = 10.0
 _FAILURE = "refused"
 _VALUE_BYTES = 4_194_304
@@ -91,7 +90,7 @@ class Board:
     def meet(self, what: str) -> None:
         """Return when every rank has come so far."""
         self.publish(f"{what}/{self.rank}", "")
-        deadline = time.monotonic() + self._timeout_s
+        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_LOOK_S
         while missing := self.missing(what):
             self._check(None)
             if time.monotonic() > deadline:
@@ -101,7 +100,8 @@ class Board:
                     f" rank {', '.join(map(str, missing))}, which has not {what}; does every rank"
                     " call parallelize()?"
                 )
-            time.sleep(_MEET_S)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LAST_LOOK_S)
 
     def missing(self, name: str) -> list[int]:
         """The ranks that have published nothing under this name."""

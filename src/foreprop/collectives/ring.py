@@ -67,7 +67,7 @@ class RingBackend:
         if group.rank == 0:
             group.board.publish_bytes("manifest", ours.encode())
         else:
-            found = group.board.lookup_bytes("manifest", "rank 0's manifest")
+            found = group.joining.lookup_bytes("manifest", "rank 0's manifest")
             theirs = decode_ring_manifest(found)
             mine = f"rank {group.rank}"
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
@@ -75,7 +75,7 @@ class RingBackend:
                 raise HandshakeError(f"rank 0 and {mine} do not agree: {difference}")
         collectives, parameters = self._setup.config.collectives, self._setup.parameters
         mine = usable_gpu(parameters, collectives)
-        gpus = dict(enumerate(group.board.exchange("gpu", mine, "device")))
+        gpus = dict(enumerate(group.joining.exchange("gpu", mine, "device")))
         if group.size > 1 and uses_nccl(collectives, gpus):
             _check_codecs_on_gpus(self._setup.config)
             group.open(parameters[0].device)

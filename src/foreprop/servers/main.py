@@ -1,4 +1,4 @@
-"""A server or relay process: ``python -m foreprop.servers.main FDS LIFELINE_FD TASK [--relay]``.
+"""A server or relay process: ``python -m foreprop.servers FDS LIFELINE_FD TASK [--relay]``.
 
 Started by a worker or by ``foreprop server``, never by hand. FDS is the server's listening socket;
 of a relay the listening sockets, one for each server, and as many connections to the servers. It
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ import torch
 from foreprop.config import Config
 from foreprop.link.pacing import unlink_links
 from foreprop.link.stream import SocketStream, Stream
+from foreprop.servers.nocompiler import do_without_compiler
 from foreprop.servers.processes import REPORT_S, RelayTask, ServerTask, node_links
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ def main() -> int:
     task = (RelayTask if is_relay else ServerTask)(**json.loads(text))
     config = Config(**task.config)  # type: ignore[arg-type]
     threading.Thread(target=_end_with_parent, args=(lifeline_fd, task), daemon=True).start()
-    if not is_relay:
-        threading.Thread(target=_load_what_updates_need, daemon=True).start()
+    do_without_compiler()
     invariants: Any = torch.sparse.check_sparse_tensor_invariants
     invariants.disable()  # or Adagrad warns; ours are sound
     gc.freeze()  # what has been imported stays: no collection need look at it again
+    gc.enable()
     if isinstance(task, RelayTask):
         return _run_relays(task, config, sockets)
     return 1 if build_server(task, config).run(sockets[0]) else 0
@@ -67,12 +67,6 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def _load_what_updates_need() -> None:
-    """torch.optim loads this (a second's work) when it is first used: better while workers join."""
-    importlib.import_module("torch._dynamo")
-    gc.freeze()  # these too
 
 
 def _end_with_parent(lifeline_fd: int, task: ServerTask | RelayTask) -> None:
@@ -161,7 +155,3 @@ class ThreadServer:
             self._thread.join(kill_after_s - REPORT_S)
         self._server.cancel()
         self._thread.join()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

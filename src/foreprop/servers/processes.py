@@ -66,7 +66,7 @@ class ProcessServer:
         command = [
             sys.executable,
             "-m",
-            "foreprop.servers.main",
+            "foreprop.servers",
             ",".join(map(str, descriptors)),
             str(read_end),
             json.dumps(asdict(task)),
