@@ -1,4 +1,6 @@
-"""The refined model of tables beside what `foreprop lab language` measured (docs/performance.md).
+"""The refined model and the simulator, with tables, beside what `foreprop lab language` measured.
+
+The measured figures are those of docs/performance.md.
 
 python -m benchmarks.modelled_rows
 """
@@ -8,13 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from experiments.language.training import LanguageSetting, Text, lstm_profile
 from foreprop.config import Config
 from foreprop.model.deployment import Deployment, ModelledArchitecture, Table
 from foreprop.model.refined import predict
-from foreprop.workload.profile import Layer
+from foreprop.simulate.run import simulate_lab
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.profile import Layer, Profile, ProfiledArray
 from foreprop.workload.setting import BUCKET_BYTES
 
 _WIDTH = 512
@@ -52,25 +57,75 @@ ARCHITECTURES: dict[str, ModelledArchitecture] = {
 }
 
 
+SIMULATED = {"p2p": "p3", "ddp-dense": "ddp"}
+"""What the simulator calls the others by their own names."""
+_ITERATIONS = 4
+
+
+class Compared(NamedTuple):
+    system: str
+    modelled_s: float
+    sent_mb: float
+    """As modelled."""
+    simulated_s: float
+
+
 def main(
     measured: Sequence[Measured] = MEASURED, nodes: int = 8, text: Path | None = None
-) -> list[tuple[str, float, float]]:
-    """Prints measured and modelled figures; returns systems, and modelled steps and megabytes."""
-    modelled = []
+) -> list[Compared]:
+    """Prints measured, modelled and simulated figures; returns the last two."""
+    compared = []
     for record in measured:
         predicted = predict(deployment_of(record, nodes, text))
         sent_mb = predicted.wire_s * record.rate_mbit / 8
-        modelled.append((record.system, predicted.step_s, sent_mb))
+        (simulated,) = simulate_lab(simulated_setting(record, nodes, text))
+        simulated_s = simulated.iteration_s.median
+        compared.append(Compared(record.system, predicted.step_s, sent_mb, simulated_s))
         print(
             f"{record.system:10} {record.rate_mbit:g} Mbit/s: {record.step_s:.3f} s measured,"
-            f" {predicted.step_s:.3f} s modelled ({predicted.step_s / record.step_s - 1:+.0%});"
-            f" {record.sent_mb:.1f} MB measured, {sent_mb:.1f} MB modelled"
+            f" {predicted.step_s:.3f} s modelled ({predicted.step_s / record.step_s - 1:+.0%}),"
+            f" {simulated_s:.3f} s simulated ({simulated_s / record.step_s - 1:+.0%});"
+            f" {record.sent_mb:.1f} MB measured, {sent_mb:.1f} MB modelled",
+            flush=True,
         )
-    return modelled
+    return compared
 
 
-def deployment_of(record: Measured, nodes: int, text: Path | None) -> Deployment:
-    setting = LanguageSetting(
+def simulated_setting(record: Measured, nodes: int, text: Path | None) -> SimulatedSetting:
+    """The same for the simulator: a table's look-up takes no time of the device."""
+    setting = setting_of(record, nodes, text)
+    tables = [
+        ProfiledArray(
+            name=name,
+            shape=(table.elems // table.row_elems, setting.width),
+            forward_s=0.0,
+            backward_s=0.0,
+            alpha=table.alpha,
+        )
+        for name, table in zip(("words", "softmax"), tables_of(setting, last_layer=1), strict=True)
+    ]
+    timed = []
+    for layer, arrays in zip(setting.layers, setting.profile.arrays_by_layer(), strict=True):
+        for array in arrays:  # in a layer's backward pass the last one's gradient comes first
+            last = array is arrays[-1]
+            seconds = (layer.forward_s, layer.backward_s) if last else (0.0, 0.0)
+            about = dict(zip(("forward_s", "backward_s"), seconds, strict=True))
+            timed.append(msgspec.structs.replace(array, forward_flops=None, **about))
+    return SimulatedSetting(
+        profile=Profile(name="lstm-lm", arrays=(tables[0], *timed, tables[1])),
+        systems=(SIMULATED.get(record.system, record.system),),
+        nodes=nodes,
+        compute_s=record.compute_s,
+        rate_bits_per_s=setting.rate,
+        scale=setting.scale,
+        iterations=_ITERATIONS,
+        rows=True,
+    )
+
+
+def setting_of(record: Measured, nodes: int, text: Path | None) -> LanguageSetting:
+    """The lab's."""
+    return LanguageSetting(
         profile=lstm_profile(_WIDTH, record.hidden),
         systems=(record.system,),
         nodes=nodes,
@@ -80,7 +135,10 @@ def deployment_of(record: Measured, nodes: int, text: Path | None) -> Deployment
         hidden=record.hidden,
         text=text,
     )
-    usual = Config()
+
+
+def deployment_of(record: Measured, nodes: int, text: Path | None) -> Deployment:
+    setting, usual = setting_of(record, nodes, text), Config()
     table = Layer(name="table", sizes_elems=(), forward_s=0.0, backward_s=0.0)
     layers = [table, *setting.layers, table]
     return Deployment(

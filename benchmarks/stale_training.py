@@ -9,8 +9,6 @@ its own, and a server updates and answers at once. A worker's step takes 1 s, th
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -21,10 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreprop.core.collect import SliceUpdated, UpdateSlice
-from foreprop.core.frames import FrameSent, PushArrived, SendFrame
-from foreprop.core.slicing import Slice
-from foreprop.core.staleness import Staleness, StaleServer, compensate, most_steps_apart
+from experiments.staleloop import StaleLoop
+from foreprop.core.staleness import Staleness, compensate, most_steps_apart
 
 Values = NDArray[np.float64]
 Case = dict[str, Any]
@@ -100,69 +96,52 @@ class Data:
 
 
 class Training:
-    """One slice, workers who are told its values and push gradients about them."""
+    """Workers who are told the values and push gradients about them; see `ApartTraining`."""
 
     def __init__(
         self, *, staleness: Staleness, strength: float, workers: int, slow: float, rounds: int
     ) -> None:
         self._data = Data()
         self._strength, self._workers = strength, workers
-        self._paces_s = [1.0] * (workers - 1) + [slow]
-        self._end_s = slow * rounds
-        self._server = StaleServer(
-            [Slice(0, 0, 0, FEATURES, 0)],
-            index=0,
-            workers=workers,
-            staleness=staleness,
-            order="priority",
-            names=["weight"],
+        self._slow, self._end_s = slow, slow * rounds
+        self._loop = StaleLoop(
+            self, elems=FEATURES, workers=workers, staleness=staleness, step_s=self._step_s
         )
         self._values: Values = np.zeros(FEATURES)
         self._read = [self._values] * workers
         self._pushed: dict[int, Values] = {}
-        self._events: list[tuple[float, int, int, int]] = []  # when, number, rank, step
-        self._numbers = itertools.count()
         self.steps = [0] * workers
         self.most_ahead = 0
 
+    def _step_s(self, rank: int, step: int) -> float:
+        del step
+        return self._slow if rank == self._workers - 1 else 1.0
+
     def run(self) -> Training:
-        for rank in range(self._workers):
-            self._compute(0.0, rank, 1)
-        while self._events and self._events[0][0] <= self._end_s * (1 + 1e-9):
-            now_s, _, rank, step = heapq.heappop(self._events)
-            self._pushed[rank] = self._data.gradient(self._read[rank], rank, step)
-            self.steps[rank] = step
-            self._handle(now_s, PushArrived(rank, 0, step, 0, 0))
+        self._loop.run(lambda next_s: next_s <= self._end_s * (1 + 1e-9))
         return self
 
     @property
     def loss(self) -> float:
         return self._data.loss(self._values)
 
-    def _compute(self, now_s: float, rank: int, step: int) -> None:
-        done_s = now_s + self._paces_s[rank]
-        heapq.heappush(self._events, (done_s, next(self._numbers), rank, step))
+    def compute(self, rank: int, step: int) -> None:
+        self._pushed[rank] = self._data.gradient(self._read[rank], rank, step)
+        self.steps[rank] = step
 
-    def _handle(self, now_s: float, event: Any) -> None:
-        for instruction in self._server.handle(event):
-            if isinstance(instruction, UpdateSlice):
-                self._update(instruction.ranks)
-                self._handle(now_s, SliceUpdated())
-            elif isinstance(instruction, SendFrame):
-                rank, step = instruction.peer, instruction.step
-                self._read[rank] = self._values
-                self.most_ahead = max(self.most_ahead, step - min(self.steps))
-                self._compute(now_s, rank, step + 1)
-                self._handle(now_s, FrameSent(rank))
-
-    def _update(self, ranks: Sequence[int]) -> None:
+    def update(self, ranks: Sequence[int], now_s: float) -> None:
         """Plain SGD, each push one worker's share of the mean."""
+        del now_s
         total: Values = np.zeros(FEATURES)
         for rank in ranks:
             gradient = self._pushed.pop(rank)
             read = self._read[rank]
             total = total + compensate(gradient, self._values, read, strength=self._strength)
         self._values = self._values - LEARNING_RATE / self._workers * total
+
+    def read(self, rank: int, step: int) -> None:
+        self._read[rank] = self._values
+        self.most_ahead = max(self.most_ahead, step - min(self.steps))
 
 
 def train(**case: Any) -> Training:

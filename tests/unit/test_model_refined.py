@@ -315,6 +315,22 @@ def test_no_system_beats_the_limit(
     assert step_s(asked) >= shortest_s * (1 - 1e-6)
 
 
+@pytest.mark.parametrize(("servers", "share"), [(1, 1.0), (2, 0.5)])
+def test_a_server_s_processor_takes_every_push_and_every_answer(servers: int, share: float) -> None:
+    """Four workers' pushes of 4 MB, and as many answers, on each server's part."""
+    asked = deployment(
+        architecture="ps",
+        dedicated_servers=servers,
+        rate_bits_per_s=1e15,
+        hosts=replace(IDEAL, server_byte_s=50e-9),
+    )
+    predicted = predict(asked)
+    expected_s = 2 * 4 * 4e6 * share * 50e-9
+    assert predicted.server_s == pytest.approx(expected_s, rel=1e-6)
+    assert predicted.step_s == pytest.approx(expected_s, rel=0.01)
+    assert predicted.limited_by == "server"
+
+
 # Beside the simulator.
 @pytest.mark.parametrize(
     ("system", "at_most"),

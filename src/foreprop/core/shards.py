@@ -26,6 +26,23 @@ class Shard(NamedTuple):
         return self.rows * self.row_elems
 
 
+COUNT_BYTES = 8
+"""Before row numbers: how many there are. In a pull also the shard's number."""
+_NUMBER_BYTES = 4
+_ALIGN_BYTES = 8
+"""Elements of any type begin at a multiple of this, as torch wants them."""
+
+
+def part_rows(row_elems: int, part_elems: int) -> int:
+    """Rows in one part, of a push or of a pull, of about ``part_elems`` elements."""
+    return max(1, part_elems // max(1, row_elems))
+
+
+def numbers_bytes(rows: int) -> int:
+    """What the row numbers of a part take, with their count."""
+    return COUNT_BYTES + -(-_NUMBER_BYTES * rows // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
 def rows_of(server: int, rows: int, servers: int) -> int:
     """How many of a table's rows a server holds."""
     return (rows - server + servers - 1) // servers

@@ -182,7 +182,7 @@ def without(deployment: Deployment, resource: Resource) -> Deployment:
         server_rate = deployment.server_rate_bits_per_s or deployment.rate_bits_per_s
         return replace(deployment, rate_bits_per_s=_ENDLESS, server_rate_bits_per_s=server_rate)
     if resource == "server":
-        free = replace(hosts, update_s=0.0, sum_elem_s=0.0, update_elem_s=0.0)
+        free = replace(hosts, update_s=0.0, sum_elem_s=0.0, update_elem_s=0.0, server_byte_s=0.0)
         return replace(deployment, server_rate_bits_per_s=_ENDLESS, hosts=free)
     quick = replace(hosts, send_s=0.0, receive_s=0.0)
     return replace(deployment, latency_s=0.0, hosts=quick)

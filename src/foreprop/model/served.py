@@ -145,21 +145,28 @@ def updates_s(deployment: Deployment) -> float:
     """How long the busiest server sums and updates in a step."""
     busy_s = [0.0] * deployment.servers
     for piece in pieces_of(deployment):
-        busy_s[piece.server] += _updating_s(deployment, piece)
+        busy_s[piece.server] += _updating_s(deployment, piece) + _replying_s(deployment, piece)
     return max(busy_s)
 
 
 def row_updates_s(deployment: Deployment) -> list[float]:
-    """By table: how long each server sums and updates its touched rows."""
+    """By table: how long each server takes for its touched rows."""
     servers = deployment.servers
     shares = rows_of(deployment, first=0, servers=servers)[::servers]
-    return [_updating_s(deployment, piece) for piece in shares]
+    return [_updating_s(deployment, piece) + _replying_s(deployment, piece) for piece in shares]
 
 
 def _updating_s(deployment: Deployment, piece: Piece) -> float:
     pushers = deployment.nodes * deployment.pushes_per_node
     elems = int(piece.elems * (pushers if piece.is_rows else 1))  # at most: rows may be the same
-    return deployment.hosts.updating_s(elems, 1 if piece.is_rows else pushers)
+    received_s = pushers * piece.size_bytes * deployment.hosts.server_byte_s
+    return received_s + deployment.hosts.updating_s(elems, 1 if piece.is_rows else pushers)
+
+
+def _replying_s(deployment: Deployment, piece: Piece) -> float:
+    """What answers to all take the server's processor."""
+    pushers = deployment.nodes * deployment.pushes_per_node
+    return pushers * piece.reply_bytes * deployment.hosts.server_byte_s
 
 
 def complete_s(deployment: Deployment, ready_s: Sequence[float], backward_s: float) -> list[float]:
@@ -237,12 +244,16 @@ class _Exchange:
         self.lanes.send(lane, (rank, number), HEADER_BYTES + size_bytes, arrive)
 
     def _pushed(self, number: int) -> None:
-        """All workers' pushes are there; the server's updates take turns."""
-        piece = self._pieces[number]
-        begins_s = max(self.lanes.now_s, self._busy_until_s[piece.server])
-        ends_s = begins_s + _updating_s(self._deployment, piece)
-        self._busy_until_s[piece.server] = ends_s
-        self.lanes.at(ends_s, partial(self._after_update, number))
+        """All workers' pushes are there."""
+        takes_s = _updating_s(self._deployment, self._pieces[number])
+        self._in_turn(number, takes_s, partial(self._after_update, number))
+
+    def _in_turn(self, number: int, takes_s: float, then: Callable[[], None]) -> None:
+        """What a server does, one thing after the other."""
+        server = self._pieces[number].server
+        begins_s = max(self.lanes.now_s, self._busy_until_s[server])
+        self._busy_until_s[server] = begins_s + takes_s
+        self.lanes.at(begins_s + takes_s, then)
 
     def _after_update(self, number: int) -> None:
         self._updated.add(number)
@@ -269,6 +280,13 @@ class _Exchange:
             self._answer(number)
 
     def _answer(self, number: int) -> None:
+        takes_s = _replying_s(self._deployment, self._pieces[number])
+        if takes_s:
+            self._in_turn(number, takes_s, partial(self._reply_to, number))
+        else:
+            self._reply_to(number)
+
+    def _reply_to(self, number: int) -> None:
         piece = self._pieces[number]
         send = partial(self._send, number, True, piece.reply_bytes, self._answered)
         self._after("encode replies", piece.server, piece.encode_s, send)

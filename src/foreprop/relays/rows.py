@@ -18,7 +18,7 @@ import torch
 from foreprop.core.frames import SERVER, FailSession, PeerLeft, PushArrived
 from foreprop.core.manifest import Manifest
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
-from foreprop.core.shards import Shard
+from foreprop.core.shards import Shard, part_rows
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection
@@ -32,7 +32,6 @@ from foreprop.tables.parts import (
     encode_part,
     encode_pull,
     kept_limit_bytes,
-    part_rows,
     sum_parts,
 )
 from foreprop.tables.service import ROW_KINDS, OwnShards

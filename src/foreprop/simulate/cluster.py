@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from foreprop.simulate.connection import Clock, Connection, Deliver, Loopback, Path, Way
@@ -12,6 +12,10 @@ from foreprop.simulate.served import Exchange
 from foreprop.simulate.setting import Crowd, SimulatedSetting
 from foreprop.workload.hosts import Hosts, Kernel
 from foreprop.workload.network import LinkSetting, Network, OpenPort, link_direction
+
+Sample = tuple[float, int, int]
+"""Of a node's link: when, and what it has sent and received until then, bytes with headers."""
+_SAMPLING_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,8 @@ class SimulatedSteps:
     waited_s: list[list[float]]
     sent_bytes: list[int]
     """By crowd, what one of its nodes has sent in all steps, with headers."""
+    samples: list[Sample] = field(default_factory=list)
+    """Of node 0, every 10 ms, if the setting has ``sample_network``."""
 
 
 class Cluster:
@@ -30,7 +36,8 @@ class Cluster:
     What is simulated of a crowd is one of its nodes, numbered as the crowds are, with all its
     workers. Nodes of several workers, or with links of their own, do not stand for others.
 
-    ``first_step``: the number of the first step among those that are drawn.
+    ``first_step``: the number of the first step among those that are drawn. ``dedicated_servers``:
+    nodes that follow, with links like most and without workers.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class Cluster:
         open_ports: bool,
         own_links: Mapping[int, LinkSetting] | None = None,
         first_step: int = 1,
+        dedicated_servers: int = 0,
     ) -> None:
         self.clock = Clock()
         self.link = link
@@ -55,7 +63,9 @@ class Cluster:
         """Of the workers that are simulated, numbered by node."""
         self.hosts = hosts
         self._first_step = first_step
+        self._first_server = len(crowds) if dedicated_servers else 0
         self._links = [(own_links or {}).get(crowd.first, link) for crowd in crowds]
+        self._links += [link] * dedicated_servers
         port = OpenPort if open_ports else link_direction
         self._egress = [link_direction(each) for each in self._links]
         self._ports = [port(each) for each in self._links]
@@ -67,10 +77,13 @@ class Cluster:
 
     @property
     def sent_bytes(self) -> list[int]:
-        return [link.carried_bytes for link in self._egress]
+        return [link.carried_bytes for link in self._egress[: len(self.crowds)]]
 
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
+
+    def node_of_server(self, index: int) -> int:
+        return self._first_server + index
 
     def connect(self, here: int, there: int, way: Way) -> Connection | Loopback:
         """One direction, from a process on node ``here`` to one on ``there``."""
@@ -107,12 +120,23 @@ class Cluster:
         ]
         for device in devices:
             device.start()
+        samples: list[Sample] = []
+        if setting.sample_network:
+            self._sample(samples)
         self.clock.run(lambda: not training)
         return SimulatedSteps(
             step_s=[device.step_s[:steps] for device in devices],
             waited_s=[device.waited_s[:steps] for device in devices],
             sent_bytes=self.sent_bytes,
+            samples=samples,
         )
+
+    def _sample(self, samples: list[Sample]) -> None:
+        """Again and again, as the lab reads its interface."""
+        now_s = self.clock.now_s
+        sent, received = (link[0].left_bytes(now_s) for link in (self._egress, self._ports))
+        samples.append((now_s, sent, received))
+        self.clock.at(now_s + _SAMPLING_S, self._sample, samples)
 
     def _device(
         self,

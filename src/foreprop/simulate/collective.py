@@ -17,14 +17,16 @@ takes as long as they all.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foreprop.core.parallax import ROW_NUMBER_BYTES
 from foreprop.simulate.cluster import Cluster, SimulatedSteps
 from foreprop.simulate.connection import Way
 from foreprop.simulate.device import no_device
 from foreprop.simulate.presets import SEND_BUFFER_BYTES
+from foreprop.simulate.rowtables import RowTable
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Kernel
 from foreprop.workload.limit import BYTES_PER_ELEM, HEADERS_BYTES, PACKET_BYTES
@@ -39,8 +41,13 @@ _MOST_MESSAGES = 512
 
 @dataclass(slots=True)
 class _Collective:
-    part_bytes: int
-    """Of each pass of a half."""
+    halves: tuple[int, ...]
+    """What passes independently."""
+    messages: int
+    """Of each half and rank; ``lumped`` passes are one."""
+    lumped: float
+    added_s: float
+    """To add up what a pass has brought."""
     message_bytes: int
     """Of what is simulated as one."""
     done: dict[int, Callable[[], None]]
@@ -50,10 +57,18 @@ class _Collective:
 
 
 class Ring:
-    """The collectives of a cluster; equal keys on all ranks are one collective."""
+    """The collectives of a cluster; equal keys on all ranks are one collective.
+
+    ``beside``: how many other connections share each link.
+    """
 
     def __init__(
-        self, cluster: Cluster, *, buffer_bytes: int, bytes_per_elem: int = BYTES_PER_ELEM
+        self,
+        cluster: Cluster,
+        *,
+        buffer_bytes: int,
+        bytes_per_elem: int = BYTES_PER_ELEM,
+        beside: int = 0,
     ) -> None:
         self._clock, self._hosts = cluster.clock, cluster.hosts
         self._bytes_per_elem = bytes_per_elem
@@ -67,43 +82,71 @@ class Ring:
         self._hop_s = 2 * cluster.link.latency_s
         self._under_way: dict[Hashable, _Collective] = {}
         kernel = cluster.hosts.kernel(
-            cluster.link, connections=1, unsent_bytes=buffer_bytes, buffer_bytes=buffer_bytes
+            cluster.link,
+            connections=1 + beside,
+            unsent_bytes=buffer_bytes,
+            buffer_bytes=buffer_bytes,
         )
         self._pipes = [_Pipe(cluster, kernel, rank, self._arrived) for rank in cluster.ranks]
 
     def issue(self, rank: int, key: Hashable, elems: int, done: Callable[[], None]) -> None:
         """Begin ``rank``'s part in the sum of so many elements; ``done`` when it has the sum."""
-        collective = self._under_way.get(key)
-        if collective is None:
-            collective = self._under_way[key] = self._collective(elems)
+        if key not in self._under_way:
+            self._under_way[key] = self._reduction(elems)
+        self._begin(rank, key, done)
+
+    def gather(self, rank: int, key: Hashable, table: RowTable, done: Callable[[], None]) -> None:
+        """The same for the touched rows of a table: each rank gets all others', and adds them up.
+
+        As DDP has gloo do it: what a rank has been given it hands on, `_size` - 1 times. That
+        their numbers are gathered before, and how many there are before that, takes its time.
+        """
+        others = self._size - 1
+        rows = round(table.alpha * table.rows)
+        if key not in self._under_way:
+            size_bytes = rows * (table.row_elems * self._bytes_per_elem + ROW_NUMBER_BYTES)
+            message_bytes = _MESSAGE_BYTES + size_bytes
+            self._under_way[key] = _Collective((0,), others, 1, 0.0, message_bytes, {}, {})
+        pass_s = self._hop_s + self._hosts.receive_s
+        after_s = (_GATHERS - 1) * others * pass_s
+        after_s += others * rows * table.row_elems * self._hosts.sum_elem_s
+
+        def gathered() -> None:
+            self._clock.at(self._clock.now_s + after_s, lambda _: done())
+
+        self._begin(rank, key, gathered)
+
+    def _begin(self, rank: int, key: Hashable, done: Callable[[], None]) -> None:
+        collective = self._under_way[key]
         collective.done[rank] = done
-        for half in _HALVES:
+        for half in collective.halves:
             received = collective.received.setdefault((rank, half), 0)
             for number in range(received + 1):  # those that came before it was issued, too
                 self._send(key, collective, rank, half, number)
 
-    def _collective(self, elems: int) -> _Collective:
+    def _reduction(self, elems: int) -> _Collective:
         part_bytes = -(-elems * self._bytes_per_elem // (self._size * len(_HALVES)))
         message_bytes = _MESSAGE_BYTES + part_bytes
         if self._lumped > 1:  # each pass has headers of its own
             share = PACKET_BYTES / (PACKET_BYTES + HEADERS_BYTES)
             message_bytes = round(self._lumped * wire_bytes(message_bytes) * share)
-        return _Collective(part_bytes, message_bytes, {}, {})
+        added_s = part_bytes / self._bytes_per_elem * self._hosts.sum_elem_s
+        return _Collective(_HALVES, self._messages, self._lumped, added_s, message_bytes, {}, {})
 
     def _send(
         self, key: Hashable, collective: _Collective, rank: int, half: int, step: int
     ) -> None:
-        if step < self._messages:
+        if step < collective.messages:
             message = (key, (rank + 1) % self._simulated, half)
             self._pipes[rank].send(message, collective.message_bytes)
 
     def _arrived(self, message: Any) -> None:
         """Add it to one's own part, which takes time, and pass it on."""
         collective = self._under_way[message[0]]
-        added_s = collective.part_bytes / self._bytes_per_elem * self._hosts.sum_elem_s
+        added_s = collective.added_s
         at_s = self._clock.now_s + self._hosts.receive_s + added_s
         pass_s = self._hop_s + self._hosts.receive_s + added_s
-        at_s += (self._lumped - 1) * pass_s
+        at_s += (collective.lumped - 1) * pass_s
         self._clock.at(at_s, self._received, message)
 
     def _received(self, message: tuple[Hashable, int, int]) -> None:
@@ -114,9 +157,10 @@ class Ring:
         if rank not in collective.done:
             return
         self._send(key, collective, rank, half, passes)
-        if all(collective.received[rank, each] == self._messages for each in _HALVES):
+        messages = collective.messages
+        if all(collective.received[rank, each] == messages for each in collective.halves):
             done = collective.done[rank]
-            if all(count == self._messages for count in collective.received.values()):
+            if all(count == messages for count in collective.received.values()):
                 del self._under_way[key]
             done()
 
@@ -150,21 +194,35 @@ class _Pipe:
 
 # DistributedDataParallel.
 _IN_FLIGHT = 2  # torch's default number of threads for gloo
+_GATHERS = 3  # for one sparse gradient: how many rows each rank has, their numbers, their values
 
 
 def simulate_ddp(
-    setting: SimulatedSetting, cluster: Cluster, *, steps: int, bucket_bytes: int
+    setting: SimulatedSetting,
+    cluster: Cluster,
+    *,
+    steps: int,
+    bucket_bytes: int,
+    tables: Sequence[RowTable] = (),
 ) -> SimulatedSteps:
     """Train ``steps`` steps after a first forward pass with buckets of ``bucket_bytes``.
 
     A model, not its code, as the presets and ``ring`` are ours. Buckets are filled with the arrays
-    in reverse order until they hold the bound, and reduced in that order, two at a time. The
-    backward pass ends when the last one is there. Copies and the optimizer are left out.
+    in reverse order until they hold the bound, and reduced in that order, two at a time. Each of
+    ``tables`` is a bucket by itself, and gathered. The backward pass ends when the last one is
+    there. Copies and the optimizer are left out.
     """
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
-    buckets = fill_buckets(sizes_elems, bucket_bytes)
+    by_number = {table.parameter: table for table in tables}
+    dense = [number for number in range(len(sizes_elems)) if number not in by_number]
+    buckets = [
+        [dense[place] for place in places]
+        for places in fill_buckets([sizes_elems[number] for number in dense], bucket_bytes)
+    ]
+    buckets += [[number] for number in by_number]
+    buckets.sort(key=max, reverse=True)
     ring = Ring(cluster, buffer_bytes=setting.scaled(SEND_BUFFER_BYTES))
-    ranks = [DdpWorker(ring, rank, sizes_elems, buckets) for rank in cluster.ranks]
+    ranks = [DdpWorker(ring, rank, sizes_elems, buckets, by_number) for rank in cluster.ranks]
     return cluster.train(setting, ranks, steps=steps)
 
 
@@ -172,13 +230,19 @@ class DdpWorker:
     """A rank; see `device.Synchronisation`. Parameters are complete whenever they are used."""
 
     def __init__(
-        self, ring: Ring, rank: int, sizes_elems: Sequence[int], buckets: Sequence[Sequence[int]]
+        self,
+        ring: Ring,
+        rank: int,
+        sizes_elems: Sequence[int],
+        buckets: Sequence[Sequence[int]],
+        tables: Mapping[int, RowTable],
     ) -> None:
         self.look: Callable[[], None] = no_device
         self.proceed: Callable[[], None] = no_device
         self._ring = ring
         self._rank = rank
         self._bucket_of = {array: i for i, arrays in enumerate(buckets) for array in arrays}
+        self._tables = [tables.get(arrays[0]) for arrays in buckets]
         self._elems = [sum(sizes_elems[array] for array in arrays) for arrays in buckets]
         self._arrays = [len(arrays) for arrays in buckets]
         self._missing = list(self._arrays)
@@ -212,9 +276,11 @@ class DdpWorker:
             if self._missing[bucket]:
                 return
             self._issued += 1
-            self._ring.issue(
-                self._rank, (bucket, step), self._elems[bucket], lambda: self._after(step)
-            )
+            about, table = (self._rank, (bucket, step)), self._tables[bucket]
+            if table is not None:
+                self._ring.gather(*about, table, lambda: self._after(step))
+            else:
+                self._ring.issue(*about, self._elems[bucket], lambda: self._after(step))
 
     def _after(self, step: int) -> None:
         self._reduced += 1

@@ -11,6 +11,8 @@ connections do in the long run, without its losses and its slow start.
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,12 +29,17 @@ Action = Callable[[Any], None]
 class Clock:
     """Runs actions at their times; of those due at once, in the order in which they were set."""
 
-    __slots__ = ("_due", "_events", "now_s")
+    __slots__ = ("_connections", "_due", "_events", "now_s")
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._events: list[tuple[float, int, Action, Any]] = []
-        self._due = 0
+        self._due = self._connections = 0
+
+    def number_connection(self) -> int:
+        """Another one each time, so that each draws by itself."""
+        self._connections += 1
+        return self._connections
 
     def at(self, time_s: float, action: Action, argument: Any = None) -> None:
         """Call ``action(argument)`` at ``time_s``, which must not be past."""
@@ -60,6 +67,8 @@ class Clock:
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]
 
+_PAUSE_S = 0.2
+"""Linux forgets a window after a retransmission timeout without bytes, which is at least this."""
 _WRITABLE_SHARE = 2 / 3
 """Of its buffer: Linux wakes who waits for room when no more than this is held."""
 
@@ -91,8 +100,8 @@ class Connection:
 
     __slots__ = (
         "_acknowledgements _back_egress _back_port _burst_bytes _clock _deliver _egress _end_bytes"
-        " _in_flight_bytes _kernel _latency_s _messages _peer _port _received_bytes _sent _settling"
-        " _unsent_bytes _untaken_bytes _waiting _window_bytes reverse"
+        " _in_flight_bytes _kernel _latency_s _left_s _messages _peer _port _random _received_bytes"
+        " _sent _settling _unsent_bytes _untaken_bytes _waiting _window_bytes reverse"
     ).split()
 
     def __init__(self, clock: Clock, path: Path, way: Way) -> None:
@@ -113,6 +122,10 @@ class Connection:
         self._acknowledgements: deque[tuple[float, int]] = deque()  # when, bytes
         self._waiting = False  # for the first of them
         self._settling = False  # taken, and not yet sent
+        self._left_s = -math.inf  # when bytes have last left
+        self._random: random.Random | None = None
+        if kernel.window_spread:
+            self._random = random.Random(clock.number_connection())
         self.reverse: Connection | None = None
 
     @property
@@ -126,8 +139,16 @@ class Connection:
         self._untaken_bytes = size_bytes
         self._messages.append((self._end_bytes, message))
         self._take_acknowledgements()
+        if self._random is not None and self._clock.now_s - self._left_s > _PAUSE_S:
+            self._draw_window(self._random)
         self._take(self._kernel.buffer_bytes)
         self._transmit()
+
+    def _draw_window(self, drawn: random.Random) -> None:
+        """TCP begins anew after a pause, and ends up with a larger or smaller share."""
+        kernel = self._kernel
+        factor = math.exp(kernel.window_spread * drawn.gauss(0.0, 1.0))
+        self._window_bytes = max(round(kernel.window_bytes * factor), kernel.burst_bytes)
 
     def _take(self, bound_bytes: float) -> None:
         """Move from the message to the kernel what that has room for."""
@@ -168,7 +189,8 @@ class Connection:
         self._await_acknowledgement()
 
     def _leave(self, size: int) -> None:
-        left_s = self._egress.accept(self._clock.now_s, wire_bytes(size))
+        self._left_s = self._clock.now_s
+        left_s = self._egress.accept(self._left_s, wire_bytes(size))
         self._clock.at(left_s + self._latency_s, self._reach_port, size)
 
     def _reach_port(self, size: int) -> None:

@@ -6,23 +6,27 @@ Servers that have no slices are left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from foreprop.config import Config
-from foreprop.core.frames import SERVER, workers_of_node
+from foreprop.core.frames import SERVER, Peers, workers_of_node
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
 from foreprop.core.sendbound import least_bytes
 from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
+from foreprop.simulate.device import Synchronisation
 from foreprop.simulate.relayed import Relay
+from foreprop.simulate.relayedrows import RowRelay
+from foreprop.simulate.rowtables import RowServer, RowWorker, Tables, tables_of
 from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server, Site
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.symmetric import Links, connect_crowd
 from foreprop.workload.hosts import Kernel
+from foreprop.workload.setting import HYBRID
 from foreprop.workload.systemconfig import foreprop_config
 
 SEND_BUFFER_BYTES = 4_194_304
@@ -39,34 +43,69 @@ def simulate_preset(
         from foreprop.simulate.compressed import coded_slices
 
         agreement = replace(agreement, coded=coded_slices(config, setting, agreement.slices))
-    site, hosts = Site(cluster.clock, cluster.hosts, agreement), cluster.hosts
-    workers = [
-        ServedWorker(site, rank, _processor(cluster, hosts.worker_frame_s))
-        for rank in cluster.ranks
-    ]
-    servers = {
-        index: Server(site, index, _processor(cluster, hosts.server_frame_s))
-        for index in agreement.busy_servers
-    }
+    return train_served(config, agreement, setting, cluster, steps=steps)
+
+
+def train_served(
+    config: Config,
+    agreement: Agreement,
+    setting: SimulatedSetting,
+    cluster: Cluster,
+    *,
+    steps: int,
+    beside: int = 0,
+    synchronised: Callable[[Sequence[ServedWorker]], Sequence[Synchronisation]] = list,
+) -> SimulatedSteps:
+    """Workers and servers on the cluster; ``beside``: other connections that share each link.
+
+    ``synchronised`` makes of the workers what their devices ask.
+    """
+    site = Site(cluster.clock, cluster.hosts, agreement)
+    workers = [_worker(site, rank, cluster) for rank in cluster.ranks]
+    servers = {index: _server(site, index, cluster) for index in agreement.busy_servers}
     ends = _ends(cluster, workers, servers)
     if is_relayed(config, setting):
         ends = _ends_at_relays(cluster, site, workers, servers)
-    kernels = _kernels(config, setting, cluster, pushers=agreement.workers)
+    kernels = _kernels(config, setting, cluster, agreement, beside=beside)
     if not cluster.is_symmetric:
         for here, there in ends:
             join(here, there, connect_nodes(cluster, here, there, kernels))
-        return cluster.train(setting, workers, steps=steps)
+        return cluster.train(setting, synchronised(workers), steps=steps)
     links = Links(cluster.link, cluster.nodes), Links(cluster.link, cluster.nodes)
     for here, there in ends:
         join(here, there, connect_crowd(cluster, links, here, there, kernels))
-    trained = cluster.train(setting, workers, steps=steps)
+    trained = cluster.train(setting, synchronised(workers), steps=steps)
     return replace(trained, sent_bytes=links[0].sent_bytes(cluster.crowds))
 
 
-def _processor(cluster: Cluster, frame_s: float) -> Processor | None:
-    if not frame_s:
+def _worker(site: Site, rank: int, cluster: Cluster) -> ServedWorker:
+    processor = _processor(cluster, cluster.hosts.worker_frame_s)
+    if site.agreement.tables is None:
+        return ServedWorker(site, rank, processor)
+    return RowWorker(site, rank, processor, site.agreement.tables)
+
+
+def _server(site: Site, index: int, cluster: Cluster) -> Server:
+    hosts = cluster.hosts
+    processor = _processor(cluster, hosts.server_frame_s, hosts.server_byte_s)
+    if site.agreement.tables is None:
+        return Server(site, index, processor)
+    return RowServer(site, index, processor, site.agreement.tables)
+
+
+def _relay(
+    site: Site, node: int, server: int, workers: Peers, processor: Processor | None
+) -> Relay:
+    about: dict[str, Any] = {"node": node, "server": server, "workers": workers}
+    if site.agreement.tables is None:
+        return Relay(site, **about, processor=processor)
+    return RowRelay(site, **about, processor=processor, tables=site.agreement.tables)
+
+
+def _processor(cluster: Cluster, frame_s: float, byte_s: float = 0.0) -> Processor | None:
+    if not frame_s and not byte_s:
         return None
-    return Processor(cluster.clock, frame_s, 8 / cluster.link.rate_bits_per_s)
+    return Processor(cluster.clock, frame_s, 8 / cluster.link.rate_bits_per_s, byte_s=byte_s)
 
 
 def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Config:
@@ -100,29 +139,50 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
     """What the manifest of such a session would say."""
     pushers_per_node = 1 if is_relayed(config, setting) else setting.workers_per_node
     sizes = [size for layer in setting.layers for size in layer.sizes_elems]
+    servers = setting.dedicated_servers or setting.nodes
     partition = Partition(
         granularity=config.granularity,
         placement=config.placement,
-        servers=setting.nodes,
-        slice_elems=config.cut_elems(setting.nodes),
+        servers=servers,
+        slice_elems=config.cut_elems(servers),
         big_array_elems=config.big_array_elems,
         seed=config.placement_seed,
-        shares=config.shares(setting.nodes),
+        shares=config.shares(servers),
     )
+    served = _served_elems(config, setting, sizes)
+    slices = plan_slices(served, [bytes_per_elem(config)] * len(sizes), partition)
+    tables = None
+    if setting.rows:
+        tables = Tables(
+            tables_of(setting),
+            servers=servers,
+            first_number=len(slices),
+            part_elems=partition.slice_elems,
+            bytes_per_elem=bytes_per_elem(config),
+        )
     return Agreement(
-        slices=plan_slices(sizes, [bytes_per_elem(config)] * len(sizes), partition),
+        slices=slices,
         parameters=len(sizes),
         order=config.order,
         reply=config.reply,
         members=[crowd.members for crowd in setting.crowds for _ in range(pushers_per_node)],
-        servers=setting.nodes,
+        servers=servers,
         push_window_bytes=config.push_window_bytes,
         bytes_per_elem=bytes_per_elem(config),
         lanes=config.lanes,
         at_once=_at_once(setting),
         needs_norm=config.aggregation.needs_norm,
         staleness=setting.staleness,
+        tables=tables,
     )
+
+
+def _served_elems(config: Config, setting: SimulatedSetting, sizes: Sequence[int]) -> Sequence[int]:
+    """By array, what goes to servers in slices: not tables, and nothing where all is reduced."""
+    if config.architecture == HYBRID:
+        return [0] * len(sizes)
+    tables = setting.table_arrays
+    return [0 if number in tables else size for number, size in enumerate(sizes)]
 
 
 def _at_once(setting: SimulatedSetting) -> int:
@@ -136,30 +196,40 @@ def _is_each(setting: SimulatedSetting) -> bool:
 
 
 def _kernels(
-    config: Config, setting: SimulatedSetting, cluster: Cluster, *, pushers: int
+    config: Config,
+    setting: SimulatedSetting,
+    cluster: Cluster,
+    agreement: Agreement,
+    *,
+    beside: int,
 ) -> Kernels:
     """Of pushes, whose send buffer is bounded, and of replies, for which that depends."""
+    pushers, servers = agreement.workers, agreement.servers
     others = max(1, setting.nodes - 1) * pushers // setting.nodes
     most, bounded = _at_once(setting), config.lanes == "peers"
-    pushes_wait = bounded and takes_turns(config.order, setting.nodes, most)
+    pushes_wait = bounded and takes_turns(config.order, servers, most)
     replies_wait = bounded and takes_turns(config.order, pushers, most)
     unsent_bytes = config.unsent_bytes if bounded else sys.maxsize
 
     def at_once(wait: bool) -> int:
         return min(others, most) if wait else others
 
+    # pushes to the others' servers, replies to their workers
+    connections = at_once(pushes_wait) + at_once(replies_wait)
+    if setting.dedicated_servers:  # one of them to or from each: a server's link has more
+        connections = max(servers, pushers)
+
     def kernel(buffer_bytes: int, settles: bool) -> Kernel:
         return cluster.hosts.kernel(
             cluster.link,
-            # pushes to the others' servers, replies to their workers
-            connections=at_once(pushes_wait) + at_once(replies_wait),
+            connections=connections + beside,
             unsent_bytes=unsent_bytes,
             buffer_bytes=buffer_bytes,
             settles=settles,
         )
 
-    pushed_bytes = window_share_bytes(config.push_window_bytes, setting.nodes, config.order)
-    if runs_ahead(config.order, setting.nodes):
+    pushed_bytes = window_share_bytes(config.push_window_bytes, servers, config.order)
+    if runs_ahead(config.order, servers):
         pushed_bytes = least_bytes(pushed_bytes)  # in the lab frames queue
     replied_bytes = setting.scaled(SEND_BUFFER_BYTES)
     if not bounded:
@@ -176,7 +246,8 @@ def _ends(
     for rank, worker in enumerate(workers):
         for index, server in servers.items():
             here = End(cluster.node_of(rank), index, worker.exchange, worker.receive)
-            yield here, End(index, rank, server.exchange, server.receive)
+            where = cluster.node_of_server(index)
+            yield here, End(where, rank, server.exchange, server.receive)
 
 
 def _ends_at_relays(
@@ -187,9 +258,10 @@ def _ends_at_relays(
         own = workers_of_node(node, len(workers), cluster.workers_per_node)
         processor = _processor(cluster, site.hosts.server_frame_s)
         for index, server in servers.items():
-            relay = Relay(site, node=node, server=index, workers=own, processor=processor)
+            relay = _relay(site, node, index, own, processor)
             here = End(node, SERVER, relay.exchange, relay.receive_answer)
-            yield here, End(index, node, server.exchange, server.receive)
+            where = cluster.node_of_server(index)
+            yield here, End(where, node, server.exchange, server.receive)
             for number in range(own.count):
                 worker = workers[own.first_rank(number)]
                 here = End(node, index, worker.exchange, worker.receive)

@@ -45,10 +45,17 @@ def simulate_ring(
     sizes_elems = [size for layer in setting.layers for size in layer.sizes_elems]
     buffer_bytes = setting.scaled(SEND_BUFFER_BYTES)
     ring = Ring(cluster, buffer_bytes=buffer_bytes, bytes_per_elem=bytes_per_elem(config))
+    return cluster.train(setting, ring_workers(cluster, ring, sizes_elems, config), steps=steps)
+
+
+def ring_workers(
+    cluster: Cluster, ring: Ring, sizes_elems: Sequence[int], config: Config
+) -> list[RingWorker]:
+    """A worker for each rank, of arrays of such sizes."""
     ranks: list[RingWorker] = []
     for rank in cluster.ranks:
         ranks.append(RingWorker(cluster, ring, rank, sizes_elems, config=config, ranks=ranks))
-    return cluster.train(setting, ranks, steps=steps)
+    return ranks
 
 
 class RingWorker:

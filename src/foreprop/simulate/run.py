@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from msgspec import UNSET
 
-from foreprop.simulate.cluster import Cluster, SimulatedSteps, lab_link, own_links
+from foreprop.simulate.cluster import Cluster, Sample, SimulatedSteps, lab_link, own_links
 from foreprop.simulate.collective import simulate_ddp
 from foreprop.simulate.presets import simulate_preset
 from foreprop.simulate.ring import simulate_ring
+from foreprop.simulate.rowtables import tables_of
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.version import __version__
 from foreprop.workload.hosts import Hosts
@@ -22,8 +23,10 @@ from foreprop.workload.records import Record, record_of
 from foreprop.workload.setting import (
     BUCKET_BYTES,
     DDP,
+    DDP_SPARSE,
     DDP_TUNED,
     DISCARDED_STEPS,
+    HYBRID,
     RING,
     RING_STEPS,
     best_bucket,
@@ -45,13 +48,21 @@ def simulate_lab(
     ``warm_up`` steps are simulated and not counted, as in the lab, but at least one. CPU times of
     the records are 0.
     """
-    records = []
+    return [record for record, _ in simulate_each(setting, hosts=hosts, progress=progress)]
+
+
+def simulate_each(
+    setting: SimulatedSetting,
+    *,
+    hosts: Hosts | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple[Record, list[Sample]]]:
+    """Each record as it is there, with samples of node 0's link if ``sample_network`` is set."""
     for name in setting.systems:
         asked = setting.codec_of(name)
         coded = _with_codecs(replace(setting, compression=asked), hosts or Hosts(), progress)
         progress(f"{name}: simulating")
-        records.append(_simulate(name, coded, hosts or Hosts(), asked))
-    return records
+        yield _simulate(name, coded, hosts or Hosts(), asked)
 
 
 def _with_codecs(
@@ -66,10 +77,12 @@ def _with_codecs(
     return with_chosen_codecs(setting, hosts)
 
 
-def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts, asked: str | None) -> Record:
+def _simulate(
+    name: str, setting: SimulatedSetting, hosts: Hosts, asked: str | None
+) -> tuple[Record, list[Sample]]:
     """``asked``: for which codecs."""
-    uncounted = max(DISCARDED_STEPS, setting.warm_up, RING_STEPS if name == RING else 0)
-    bucket_bytes = setting.scaled(BUCKET_BYTES) if name == DDP else None
+    uncounted = max(DISCARDED_STEPS, setting.warm_up, RING_STEPS if name in (RING, HYBRID) else 0)
+    bucket_bytes = setting.scaled(BUCKET_BYTES) if name in (DDP, DDP_SPARSE) else None
     if name == DDP_TUNED:
         bucket_bytes = best_bucket(setting, partial(_tuning_step_s, setting, hosts))
     steps = uncounted + setting.iterations
@@ -81,8 +94,9 @@ def _simulate(name: str, setting: SimulatedSetting, hosts: Hosts, asked: str | N
         bucket_bytes=bucket_bytes,
         first_step=1 - uncounted,
     )
-    coded = {} if asked is None else _coded(setting, asked)
-    return _record(name, setting, simulated, uncounted, bucket_bytes, coded)
+    coded = {"limit_s": setting.limit_by(name)} if asked is None else _coded(setting, asked)
+    record = _record(name, setting, simulated, uncounted, bucket_bytes, coded)
+    return record, simulated.samples
 
 
 def _coded(setting: SimulatedSetting, asked: str) -> dict[str, Any]:
@@ -126,6 +140,8 @@ def simulate_system(
     step among those that are drawn (`workload.unevenness`).
     """
     network = setting.network
+    if setting.server_s_per_gb:  # of the undivided model
+        hosts = replace(hosts, server_byte_s=setting.server_s_per_gb * 1e-9 * setting.scale)
     cluster = Cluster(
         lab_link(network, latency_s=setting.latency_s),
         hosts,
@@ -134,11 +150,17 @@ def simulate_system(
         open_ports=not setting.shape_ingress,
         own_links=own_links(network, latency_s=setting.latency_s),
         first_step=first_step,
+        dedicated_servers=setting.dedicated_servers,
     )
     if bucket_bytes is not None:
-        return simulate_ddp(setting, cluster, steps=steps, bucket_bytes=bucket_bytes)
-    if name == RING:
+        tables = tables_of(setting) if name == DDP_SPARSE else ()
+        return simulate_ddp(setting, cluster, steps=steps, bucket_bytes=bucket_bytes, tables=tables)
+    if name == RING or (name == HYBRID and not setting.rows):
         return simulate_ring(setting, cluster, steps=steps, **changes)
+    if name == HYBRID:
+        from foreprop.simulate.hybrid import simulate_hybrid
+
+        return simulate_hybrid(setting, cluster, steps=steps, **changes)
     return simulate_preset(name, setting, cluster, steps=steps, **changes)
 
 
@@ -169,6 +191,7 @@ def _record(
         bucket_bytes=bucket_bytes,
         network=SIMULATED,
         staleness=setting.staleness or UNSET,
+        simulated=setting.beyond or UNSET,
         representatives=len(crowds) if len(crowds) < setting.nodes else None,
         versions={"foreprop": __version__, "python": platform.python_version()},
         **coded,

@@ -45,6 +45,7 @@ from foreprop.workload.network import wire_bytes
 if TYPE_CHECKING:
     from foreprop.core.codecfacts import Coded
     from foreprop.simulate.coder import Coder
+    from foreprop.simulate.rowtables import Tables
 
 Message = tuple[int, SendFrame]
 """A frame, with the number of who has sent it."""
@@ -75,6 +76,8 @@ class Agreement:
     """How many steps a worker may be ahead (`core.staleness`)."""
     coded: Sequence[Coded] | None = None
     """By slice, what its codec makes of it; None: no codec, elements as they are."""
+    tables: Tables | None = None
+    """What is held row by row; those arrays have no slices."""
 
     @property
     def workers(self) -> int:
@@ -83,7 +86,9 @@ class Agreement:
 
     @property
     def busy_servers(self) -> list[int]:
-        """Those that have slices."""
+        """Those that have slices, or shards of tables."""
+        if self.tables is not None:
+            return list(range(self.servers))
         return sorted({piece.server for piece in self.slices})
 
     def turns(self, own: int, peers: int) -> Turns:
@@ -103,10 +108,11 @@ class Agreement:
         return PushWindow(sizes_bytes, self.push_window_bytes, servers=self.servers)
 
     def frame_bytes(self, frame: SendFrame) -> int:
-        """With its header; the payload is a slice or nothing."""
+        """With its header; the payload is a slice, rows or nothing."""
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
-            return HEADER_BYTES
+            rows_bytes = 0 if self.tables is None else self.tables.payload_bytes(frame)
+            return HEADER_BYTES + rows_bytes
         if self.coded is not None:
             coded = self.coded[frame.slice]
             is_push = frame.kind == Kind.PUSH
@@ -127,26 +133,33 @@ class Site(NamedTuple):
 
 
 class Processor:
-    """A process's: frames take turns, each ``frame_s``, whoever's thread they are for."""
+    """A process's: frames take turns, whoever's thread they are for.
 
-    def __init__(self, clock: Clock, frame_s: float, link_byte_s: float) -> None:
+    Each takes ``frame_s``, and ``byte_s`` for every byte.
+    """
+
+    def __init__(
+        self, clock: Clock, frame_s: float, link_byte_s: float, *, byte_s: float = 0.0
+    ) -> None:
         self._clock = clock
         self._frame_s = frame_s
+        self._byte_s = byte_s
         self._link_byte_s = link_byte_s
         self._busy_until_s = 0.0
 
     def received_s(self, copies: int, size_bytes: int) -> float:
         """When it has seen the last of so many frames, which have come in one after the other."""
         begins_s = self._clock.now_s - self._passing_s(copies, size_bytes)
-        return self._take(begins_s, copies)
+        return self._take(begins_s, copies, size_bytes)
 
     def leaves_s(self, copies: int, size_bytes: int) -> float:
         """When to send so many frames, so that the last one leaves when it has got there."""
-        ends_s = self._take(self._clock.now_s, copies)
+        ends_s = self._take(self._clock.now_s, copies, size_bytes)
         return max(self._clock.now_s, ends_s - self._passing_s(copies, size_bytes))
 
-    def _take(self, begins_s: float, copies: int) -> float:
-        self._busy_until_s = max(self._busy_until_s, begins_s) + copies * self._frame_s
+    def _take(self, begins_s: float, copies: int, size_bytes: int) -> float:
+        takes_s = copies * (self._frame_s + size_bytes * self._byte_s)
+        self._busy_until_s = max(self._busy_until_s, begins_s) + takes_s
         return self._busy_until_s
 
     def _passing_s(self, copies: int, size_bytes: int) -> float:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from foreprop.config import PRESETS
 from foreprop.errors import ConfigError
-from foreprop.workload.setting import DDP, DDP_TUNED, RING, LabSetting, option
+from foreprop.workload import limit
+from foreprop.workload.profile import Layer, ProfiledArray
+from foreprop.workload.setting import (
+    DDP,
+    DDP_SPARSE,
+    DDP_TUNED,
+    HYBRID,
+    RING,
+    LabSetting,
+    option,
+)
+from foreprop.workload.systemnames import base_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +54,9 @@ def plan_crowds(
     return crowds + [Crowd(first=node, members=together, slowdown=slowdown) for node in slow]
 
 
-SIMULATED_SYSTEMS = (*PRESETS, RING, DDP, DDP_TUNED)
+SIMULATED_SYSTEMS = (*PRESETS, RING, HYBRID, DDP, DDP_TUNED, DDP_SPARSE)
+_BY_ROWS = (*PRESETS, HYBRID, DDP_SPARSE)
+"""Those that move touched rows only, if they are asked to."""
 _MOST_WORKERS_EACH = 1024
 """When every node is simulated."""
 _USUAL_NODES_EACH = 64
@@ -64,6 +78,21 @@ class SimulatedSetting(LabSetting):
         "How many stand for all, if it is symmetric; 4 are more exact.", 1
     )
     """For the nodes that are not slow."""
+    rows: bool = option(
+        "Arrays of which the profile says alpha are tables: touched rows move, not all.", False
+    )
+    """Of ``ring``, ``ddp`` and ``ddp-tuned`` they are reduced whole. The rate that follows from
+    ``balance`` is that of whole arrays."""
+    together: tuple[tuple[str, float], ...] = ()
+    """Names of tables, and the share of rows that a node's workers touch together, if counted."""
+    dedicated_servers: int = option(
+        "Servers on nodes of their own, for presets, instead of one beside each node's workers.", 0
+    )
+    """``balance`` and the limit's bytes are then those of the busiest link."""
+    server_s_per_gb: float = option(
+        "What each GB that a server receives or sends takes its processor, s.", 0.0
+    )
+    """One processor for each server (`Hosts.server_byte_s`)."""
 
     known_systems: ClassVar[tuple[str, ...]] = SIMULATED_SYSTEMS
     hooked_systems: ClassVar[tuple[str, ...]] = ()
@@ -73,6 +102,8 @@ class SimulatedSetting(LabSetting):
         super(SimulatedSetting, self).__post_init__()
         self._check_symmetric()
         self._check_each_is_apart()
+        self._check_tables()
+        self._check_servers()
         if not 1 <= self.representatives <= self.nodes - self.slow_nodes:
             raise ConfigError(
                 f"representatives is {self.representatives}; it must be at least 1 and at most"
@@ -87,6 +118,86 @@ class SimulatedSetting(LabSetting):
                 f"staleness is {self.staleness!r}, but a node stands for several of {self.nodes},"
                 " which would make their steps together; ask for symmetric=False (--every-node)"
             )
+
+    def _check_tables(self) -> None:
+        if not self.rows:
+            return
+        name = self.profile.name
+        if not self.table_arrays:
+            raise ConfigError(
+                f"rows is True, but the profile {name} has no alpha: profile the model with"
+                " sparse=True, or write the share of touched rows to the file's arrays"
+            )
+        if self.compression is not None:
+            raise ConfigError(
+                f"rows is True, but compression is {self.compression!r}: codecs of rows are not"
+                " simulated; leave one of them out"
+            )
+        if self.is_symmetric:
+            raise ConfigError(
+                f"rows is True, but a node stands for several of {self.nodes}: tables are simulated"
+                " node by node only; ask for symmetric=False (--every-node)"
+            )
+        if self.staleness:
+            raise ConfigError(
+                f"rows is True, but staleness is {self.staleness!r}: servers of rows wait for every"
+                " worker; leave one of them out"
+            )
+
+    def _check_servers(self) -> None:
+        if self.dedicated_servers < 0:
+            raise ConfigError(f"dedicated_servers is {self.dedicated_servers}; at least 0")
+        if not 0 <= self.server_s_per_gb < math.inf:
+            raise ConfigError(
+                f"server_s_per_gb is {self.server_s_per_gb}; it must be finite and at least 0"
+            )
+        if not self.dedicated_servers:
+            return
+        others = [name for name in self.systems if base_of(name) not in PRESETS]
+        if others:
+            raise ConfigError(
+                f"dedicated_servers is {self.dedicated_servers}, but systems has {others[0]!r},"
+                " which has none on nodes of their own: name presets only"
+            )
+        if self.is_symmetric:
+            raise ConfigError(
+                f"dedicated_servers is {self.dedicated_servers}, but a node stands for several of"
+                f" {self.nodes}; ask for symmetric=False (--every-node)"
+            )
+
+    @property
+    def table_arrays(self) -> dict[int, ProfiledArray]:
+        """By number, counted in forward order, those that are held row by row."""
+        if not self.rows:
+            return {}
+        arrays = [array for layer in self.profile.arrays_by_layer() for array in layer]
+        return {n: array for n, array in enumerate(arrays) if array.alpha is not None}
+
+    def limit_of(self, layers: Sequence[Layer]) -> float:
+        """With dedicated servers, of the busiest link: a worker's, or a server's."""
+        servers = self.dedicated_servers
+        if not servers:
+            return super(SimulatedSetting, self).limit_of(layers)
+        passes = max(1.0, self.workers / servers, self.workers_per_node)
+        rate = self.rate * 2 * (self.nodes - 1) / self.nodes / passes
+        return limit.limit_s(layers, nodes=self.nodes, rate_bits_per_s=rate)
+
+    @property
+    def beyond(self) -> dict[str, Any]:
+        """By field, what no lab has, as records keep it."""
+        names = ("rows", "together", "dedicated_servers", "server_s_per_gb")
+        return {name: value for name in names if (value := getattr(self, name))}
+
+    def limit_by(self, system: str) -> float:
+        """What no schedule can beat; of a table touched rows count, if the system moves those."""
+        if not self.rows or base_of(system) not in _BY_ROWS:
+            return self.limit_s
+        touched = self.profile.layers(
+            scale=self.scale,
+            compute_s=self.compute_s,
+            counted=lambda array: 1.0 if array.alpha is None else array.alpha,
+        )
+        return self.limit_of(touched)
 
     def _check_symmetric(self) -> None:
         if self.workers_per_node > 1 and self.symmetric:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.shards import Shard
+from foreprop.core.shards import Shard, part_rows
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
@@ -31,7 +31,6 @@ from foreprop.tables.parts import (
     encode_pull,
     in_table,
     kept_limit_bytes,
-    part_rows,
 )
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from foreprop.core.shards import Shard
+from foreprop.core.shards import Shard, numbers_bytes, part_rows
 from foreprop.errors import RemoteProtocolError
 from foreprop.path.memory import bytes_of
 from foreprop.path.tensors import decode_state, encode_state, is_array, state_limit_bytes
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from foreprop.tables.rowcodecs import RowCodecs
 
 _COUNT = struct.Struct("!Q")
-_ALIGN_BYTES = 8
-"""Elements of any type begin at a multiple of this, as torch wants them."""
 
 VALUES, STATE = "values", "state."
 """Names of a part's entries, beside `tensors.AVERAGE`: the values, and how those of the
@@ -43,16 +41,6 @@ class RowPart(NamedTuple):
 
     numbers: torch.Tensor
     rows: torch.Tensor
-
-
-def part_rows(row_elems: int, part_elems: int) -> int:
-    """Rows in one part of about ``part_elems`` elements."""
-    return max(1, part_elems // max(1, row_elems))
-
-
-def numbers_bytes(rows: int) -> int:
-    """What the row numbers of a part take, with their count."""
-    return _COUNT.size + -(-4 * rows // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def encode_numbers(numbers: torch.Tensor) -> bytes:

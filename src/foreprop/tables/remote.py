@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from foreprop.core.manifest import RowInit
+from foreprop.core.shards import part_rows
 from foreprop.errors import ConfigError, InternalError
 from foreprop.link.connection import EMPTY
 from foreprop.path.parameter import FirstUse
@@ -25,7 +26,7 @@ from foreprop.path.sums import start_average
 from foreprop.path.waiting import NEEDS_NO_VALUE
 from foreprop.tables.exchange import RowExchange
 from foreprop.tables.lookahead import Prefetch
-from foreprop.tables.parts import VALUES, part_rows
+from foreprop.tables.parts import VALUES
 from foreprop.tables.table import make_rows
 
 if TYPE_CHECKING:

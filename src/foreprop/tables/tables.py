@@ -23,10 +23,11 @@ from foreprop.cluster.rendezvous import Board
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.core.manifest import ParameterInfo
+from foreprop.core.shards import part_rows
 from foreprop.errors import ConfigError
 from foreprop.hooks.modelhooks import CallingHook
 from foreprop.tables.folder import TableFolder
-from foreprop.tables.parts import VALUES, KeptRows, part_rows
+from foreprop.tables.parts import VALUES, KeptRows
 from foreprop.tables.remote import RemoteTable
 
 _PARTS_IN_A_FILE = 16

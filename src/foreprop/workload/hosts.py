@@ -31,6 +31,8 @@ class Kernel:
     """To a segment that it has begun and not sent it adds, whatever the bounds, up to this."""
     window_bytes: int
     """Sent and not acknowledged."""
+    window_spread: float
+    """Deviation of the logarithm of a window, drawn when it begins after a pause; 0: none is."""
     burst_bytes: int
     """What the simulation moves as one: more costs accuracy, less costs time."""
     latency_s: float
@@ -61,6 +63,9 @@ class Hosts:
     """Of the processor for each frame of a worker, its bytes left out; 0: it has time to spare."""
     server_frame_s: float = 0.0
     """The same for a server, or for a node's relays, which are one process."""
+    server_byte_s: float = 0.0
+    """Of a server's processor for each byte that it receives or sends: copies, serialising, sums.
+    What passes between a node's workers and its relays costs nothing."""
     update_s: float = 60e-6
     """To begin an update, whatever its size."""
     sum_elem_s: float = 0.4e-9
@@ -75,6 +80,8 @@ class Hosts:
     """Of a socket's buffer what is payload; the rest is the kernel's bookkeeping."""
     segment_bytes: int = 65_536
     """The kernel's largest segment, which it cuts into packets late (GSO)."""
+    window_spread: float = 0.0
+    """How unevenly connections share a link (`Kernel.window_spread`, docs/simulator.md)."""
     burst_s: float = 0.0005
     """What the simulation moves as one takes a link this long, but has at least two packets."""
 
@@ -108,6 +115,7 @@ class Hosts:
             settles=settles,
             segment_bytes=self.segment_bytes,
             window_bytes=window_bytes,
+            window_spread=self.window_spread,
             burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes, window_bytes),
             latency_s=link.latency_s,
         )

@@ -103,6 +103,10 @@ class LinkDirection:
         waits_s = self._busy_until_s - now_s
         return waits_s if waits_s > 0.0 else 0.0
 
+    def left_bytes(self, now_s: float) -> int:
+        """What has passed until now, and does not wait any more."""
+        return self.carried_bytes - round(self.delay_s(now_s) / self._byte_s)
+
     def accept(self, now_s: float, wire_bytes: int) -> float:
         """Queue a packet or several; returns when the last of them has left."""
         busy_s = self._busy_until_s

@@ -78,6 +78,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int | str | UnsetType = UNSET
     """How many steps a worker may be ahead of the slowest, or ``async``; left out if none. Steps
     are then harmonic means over the workers, and `limit_s` is of steps that are made together."""
+    simulated: dict[str, Any] | UnsetType = UNSET
+    """Of `simulate.setting.SimulatedSetting`, what no lab has; left out if there is nothing."""
     uneven: dict[str, Any] | UnsetType = UNSET
     """Of `LabSetting`, what makes nodes, links or steps differ; left out if nothing does."""
     mean_s: float | UnsetType = UNSET

@@ -42,7 +42,11 @@ def option(
 DDP = "ddp"
 DDP_TUNED = "ddp-tuned"
 MXNET = ("mxnet-kvstore", "mxnet-p3")
+DDP_SPARSE = "ddp-sparse"
+"""DDP whose tables have sparse gradients, which it gathers."""
 RING = "ring"
+HYBRID = "hybrid"
+"""As ``ring``, with servers beside it for the rows of tables."""
 AUTO = {"auto": "auto", "p3-auto": "p2p"}
 """What plans for itself, slices and all: by name the ``architecture`` that is asked for."""
 WORKERS = "p3-workers"

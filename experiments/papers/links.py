@@ -1,0 +1,98 @@
+"""P3's Figs. 8, 9, 13, 14 (a node's link) and 10 (2 to 16 nodes), simulated.
+
+python -m experiments.papers.links docs/results
+
+What `foreprop lab figures --only 2,3` would measure, for all models and up to 16 nodes. The same
+settings, panels and charts; nothing here is a measurement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import msgspec
+
+from experiments.chart import Chart, write_chart
+from experiments.figures.charts import throughput_chart, utilisation_chart
+from experiments.figures.curves import (
+    ThroughputPanel,
+    UtilisationPanel,
+    nodes_panels,
+    utilisation_panels,
+)
+from experiments.figures.sweeps import FULL, NODES, UTILISATION, plan_measurements
+from foreprop.simulate.run import simulate_each, simulate_lab
+from foreprop.simulate.setting import SimulatedSetting
+from foreprop.workload.records import Record
+from foreprop.workload.setting import LabSetting
+
+IDLE_SHARE = 0.05
+"""Of its rate: a link that has less is called idle."""
+SIXTEEN = replace(
+    FULL,
+    nodes={model: dict.fromkeys((2, 4, 8, 16), 3) for model in ("resnet50", "vgg19", "sockeye")},
+)
+"""The lab's campaign, with VGG-19 on 16 nodes, too."""
+
+
+def simulated(setting: LabSetting) -> SimulatedSetting:
+    """The same, without traces."""
+    given = {spec.name: getattr(setting, spec.name) for spec in fields(LabSetting)}
+    return SimulatedSetting(**given | {"trace": None, "iterations": min(setting.iterations, 3)})
+
+
+def utilisation(settings: Iterable[LabSetting]) -> list[UtilisationPanel]:
+    panels = []
+    for setting in settings:
+        found = list(simulate_each(simulated(setting)))
+        samples = {record.system: seen for record, seen in found}
+        panels += utilisation_panels([record for record, _ in found], samples)
+    return panels
+
+
+def idle_shares(panel: UtilisationPanel) -> tuple[float, float]:
+    """Of the time, in which its node sends, or receives, next to nothing."""
+    shares = (panel.sent_share, panel.received_share)
+    return tuple(sum(s < IDLE_SHARE for s in each) / max(1, len(each)) for each in shares)  # type: ignore[return-value]
+
+
+def by_nodes(settings: Iterable[LabSetting]) -> list[tuple[LabSetting, Sequence[Record]]]:
+    return [(setting, simulate_lab(simulated(setting))) for setting in settings]
+
+
+def main(out: str, only: str = "2,3") -> None:
+    """Writes simulated-utilisation and simulated-nodes, and prints what they show."""
+    folder, wanted = Path(out), {int(number) for number in only.split(",")}
+    planned = plan_measurements(SIXTEEN, traces=Path("unused"), only=wanted)
+    if UTILISATION in wanted:
+        watched = utilisation(m.setting for m in planned if UTILISATION in m.figures)
+        _write(folder, "simulated-utilisation", utilisation_chart(watched), watched)
+        for panel in watched:
+            sent, received = idle_shares(panel)
+            print(f"{panel.model}, {panel.system}: idle {sent:.0%} out, {received:.0%} in")
+    if NODES in wanted:
+        runs = by_nodes(m.setting for m in planned if NODES in m.figures)
+        panels = nodes_panels(runs)
+        _write(folder, "simulated-nodes", throughput_chart(panels), panels)
+        for setting, records in runs:
+            steps = {record.system: record.iteration_s.median for record in records}
+            print(
+                f"{setting.profile.name}, {setting.nodes} nodes: p3 over kvstore"
+                f" {steps['kvstore'] / steps['p3']:.2f}, over ddp {steps['ddp'] / steps['p3']:.2f}"
+            )
+
+
+def _write(
+    folder: Path,
+    name: str,
+    chart: Chart,
+    panels: Sequence[UtilisationPanel] | Sequence[ThroughputPanel],
+) -> None:
+    write_chart(folder, name, chart, msgspec.json.encode(panels))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Workers apart on a clock: `core.staleness` decides who goes on when.
+
+A training has one slice. A worker computes with what it has read, and pushes; the server updates
+and answers at once. Nothing but the workers' steps takes time here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from foreprop.core.collect import SliceUpdated, UpdateSlice
+from foreprop.core.frames import FrameSent, PushArrived, SendFrame
+from foreprop.core.slicing import Slice
+from foreprop.core.staleness import Staleness, StaleServer
+
+
+class ApartTraining(Protocol):
+    """What is trained: called by `StaleLoop`."""
+
+    def compute(self, rank: int, step: int) -> None:
+        """The worker's gradient, by what it has read; steps count from 1."""
+
+    def update(self, ranks: Sequence[int], now_s: float) -> None:
+        """By these workers' gradients."""
+
+    def read(self, rank: int, step: int) -> None:
+        """The worker gets the values as they are after its step, and begins the next one."""
+
+
+class StaleLoop:
+    """``step_s``: how long a rank's step takes."""
+
+    def __init__(
+        self,
+        training: ApartTraining,
+        *,
+        elems: int,
+        workers: int,
+        staleness: Staleness,
+        step_s: Callable[[int, int], float],
+    ) -> None:
+        self._training = training
+        self._step_s = step_s
+        self._server = StaleServer(
+            [Slice(0, 0, 0, elems, 0)],
+            index=0,
+            workers=workers,
+            staleness=staleness,
+            order="priority",
+            names=["values"],
+        )
+        self._events: list[tuple[float, int, int, int]] = []  # when, number, rank, step
+        self._numbers = itertools.count()
+        for rank in range(workers):
+            self._begin(0.0, rank, 1)
+
+    def run(self, goes_on: Callable[[float], bool]) -> None:
+        """While that is true of when the next gradient is there."""
+        while self._events and goes_on(self._events[0][0]):
+            now_s, _, rank, step = heapq.heappop(self._events)
+            self._training.compute(rank, step)
+            self._handle(now_s, PushArrived(rank, 0, step, 0, 0))
+
+    def _begin(self, now_s: float, rank: int, step: int) -> None:
+        done_s = now_s + self._step_s(rank, step)
+        heapq.heappush(self._events, (done_s, next(self._numbers), rank, step))
+
+    def _handle(self, now_s: float, event: Any) -> None:
+        for instruction in self._server.handle(event):
+            if isinstance(instruction, UpdateSlice):
+                self._training.update(instruction.ranks, now_s)
+                self._handle(now_s, SliceUpdated())
+            elif isinstance(instruction, SendFrame):
+                rank, step = instruction.peer, instruction.step
+                self._training.read(rank, step)
+                self._begin(now_s, rank, step + 1)
+                self._handle(now_s, FrameSent(rank))
