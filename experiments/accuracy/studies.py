@@ -19,7 +19,7 @@ from foreprop.errors import ConfigError
 CODECS, DGC, ASGD = "codecs", "dgc", "asgd"
 """The studies: of each codec; P3's Fig. 11, DGC; its Fig. 15, ASGD."""
 STUDIES = (CODECS, DGC, ASGD)
-NAMES = tuple(name for name in codecs.NAMES if name != "fp16")
+NAMES = tuple(name for name in codecs.NAMES if name not in ("lossless", "fp16"))
 SEEDS = (0, 1, 2)
 DGC_CODEC = "dgc:0.001"
 """The paper's threshold of 99.9 %."""
