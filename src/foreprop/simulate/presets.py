@@ -18,6 +18,7 @@ from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_sha
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
+from foreprop.simulate.coder import of_relays, of_workers
 from foreprop.simulate.relayed import Relay
 from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server, Site
 from foreprop.simulate.setting import SimulatedSetting
@@ -40,17 +41,19 @@ def simulate_preset(
 
         agreement = replace(agreement, coded=coded_slices(config, setting, agreement.slices))
     site, hosts = Site(cluster.clock, cluster.hosts, agreement), cluster.hosts
+    relayed = is_relayed(config, setting)
+    own = site._replace(agreement=of_workers(agreement)) if relayed else site
     workers = [
-        ServedWorker(site, rank, _processor(cluster, hosts.worker_frame_s))
-        for rank in cluster.ranks
+        ServedWorker(own, rank, _processor(cluster, hosts.worker_frame_s)) for rank in cluster.ranks
     ]
     servers = {
         index: Server(site, index, _processor(cluster, hosts.server_frame_s))
         for index in agreement.busy_servers
     }
     ends = _ends(cluster, workers, servers)
-    if is_relayed(config, setting):
-        ends = _ends_at_relays(cluster, site, workers, servers)
+    if relayed:
+        at_relays = site._replace(agreement=of_relays(agreement))
+        ends = _ends_at_relays(cluster, at_relays, workers, servers)
     kernels = _kernels(config, setting, cluster, pushers=agreement.workers)
     if not cluster.is_symmetric:
         for here, there in ends:
