@@ -13,10 +13,12 @@ from foreprop.compression.codecs import make
 from foreprop.core.codec import Place
 
 NAMES = (
+    "lossless",
     "bf16",
     "fp16",
     "int8",
     "int4",
+    "int2",
     "1bit",
     "efsign",
     "sign",

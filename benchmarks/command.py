@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from benchmarks.codecs import measure_codecs
+from benchmarks.codecs import NAMES, measure_codecs
 from benchmarks.compressed import measure_compression, measure_on_gradients
 from benchmarks.exchange import Exchange, measure_exchange
 from benchmarks.jitter import simulate_jitter
@@ -18,6 +19,7 @@ from benchmarks.tables import measure_tables
 from benchmarks.wire import measure_wire
 from foreprop.cli.checked import CheckedCommand
 from foreprop.cli.output import console, print_table, say
+from foreprop.core.codecfacts import LOSSLESS
 from foreprop.quantities import parse_rate, rate_text
 from foreprop.workload import limit
 from foreprop.workload.profile import load_profile
@@ -305,8 +307,9 @@ def codecs(
 ) -> None:
     """Codecs: CPU seconds to encode and decode a GB of float32, and up to which link they pay.
 
-    Gradients are normal numbers; encoding includes error feedback. "Pays below" is the link rate at
-    which encoding, sending and decoding, one after the other, take as long as sending float32.
+    Gradients are normal numbers, of which lossless leaves more than of most (see foreprop bench
+    compression); encoding includes error feedback. "Pays below" is the link rate at which encoding,
+    sending and decoding, one after the other, take as long as sending float32.
 
     Examples:
       foreprop bench codecs
@@ -315,7 +318,10 @@ def codecs(
     shown = Table(title=f"{slices} slices of {slice_elems} elements, medians of {rounds} rounds")
     for heading in ("codec", "bytes per element", "encode, s/GB", "decode, s/GB", "pays below"):
         shown.add_column(heading, justify="right")
-    for cost in measure_codecs(slice_elems=slice_elems, slices=slices, rounds=rounds):
+    names = [name for name in NAMES if name != LOSSLESS or find_spec("zstandard")]
+    if LOSSLESS not in names:
+        say(console(), "lossless is left out: pip install 'foreprop[compression]'")
+    for cost in measure_codecs(names, slice_elems=slice_elems, slices=slices, rounds=rounds):
         shown.add_row(
             cost.name,
             f"{cost.bytes_per_elem:.4f}",

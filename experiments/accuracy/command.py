@@ -33,6 +33,10 @@ def accuracy(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Of each training; by default the task's own.")
     ] = None,
+    part: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Of the examples to train with: the first ones."),
+    ] = 1.0,
     nodes: Annotated[int, typer.Option(min=2, max=16, help="Workers of dgc and asgd.")] = (
         _CLOCK.nodes
     ),
@@ -55,6 +59,7 @@ def accuracy(
 
     Examples:
       foreprop lab accuracy codecs --task fashion --codecs int8,dgc:0.001
+      foreprop lab accuracy codecs --task wikitext --part 0.25 --codecs int8,int4
       foreprop lab accuracy dgc --epochs 3
       foreprop lab accuracy asgd --nodes 4 --rate 1Gbit --step-jitter 0.3
     """
@@ -73,7 +78,7 @@ def accuracy(
     trainings = writable(out) / "trainings.json"
     torch.set_num_threads(1)
     shown = console()
-    runs = runs_of(study, task, epochs=epochs, names=chosen, clock=clock)
+    runs = runs_of(study, task, epochs=epochs, names=chosen, clock=clock, part=part)
     with shown.status("") as status:
         trained = train_all(runs, trainings, say=status.update)
     for line in lines_of(study, trained):

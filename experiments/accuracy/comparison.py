@@ -145,7 +145,8 @@ def _draw_band(axes: Axes, label: str, outcomes: Sequence[Outcome], style: Style
 
 def _heading(task: Task, run: Run) -> str:
     clock = f"; {run.clock}" if run.clock else ""
-    return f"{task.title}; {run.ranks} workers, {run.epochs} epochs{clock}"
+    part = f" of the first {run.part:.0%} of the examples" if run.part < 1 else ""
+    return f"{task.title}; {run.ranks} workers, {run.epochs} epochs{part}{clock}"
 
 
 def _worst(task: Task, scores: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ import msgspec
 from benchmarks import codecs
 from experiments.accuracy.apart import train_apart
 from experiments.accuracy.steptimes import Clock, apart_step_s, synchronous_step_s
-from experiments.accuracy.tasks import TASKS
+from experiments.accuracy.tasks import TASKS, load_part
 from experiments.accuracy.training import EXACT, Outcome, train
 from foreprop.core.staleness import Staleness
 from foreprop.errors import ConfigError
@@ -19,7 +19,7 @@ from foreprop.errors import ConfigError
 CODECS, DGC, ASGD = "codecs", "dgc", "asgd"
 """The studies: of each codec; P3's Fig. 11, DGC; its Fig. 15, ASGD."""
 STUDIES = (CODECS, DGC, ASGD)
-NAMES = tuple(name for name in codecs.NAMES if name != "fp16")
+NAMES = tuple(name for name in codecs.NAMES if name not in ("lossless", "fp16"))
 SEEDS = (0, 1, 2)
 DGC_CODEC = "dgc:0.001"
 """The paper's threshold of 99.9 %."""
@@ -53,6 +53,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     momentum: float
     seed: int
     clock: Clock | None = None
+    part: float = 1.0
+    """Of the examples that the task trains with: the first ones."""
 
     @property
     def label(self) -> str:
@@ -72,7 +74,13 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_of(
-    study: str, task: str, *, epochs: int | None, names: Sequence[str], clock: Clock
+    study: str,
+    task: str,
+    *,
+    epochs: int | None,
+    names: Sequence[str],
+    clock: Clock,
+    part: float = 1.0,
 ) -> list[Run]:
     """Those of a study, so that an interrupted one has something of everything."""
     own = TASKS[task]
@@ -84,6 +92,7 @@ def runs_of(
             "lr": own.lr,
             "momentum": own.momentum,
             "seed": 0,
+            "part": part,
         }
         return msgspec.convert({"task": task, "ranks": ranks, **usual, **given}, Run)
 
@@ -113,9 +122,14 @@ def runs_of(
 
 
 def outcome_of(run: Run) -> Outcome:
-    """Train. Deterministic, but for how sums are ordered on another machine."""
+    """Train. Deterministic, but for how sums are ordered on another machine.
+
+    Raises `ConfigError` for a part of the data without a whole step.
+    """
+    whole = TASKS[run.task]
     task = replace(
-        TASKS[run.task],
+        whole,
+        load=lambda: load_part(whole, run.part, least=run.ranks * run.batch),
         batch=run.batch,
         epochs=run.epochs,
         lr=run.lr,

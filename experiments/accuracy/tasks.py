@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, pad, relu
 from experiments.cifar10 import cifar10
 from experiments.wikitext import wikitext2
 from foreprop.datasets import fashion_mnist
+from foreprop.errors import ConfigError
 
 Examples = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, the first dimension of each counts examples."""
@@ -48,6 +49,21 @@ class Task:
     def loss(self, model: nn.Module, examples: Examples) -> torch.Tensor:
         """The mean over all predictions of the examples."""
         return cross_entropy(model(examples[0]).flatten(0, -2), examples[1].flatten())
+
+
+def load_part(task: Task, part: float, *, least: int) -> tuple[Examples, Examples]:
+    """The first examples of those to train with, and all of those to test with.
+
+    Raises `ConfigError` for fewer than ``least``.
+    """
+    (inputs, labels), test = task.load()
+    count = int(part * len(labels))
+    if count < least:
+        raise ConfigError(
+            f"part is {part}: {count} of {len(labels):,} examples; a step has {least}, so at least"
+            f" {math.ceil(1e4 * least / len(labels)) / 1e4}"
+        )
+    return (inputs[:count], labels[:count]), test
 
 
 def accuracy(model: nn.Module, test: Examples) -> float:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from experiments.layers.models import DEVICE, MODELS, NOT_COMPILED, RealModel, profile_of
 from foreprop.errors import ConfigError
 from foreprop.hooks.interception import Interception
-from foreprop.lab.systems import Steps, System, codecs_in, counted_bytes, train
+from foreprop.lab.systems import Steps, System, codecs_in, counted_frames, train
 from foreprop.path.worker import WorkerEngine
 from foreprop.session.session import connect
 from foreprop.workload.profile import Layer, Profile
@@ -103,8 +103,8 @@ class LayersSystem:
         return codecs_in(self._session, self._arrays)
 
     @property
-    def counted_bytes(self) -> int:
-        return counted_bytes(self._session)
+    def counted_frames(self) -> tuple[int, int]:
+        return counted_frames(self._session)
 
     def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()

@@ -61,7 +61,12 @@ def alone(build: Build, by_rank: Sequence[Sequence[Batch]], **options: Any) -> R
 
 
 def together(
-    build: Build, by_rank: Sequence[Sequence[Batch]], *, bad_rank: int = -1, **settings: Any
+    build: Build,
+    by_rank: Sequence[Sequence[Batch]],
+    *,
+    bad_rank: int = -1,
+    local_size: int = 1,
+    **settings: Any,
 ) -> Run:
     """Only ``bad_rank`` has a bad step; all must skip it, and agree on every bit and scale."""
 
@@ -73,7 +78,7 @@ def together(
         assert not {"step", "update", "unscale_"} & set(vars(scaler))
         return run
 
-    ones, *others = run_cluster(len(by_rank), work)
+    ones, *others = run_cluster(len(by_rank), work, local_size=local_size)
     for other in others:
         assert other[1] == ones[1]
         for got, wanted in zip(other[0], ones[0], strict=True):

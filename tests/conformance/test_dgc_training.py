@@ -26,7 +26,7 @@ from tests.conformance.parity import (
     servers_only,
     with_sgd,
 )
-from tests.conformance.scaler_runs import make_scaler
+from tests.conformance.scaler_runs import BAD_STEP, together
 
 pytestmark = servers_only
 
@@ -63,6 +63,7 @@ def emulate(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
 ) -> Values:
     """Algorithm 4 by hand: matrices by u and v of each rank, biases by torch's momentum."""
     master, _ = build_seeded(with_lr())
@@ -95,6 +96,9 @@ def emulate(
                     limit *= math.sqrt(grad.numel() / (5 * 8 + 8 * 3))
                     clipped += float(grad.norm()) > limit
                     grad = grad * min(1.0, limit / float(grad.norm()))
+                if clip_value is not None:
+                    clipped += float(grad.abs().max()) > clip_value
+                    grad = grad.clamp(-clip_value, clip_value)
                 if nesterov:
                     u[rank][number] = MOMENTUM * (u[rank][number] + grad)
                     v[rank][number] += u[rank][number] + grad
@@ -116,6 +120,10 @@ def emulate(
             if clip_norm is not None:
                 biases = [p for p in master.parameters() if p.dim() == 1]
                 clipped += float(nn.utils.clip_grad_norm_(biases, clip_norm)) > clip_norm
+            if clip_value is not None:
+                nn.utils.clip_grad_value_(
+                    [p for p in master.parameters() if p.dim() == 1], clip_value
+                )
             dense.step()
             for shown, full in zip(image.parameters(), master.parameters(), strict=True):
                 count = ranks * count_at(step, share, warmup_steps, full.numel())
@@ -125,6 +133,7 @@ def emulate(
                     shown += (full - shown) * only_largest(full - shown, count)
         values.append(values_of(image))
     assert clip_norm is None or 5 < clipped < 5 * len(values) - 5
+    assert clip_value is None or clipped > 5
     return values
 
 
@@ -133,6 +142,7 @@ def train(
 ) -> list[Values]:
     settings: dict[str, Any] = {"compression": codec, "reduction": reduction}
     settings["clip_grad_norm"] = options.pop("clip_norm", None)
+    settings["clip_grad_value"] = options.pop("clip_value", None)
 
     def work(world: World) -> Values:
         model, optimizer = build_seeded(with_lr(**options), seed=world.rank)
@@ -158,6 +168,7 @@ def train(
         {"weight_decay": 0.2},
         {"nesterov": True, "weight_decay": 0.2},
         {"clip_norm": 0.25},
+        {"clip_value": 0.2},
     ],
     ids=str,
 )
@@ -181,17 +192,45 @@ def check_every_step(
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("local_size", [1, 2])
+@pytest.mark.parametrize("limit", ["clip_grad_norm", "clip_grad_value"])
+def test_a_scaled_loss_is_clipped_at_scaled_limits(limit: str, local_size: int) -> None:
+    """Powers of two change no bit of anything else. Relays clip sums."""
+    by_rank = batches_of(3, count=6)
+    settings: dict[str, Any] = {limit: {"clip_grad_norm": 0.25, "clip_grad_value": 0.05}[limit]}
+    settings["compression"] = "dgc:0.05"
+    with_scaler = settings | {"update": "servers", "local_size": local_size}
+    scaled, scales, _ = together(with_lr(), by_rank, **with_scaler)
+    assert scales == [256, 256, 512, 512, 1024, 1024, 2048]
+
+    def work(world: World) -> Values:
+        model, optimizer = build_seeded(with_lr(), seed=world.rank)
+        values = []
+        with foreprop.parallelize(model, optimizer, world=world, **settings):
+            for x, y in by_rank[world.rank]:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                values.append(values_of(model))
+        return values
+
+    plain = run_cluster(3, work, local_size=local_size)[0]
+    for ours, expected in zip(scaled, plain, strict=True):
+        check_same_bits(ours, expected)
+
+
+def test_an_infinity_of_the_scaled_loss_is_seen_where_workers_clip() -> None:
+    settings: dict[str, Any] = {"clip_grad_norm": 0.25, "compression": "dgc:0.05"}
+    values, scales, _ = together(with_lr(), batches_of(2), bad_rank=1, update="servers", **settings)
+    assert scales[BAD_STEP + 1] == scales[BAD_STEP] / 2
+    check_same_bits(values[BAD_STEP], values[BAD_STEP - 1])
+
+
 # Refused.
 @pytest.mark.parametrize(
     ("options", "settings", "says"),
     [
         ({"dampening": 0.5}, {}, r"0.weight, whose parameter group has dampening=0.5"),
-        ({}, {"clip_grad_value": 1.0}, "and clip_grad_value is 1.0.* or topk"),
-        (
-            {},
-            {"clip_grad_norm": 1.0, "scaler": make_scaler(), "update": "servers"},
-            "clip_grad_norm is 1.0, and there is a GradScaler.* or use topk",
-        ),
     ],
 )
 def test_what_dgc_does_not_go_together_with(options: Any, settings: Any, says: str) -> None:

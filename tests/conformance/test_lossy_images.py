@@ -37,7 +37,7 @@ from tests.tiers import long_cases
 pytestmark = servers_only
 
 LOSSY = (
-    *("int8", "int4", "1bit", "efsign", "sign", "qsgd", "qsgd:7", "terngrad"),
+    *("int8", "int4", "int2", "1bit", "efsign", "sign", "qsgd", "qsgd:7", "terngrad"),
     *("topk:0.1", "topk:0.3", "randomk:0.3", "dgc:0.1", "dgc:0.1:2", "bf16", "fp16"),
 )
 SHOWN = ("int8", "topk:0.1")
@@ -171,7 +171,9 @@ def emulate(
     return values, values_of(master), states
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "1bit", "efsign", "sign", "bf16", "topk:0.3"])
+@pytest.mark.parametrize(
+    "codec", ["int8", "int4", "int2", "1bit", "efsign", "sign", "bf16", "topk:0.3"]
+)
 @pytest.mark.parametrize("ranks", [*long_cases(1, 2), 3])
 def test_every_step_has_the_bits_of_the_codec_in_the_loop(ranks: int, codec: str) -> None:
     """Of ``sign``, servers apply the majority's signs."""

@@ -28,6 +28,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.conformance.scaler_runs import make_scaler
+from tests.conformance.sparse_models import ManyWords, with_optimizer
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
@@ -154,9 +155,11 @@ def test_residuals_go_on_with_other_chunks_and_fewer_ranks() -> None:
 # A cast of everything.
 @pytest.mark.parametrize(("codec", "wire_dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
 def test_a_cast_of_everything_is_the_wires_type(codec: str, wire_dtype: Any) -> None:
-    config = Config(architecture="ring", compression=codec)
-    assert config == Config(architecture="ring", wire_dtype=wire_dtype)
-    assert config == Config(architecture="ring", wire_dtype=wire_dtype, compression=codec)
+    names: tuple[Any, ...] = ("ring", "hybrid", "auto")
+    for name in names:
+        config = Config(architecture=name, compression=codec)
+        assert config == Config(architecture=name, wire_dtype=wire_dtype)
+        assert config == Config(architecture=name, wire_dtype=wire_dtype, compression=codec)
     settings: dict[str, Any] = {"architecture": "ring"}
     wanted = run_foreprop(
         with_sgd(), train_classifier, batches_of(2), wire_dtype=wire_dtype, **settings
@@ -165,6 +168,69 @@ def test_a_cast_of_everything_is_the_wires_type(codec: str, wire_dtype: Any) -> 
         with_sgd(), train_classifier, batches_of(2), compression=codec, **settings
     ):
         check_same_bits(got.model, wanted[0].model)
+
+
+# Hybrid: collectives sum what is dense, servers have the rows.
+def run_words(**settings: Any) -> list[tuple[Values, dict[str, Any], dict[str, Any]]]:
+    generator = torch.Generator().manual_seed(3)
+    by_rank = [
+        [
+            (
+                torch.randint(300, (20, 30), generator=generator),
+                torch.randint(3, (20,), generator=generator),
+            )
+            for _ in range(3)
+        ]
+        for _ in range(2)
+    ]
+
+    def work(world: World) -> tuple[Values, dict[str, Any], dict[str, Any]]:
+        build = with_optimizer(ManyWords, torch.optim.Adagrad, lr=0.1)
+        model, optimizer = build_seeded(build, seed=world.rank)
+        with foreprop.parallelize(
+            model, optimizer, world=world, architecture="hybrid", **settings
+        ) as session:
+            values = train(model, optimizer, by_rank[world.rank])
+            state = session.state_dict()
+        return values, session.stats(), state
+
+    return run_cluster(2, work)
+
+
+def test_rows_beside_a_ring_go_losslessly() -> None:
+    exact, coded = run_words(), run_words(compression={"table.*": "lossless"})
+    for ours, theirs in zip(coded, exact, strict=True):
+        for got, wanted in zip(ours[0], theirs[0], strict=True):
+            check_same_bits(got, wanted)
+        assert ours[1]["pushed_bytes"] < 0.97 * theirs[1]["pushed_bytes"]
+
+
+def test_dense_parameters_beside_rows_have_codes_that_can_be_added_up() -> None:
+    exact = run_words()[0][0]
+    first, second = run_words(compression={"table.*": "lossless", "out.weight": CODEC})
+    for ours, theirs in zip(first[0], second[0], strict=True):
+        check_same_bits(ours, theirs)
+    changed = {
+        name for name, value in exact[0].items() if not torch.equal(first[0][0][name], value)
+    }
+    assert changed == {"out.weight"}  # of the first step
+    for _, _, state in (first, second):
+        assert set(state["residuals"]) == {"out.weight"}
+        assert state["residuals"]["out.weight"]["error"].any()
+
+
+def test_who_has_the_rows_and_who_has_not_take_different_codecs() -> None:
+    says = r"lossless is chosen for out.weight, whose gradients collectives add up.*takes randomk"
+    with pytest.raises(ConfigError, match=says):
+        run_words(compression="lossless")
+    with pytest.raises(ConfigError, match=r"randomk:0.3 is chosen for table.weight.*row by row"):
+        run_words(compression=CODEC)
+    with pytest.raises(ConfigError, match="no parameter's name matches 'nothing"):
+        run_words(compression={"nothing.*": CODEC})
+    with pytest.raises(ConfigError, match=r"of a table's rows lossless"):
+        Config(architecture="hybrid", compression="int8")
+    with pytest.raises(ConfigError, match=r"may become a ring or servers"):
+        Config(architecture="auto", compression=CODEC)
 
 
 # What is said and refused.

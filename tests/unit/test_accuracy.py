@@ -14,7 +14,14 @@ from experiments.accuracy.apart import train_apart
 from experiments.accuracy.comparison import chart_of, lines_of, offered, time_to
 from experiments.accuracy.steptimes import Clock, apart_step_s, synchronous_step_s
 from experiments.accuracy.studies import ASGD, CODECS, DGC, NAMES, Trained, keep, kept, runs_of
-from experiments.accuracy.tasks import TASKS, Examples, LanguageNet, ResNet, Task
+from experiments.accuracy.tasks import (
+    TASKS,
+    Examples,
+    LanguageNet,
+    ResNet,
+    Task,
+    load_part,
+)
 from experiments.accuracy.training import EXACT, Outcome, Point, order_of, scored_steps, train
 from experiments.chart import write_chart
 from foreprop.errors import ConfigError
@@ -201,6 +208,25 @@ def test_outcomes_follow_from_runs(task: Task, monkeypatch: pytest.MonkeyPatch) 
     assert courses[2][-1].time_s == pytest.approx(courses[0][-1].time_s, rel=0.3)
     plain = runs_of(CODECS, "cifar", epochs=1, names=[], clock=clock)[0]
     assert studies.outcome_of(plain).course == train(task, EXACT, 0).course
+
+
+def test_a_part_of_the_data_is_its_first_examples(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole, labels), test = task.load()
+    (inputs, targets), tested = load_part(task, 0.5, least=200)
+    assert torch.equal(inputs, whole[:300])
+    assert torch.equal(targets, labels[:300])
+    assert tested is test
+    says = r"part is 0.1: 60 of 600 examples; a step has 200, so at least 0.3334"
+    with pytest.raises(ConfigError, match=says):
+        load_part(task, 0.1, least=200)
+    monkeypatch.setattr(studies, "TASKS", {"fashion": task})
+    run = runs_of(CODECS, "fashion", epochs=1, names=[], clock=Clock(), part=0.5)[0]
+    shortened = replace(task, load=lambda: ((inputs, targets), test))
+    assert studies.outcome_of(run) == train(shortened, EXACT, 0)
+    heading = next(lines_of(CODECS, [Trained(run=run, outcome=studies.outcome_of(run))] * 2))
+    assert "1 epochs of the first 50% of the examples" in heading
 
 
 def test_what_is_no_file_of_trainings_is_told(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from foreprop.compression.codecs import names
 def test_all_codecs_are_measured() -> None:
     costs = measure_codecs(slice_elems=2000, slices=3, rounds=2)
     assert [cost.name for cost in costs] == list(NAMES)
-    assert {name.partition(":")[0] for name in NAMES} == set(names()) - {"lossless"}
+    assert {name.partition(":")[0] for name in NAMES} == set(names())
     assert all(cost.encode_s_per_gb >= 0 and cost.decode_s_per_gb >= 0 for cost in costs)
     sizes = {cost.name: cost.bytes_per_elem for cost in costs}
     assert sizes["bf16"] == 2.0
+    assert 3.0 < sizes["lossless"] < 3.6  # of normal numbers the exponents shrink
     assert sizes["topk:0.01"] == 8 * 20 / 2000
 
 

@@ -25,6 +25,7 @@ ELEMS = 51_200
         ("bf16", 2 * ELEMS, 2 * ELEMS),
         ("int8", ELEMS + 1600, ELEMS + 1600),  # a scale of four bytes for each block
         ("int4", ELEMS // 2 + 1600, ELEMS // 2 + 1600),
+        ("int2", ELEMS // 4 + 1600, ELEMS // 4 + 1600),
         ("1bit", 6_400 + 8, 6_400 + 8),  # two means
         ("sign", 6_400 + 8, 6_400 + 8),
         ("terngrad", 12_800 + 4, ELEMS // 2 + 1600),  # int4 answers
@@ -109,6 +110,12 @@ def _to_levels(most: int) -> Callable[[list[float]], list[float]]:
     return rounded
 
 
+def _to_three_levels(block: list[float]) -> list[float]:
+    sigma = math.sqrt(math.pi / 2) * sum(map(abs, block)) / len(block)
+    scale = 1.224 * sigma
+    return [max(-1, min(1, round(value / scale))) * scale for value in block]
+
+
 def _two_means(block: list[float]) -> list[float]:
     mean = math.sqrt(2 / math.pi)
     return [math.copysign(mean, value) for value in block]
@@ -121,6 +128,7 @@ def _two_means(block: list[float]) -> list[float]:
         ("fp16", _each(lambda value: struct.unpack("<e", struct.pack("<e", value))[0])),
         ("int8", _to_levels(127)),
         ("int4", _to_levels(7)),
+        ("int2", _to_three_levels),
         ("1bit", _two_means),
     ],
 )

@@ -1,7 +1,8 @@
-"""int8 and int4 in blocks: the bits of torch's own quantisation, the bound, broken bytes."""
+"""int8, int4 and int2 in blocks: torch's own quantisation's bits, bounds, broken bytes."""
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_the_bytes_are_those_of_the_formula(name: str, elems: int) -> None:
         assert sent == head + bytes(low + 16 * high for low, high in pairs)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_only_the_block_of_a_nan_is_nan(name: str) -> None:
     values = noise(1000)
     expected = there_and_back(make(name), values)
@@ -91,13 +92,13 @@ def test_only_the_block_of_a_nan_is_nan(name: str) -> None:
 
 def test_the_largest_float_stays_finite() -> None:
     most = torch.finfo(torch.float32).max
-    for name in LEVELS:
+    for name in (*LEVELS, "int2"):
         out = there_and_back(make(name), torch.tensor([most, -most, 1.0]))
         assert out.abs().tolist() == pytest.approx([most, most, 0.0], rel=1e-3)
 
 
-@pytest.mark.parametrize("scale", [-1.0, -1e-30, torch.inf, -torch.inf, 3e38])
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("scale", [-1.0, -1e-30, torch.inf, -torch.inf, 3.402e38])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_a_scale_that_cannot_be_is_refused(name: str, scale: float) -> None:
     sent = bytearray(make(name).encode(noise(200), {}, PLACE))
     sent[4:8] = struct.pack("=f", scale)
@@ -105,15 +106,17 @@ def test_a_scale_that_cannot_be_is_refused(name: str, scale: float) -> None:
         make(name).decode(memoryview(sent), torch.empty(200), PLACE)
 
 
-@pytest.mark.parametrize(("name", "code"), [("int8", 0xFF), ("int4", 0x7F), ("int4", 0xF7)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("int2", 0xC0), ("int4", 0x7F), ("int4", 0xF7), ("int8", 0xFF)]
+)
 def test_a_code_that_cannot_be_is_refused(name: str, code: int) -> None:
     sent = bytearray(make(name).encode(noise(200), {}, PLACE))
-    sent[60] = code
+    sent[20] = code  # behind two scales
     with pytest.raises(RemoteProtocolError, match=f"{name}: a code is above"):
         make(name).decode(memoryview(sent), torch.empty(200), PLACE)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("elems", [1, 127, 128, 129, 3125, 70_001])
 def test_keeping_the_error_while_encoding_has_the_bits_of_doing_it_after(
     name: str, elems: int
@@ -134,3 +137,31 @@ def test_keeping_the_error_while_encoding_has_the_bits_of_doing_it_after(
         first, second = (state["error"].view(torch.int32) for state in states)
         assert torch.equal(first, second)
     assert bool(states[0]["error"].any()) == (elems > 1)  # a block of one is sent as it is
+
+
+@pytest.mark.parametrize("elems", [1, 5, 128, 129, 400])
+def test_the_three_levels_are_max_of_the_mean_magnitude(elems: int) -> None:
+    """Of a block with zeros, too, which are no part of the mean; nor is a level beyond the block's
+    largest element."""
+    values = noise(elems)
+    values[1:200:3] = 0.0
+    found = there_and_back(make("int2"), values)
+    for block, out in zip(blocks(values), blocks(found), strict=True):
+        magnitudes = [abs(x) for x in block.tolist() if x]
+        mean = sum(magnitudes) / max(1, len(magnitudes))
+        level = min(1.224 * math.sqrt(math.pi / 2) * mean, max(magnitudes, default=0.0))
+        expected = [math.copysign(level, x) if abs(x) > level / 2 else 0.0 for x in block.tolist()]
+        assert out.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@given(values=st.lists(FLOATS, min_size=1, max_size=300))
+def test_no_element_is_off_by_more_than_it_is_large_with_three_levels(values: list[float]) -> None:
+    """And each block's largest by less, unless it is sent as zeros: so answers come nearer."""
+    given_ = torch.tensor(values)
+    out = there_and_back(make("int2"), given_)
+    for block, found in zip(blocks(given_.double()), blocks(out.double()), strict=True):
+        error, magnitudes = (block - found).abs(), block.abs()
+        assert bool((error <= magnitudes * (1 + 1e-3)).all())
+        if float(magnitudes.max()) > 2.0**-90:
+            largest = int(magnitudes.argmax())
+            assert float(error[largest]) < float(magnitudes[largest])

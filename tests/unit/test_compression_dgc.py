@@ -60,6 +60,33 @@ def test_a_gradient_below_the_limit_is_not_scaled() -> None:
         assert torch.equal(*outs) == (norm < 0.5)
 
 
+@pytest.mark.parametrize("limit", [{"clip_norm": 1.0}, {"clip_value": 1e-3}])
+def test_limits_are_those_of_the_scaled_loss(limit: dict[str, float]) -> None:
+    """A power of two, which rounds nothing."""
+    codec = make("dgc:0.1", DgcTraining(momentum=0.5, pushes=1, **limit))  # type: ignore[arg-type]
+    states = [codec.new_state(ELEMS), codec.new_state(ELEMS)]
+    for step in range(4):
+        values = noise(ELEMS, step, 0.1)
+        plain = there_and_back(codec, values, states[0], Place(step, 0, 0))
+        scaled = there_and_back(codec, values * 64, states[1], Place(step, 0, 0, 64.0))
+        assert torch.equal(plain * 64, scaled)
+    assert torch.equal(states[0]["accumulated"] * 64, states[1]["accumulated"])
+
+
+def test_each_element_of_a_gradient_is_within_the_limit_before_it_is_accumulated() -> None:
+    codec = make("dgc:0.001", DgcTraining(clip_value=0.5))
+    state = codec.new_state(5)
+    values = torch.tensor([3.0, 0.25, -0.375, 0.4375, -0.125])
+    for step in range(2):
+        there_and_back(codec, values, state, Place(step, 0, 0))
+    # of the first step the first element has left, of the second one the fourth
+    assert state["accumulated"].tolist() == [0.5, 0.5, -0.75, 0.0, -0.25]
+    before = copied(state)
+    values[1] = torch.inf
+    assert not bool(there_and_back(codec, values, state, Place(2, 0, 0)).isfinite().all())
+    assert are_equal(state, before)
+
+
 def test_without_momentum_it_is_top_k_with_error_feedback() -> None:
     codecs = [make("dgc:0.01"), make("topk:0.01")]
     states = [codec.new_state(ELEMS) for codec in codecs]

@@ -13,7 +13,7 @@ from foreprop.compression.codecs import make
 from foreprop.compression.errorfeedback import ErrorFeedback
 from foreprop.core.codec import Place
 
-NAMES = ("int8", "int4", "1bit", "efsign", "topk:0.05", "randomk:0.05")
+NAMES = ("int8", "int4", "int2", "1bit", "efsign", "topk:0.05", "randomk:0.05")
 ELEMS, STEPS = 2000, 150
 
 

@@ -64,7 +64,7 @@ def test_codecs_count_with_what_they_send(
     sizes = pushed_bytes(manifest, slices)
     for piece, size_bytes in zip(slices, sizes, strict=True):
         expected = (of_bias if piece.parameter else per_elem) * piece.elems
-        assert size_bytes == pytest.approx(expected, abs=1)
+        assert size_bytes == pytest.approx(expected, abs=4)  # a scale for the last block
     assert len(sizes) == 14
 
 

@@ -376,9 +376,35 @@ def test_no_codec_is_offered_that_is_not_worth_it_or_refused() -> None:
     fast = recommended(rate_bits_per_s=1.2 * GBIT)
     assert "dgc" not in offered(fast)
     slow: dict[str, Any] = {"rate_bits_per_s": 0.1 * GBIT}
-    assert offered(recommended(**slow, profile=sparse_profile())) == {}
-    assert offered(recommended(**slow, workers_per_node=2)) == {}
+    assert offered(recommended(**slow, workers_per_node=2, local_aggregation=False)) == {}
     assert offered(recommended(**slow, bytes_per_elem=2)) == {}
+
+
+def test_a_nodes_relays_encode_as_one_worker_would() -> None:
+    alone, relayed = (
+        offered(recommended(rate_bits_per_s=0.1 * GBIT, workers_per_node=count)) for count in (1, 2)
+    )
+    assert list(alone) == list(relayed) == ["lossless", "auto", "dgc"]
+    for name, made in relayed.items():
+        assert made.step_s == pytest.approx(alone[name].step_s)
+        assert made.kept_bytes == alone[name].kept_bytes
+
+
+def test_what_waits_on_a_node_is_said() -> None:
+    made = recommended(rate_bits_per_s=0.1 * GBIT)
+    codecs = offered(made)
+    assert codecs["lossless"].kept_bytes == 0
+    assert codecs["dgc"].kept_bytes == pytest.approx(2 * 9.6e6, rel=0.01)  # momentum, and the sum
+    assert "Each node keeps 19.2 MB of it." in text(made)
+
+
+def test_rows_of_tables_take_the_exact_codec_only() -> None:
+    slow: dict[str, Any] = {"rate_bits_per_s": 0.05 * GBIT, "profile": sparse_profile()}
+    (lossless,) = offered(recommended(**slow)).values()
+    assert lossless.compression == "lossless"
+    assert not lossless.not_exact
+    plain_s = candidate_step_s(setting(**slow), lossless.candidate)
+    assert lossless.limit_s <= lossless.step_s < 0.9 * plain_s
 
 
 def test_dedicated_servers_send_by_codecs_too() -> None:

@@ -150,6 +150,43 @@ def test_codecs_that_are_slower_than_the_link_make_steps_longer() -> None:
     )
 
 
+# Relays.
+@pytest.mark.parametrize("compression", ["int8", "topk:0.01", *long_cases("lossless", "bf16")])
+def test_a_relays_link_carries_what_one_workers_does(compression: str) -> None:
+    """Inside the node gradients are as they are; of sparse sums the union is of two nodes'."""
+    alone = setting(nodes=2, balance=4.0, compression=compression)
+    sent = [
+        simulate_system("p3", replace(alone, workers_per_node=count), Hosts(), steps=3).sent_bytes
+        for count in (1, 3)
+    ]
+    assert sent[0] == pytest.approx(sent[1], rel=1e-3)
+    steps_s = [
+        record(nodes=2, balance=4.0, compression=compression, workers_per_node=count).iteration_s
+        for count in (1, 3)
+    ]
+    assert steps_s[0].median <= steps_s[1].median < 1.1 * steps_s[0].median
+
+
+def test_without_relays_every_worker_sends_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREPROP_LOCAL_AGGREGATION", "off")
+    one, two = (
+        simulate_system(
+            "p3",
+            setting(nodes=2, balance=4.0, compression="int8", workers_per_node=count),
+            Hosts(),
+            steps=3,
+        ).sent_bytes[0]
+        for count in (1, 2)
+    )
+    assert two == pytest.approx(2 * one, rel=0.02)
+
+
+def test_auto_counts_a_node_of_several_workers_as_one() -> None:
+    chosen = choose_codecs(setting(nodes=2, balance=2.0, workers_per_node=2))
+    assert not chosen.enough.is_exact
+    assert chosen.enough.step_s <= 1.07 * 2.0
+
+
 # Just enough.
 @pytest.mark.parametrize("balance", [1.0, *long_cases(2.0)])
 def test_auto_is_in_time_where_exact_is_not(balance: float) -> None:
@@ -203,9 +240,7 @@ def test_what_cannot_be_is_named(compression: str, what: str) -> None:
         setting(compression=compression)
 
 
-def test_relays_and_half_precision_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="relays"):
-        record(compression="int8", workers_per_node=2, nodes=2)
+def test_half_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREPROP_WIRE_DTYPE", "bfloat16")
     with pytest.raises(ConfigError, match="wire_dtype is 'bfloat16'"):
         record(compression="int8")

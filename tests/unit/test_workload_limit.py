@@ -135,3 +135,13 @@ def test_balance_and_rate_follow_from_each_other(
     rate = limit.rate_for_balance(layers, nodes=nodes, balance=balance)
     wire_s = limit.wire_s(limit.model_bytes(layers), nodes=nodes, rate_bits_per_s=rate)
     assert wire_s / limit.compute_s(layers) == pytest.approx(balance)
+
+
+def test_what_an_interface_counts_of_frames() -> None:
+    """Headers of 66 bytes for each packet, and for each acknowledgement one without data."""
+    carried = limit.carried_bytes
+    assert carried(0, 0) == 0
+    assert carried(10, 10 * 64) == 640 + 66 * (10 + 5)  # two small ones are acknowledged together
+    assert carried(10, 10 * 12_500) == 125_000 + 66 * 20  # handed down as one, and cut later
+    whole = carried(10, 10 * 144_800)  # larger than the bucket: cut before
+    assert whole == 1_448_000 + 66 * (10 * 100 + 10)

@@ -21,7 +21,7 @@ PANELS = {
     "Cluster": "nodes workers_per_node rate balance latency servers server_rate link_rates"
     " cross_traffic egress_only resources port master_addr interface rendezvous count",
     "Model and compute": "model profile scale compute batch batch_size slice_elems width hidden"
-    " dense_gradients preset",
+    " dense_gradients preset part",
     "What is compared": "systems presets steps rounds warm_up seed trace mxnet_python ablation"
     " quick only what_if_range",
     "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths staleness",

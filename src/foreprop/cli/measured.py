@@ -17,7 +17,7 @@ from foreprop.core.staleness import parse_staleness
 from foreprop.errors import ConfigError
 from foreprop.quantities import time_text
 from foreprop.simulate.run import SIMULATED
-from foreprop.workload.limit import HEADER_FACTOR
+from foreprop.workload.limit import carried_bytes
 from foreprop.workload.links import parse_cross_traffic, parse_link_rates
 from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.workload.records import Record, write_records
@@ -117,7 +117,8 @@ def compression_lines(records: Sequence[Record]) -> Iterator[str]:
 def _expected_bytes(record: Record) -> float:
     """Of frames, what leaves a node's link: not the part for its own server, and headers."""
     others = (record.nodes - 1) / record.nodes * record.workers_per_node
-    return others * (record.counted_bytes or 0) * HEADER_FACTOR
+    frames = record.counted_frames or 0
+    return carried_bytes(round(others * frames), others * (record.counted_bytes or 0))
 
 
 def table(setting: LabSetting, records: list[Record]) -> Table:

@@ -8,6 +8,7 @@ decodes the same sum and makes the same update, so there is no image beside the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,13 +16,15 @@ import torch
 from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.gradientsums import MARKS, GradientSums, StepSettings
 from foreprop.collectives.group import Group
-from foreprop.compression.choosing import SliceCodec
+from foreprop.compression.choosing import SliceCodec, check_choices
 from foreprop.compression.codecs import make
 from foreprop.compression.residuals import Residuals
-from foreprop.core.codec import NONE, Place, codec_of
+from foreprop.core.codec import EXACT, NONE, Choice, Place, codec_of
+from foreprop.core.manifest import ParameterInfo, WireDtype
 from foreprop.core.order import Chunk, Piece
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag
+from foreprop.errors import ConfigError
 from foreprop.path.memory import bytes_of
 from foreprop.path.tensors import DTYPES
 from foreprop.servers.setup import Setup
@@ -37,6 +40,21 @@ class _Part(NamedTuple):
     begin: int
     elems: int
     marks: int
+
+
+def check_summed(
+    choices: Sequence[Choice], parameters: Sequence[ParameterInfo], wire_dtype: WireDtype | None
+) -> None:
+    """Raises `ConfigError` for codecs that are not for these parameters, or cannot be added up."""
+    check_choices(choices, parameters, wire_dtype)
+    for info in parameters:
+        if (codec := codec_of(info.name, choices)) in EXACT - {NONE}:
+            raise ConfigError(
+                f"compression: {codec} is chosen for {info.name}, whose gradients collectives add"
+                " up: that takes randomk. Of 'hybrid' only tables by rows are on servers, which"
+                f" take {codec}; use architecture='p2p', or leave it out, before the patterns that"
+                f" match it: {{{info.name!r}: 'none', ...}}"
+            )
 
 
 class CodedSums(GradientSums):

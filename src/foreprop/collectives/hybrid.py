@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foreprop.collectives.ring import RingBackend
+from foreprop.core.codec import NONE, choices_text, codec_of, pattern_of
 from foreprop.hooks.modelhooks import ModelBuffers
 from foreprop.path.memory import ParameterMemory
 from foreprop.servers.served import ServedBackend
@@ -29,6 +30,10 @@ def connect_both(setup: Setup) -> list[tuple[RingBackend | ServedBackend, Sequen
     """
     dense = [number for number, info in enumerate(setup.infos) if not info.rows]
     rows = [number for number, info in enumerate(setup.infos) if info.rows]
+    if setup.config.codecs:
+        from foreprop.compression.choosing import check_choices
+
+        check_choices(setup.config.codecs, setup.infos, setup.config.wire_dtype)
 
     def send_sum(step: int, part: SquareSum) -> None:
         served.norm.add_part(step, part)
@@ -49,10 +54,17 @@ def connect_both(setup: Setup) -> list[tuple[RingBackend | ServedBackend, Sequen
 
 
 def _part(setup: Setup, chosen: Sequence[int]) -> Setup:
+    infos = [setup.infos[number] for number in chosen]
+    config = setup.config
+    if config.codecs:  # patterns are of all names
+        codecs = [(info.name, codec_of(info.name, config.codecs)) for info in infos]
+        own = [(pattern_of(name), codec) for name, codec in codecs if codec != NONE]
+        config = config.replace(compression=choices_text(own))
     return dataclasses.replace(
         setup,
+        config=config,
         parameters=[setup.parameters[number] for number in chosen],
-        infos=[setup.infos[number] for number in chosen],
+        infos=infos,
         memory=_Chosen(setup.memory, chosen),
     )
 

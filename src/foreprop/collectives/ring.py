@@ -61,9 +61,9 @@ class RingBackend:
         )
         ours = self._manifest()
         if ours.knobs.compression:
-            from foreprop.compression.choosing import check_choices
+            from foreprop.collectives.codedsums import check_summed
 
-            check_choices(ours.knobs.compression, ours.parameters, ours.knobs.wire_dtype)
+            check_summed(ours.knobs.compression, ours.parameters, ours.knobs.wire_dtype)
         if group.rank == 0:
             group.board.publish_bytes("manifest", ours.encode())
         else:

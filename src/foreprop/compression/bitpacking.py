@@ -1,49 +1,57 @@
-"""Codes of 1, 2 or 4 bits in bytes: eight, four or two of them in each, the first one lowest."""
+"""Codes of 1, 2 or 4 bits in bytes: eight, four or two of them in each, the first one lowest.
+
+Codes of a byte lie in the bytes of one little-endian word, so all words are shifted together.
+"""
 
 from __future__ import annotations
 
-import functools
+import numpy as np
+import numpy.typing as npt
 
-import torch
-
-from foreprop.compression.payloads import AT_ONCE_ELEMS, spans
 from foreprop.errors import RemoteProtocolError
+
+Bytes = npt.NDArray[np.uint8]
+
+_LOWEST = {2: 0x0303_0303, 4: 0x0F0F}
+"""In a word, the bits of codes of so many bits, one in each byte."""
 
 
 def packed_bytes(elems: int, bits: int) -> int:
     return -(-elems * bits // 8)
 
 
-def pack(codes: torch.Tensor, bits: int, packed: torch.Tensor) -> None:
-    """``codes`` uint8 (elems,), each below ``2**bits``; ``packed`` uint8 (packed_bytes,)."""
+def pack(codes: Bytes, bits: int, packed: Bytes) -> None:
+    """``codes`` (elems,), each below ``2**bits``; ``packed`` (packed_bytes,)."""
+    if bits == 8:
+        packed[:] = codes
+        return
+    if bits == 1:
+        packed[:] = np.packbits(codes, bitorder="little")
+        return
     per_byte = 8 // bits
-    whole = len(codes) // per_byte
-    grid = codes[: whole * per_byte].view(whole, per_byte)
-    for span in spans(whole):
-        packed[span].copy_(grid[span, 0])
-        for place in range(1, per_byte):
-            packed[span].add_(grid[span, place], alpha=1 << place * bits)
-    rest = codes[whole * per_byte :].tolist()
-    if rest:
-        packed[whole] = sum(code << place * bits for place, code in enumerate(rest))
+    if missing := -len(codes) % per_byte:
+        codes = np.append(codes, np.zeros(missing, np.uint8))
+    words = codes.view(f"<u{per_byte}")
+    mixed = words | words >> (8 - bits)
+    for place in range(2, per_byte):
+        mixed |= words >> place * (8 - bits)
+    np.copyto(packed, mixed, casting="unsafe")  # the lowest byte
 
 
-def unpack(packed: torch.Tensor, bits: int, elems: int) -> torch.Tensor:
-    """Codes uint8 (elems,). Raises `RemoteProtocolError` if a bit that is no code's is set."""
+def unpack(packed: Bytes, bits: int, elems: int) -> Bytes:
+    """Codes (elems,). Raises `RemoteProtocolError` if a bit that is no code's is set."""
     if bits == 8:
         return packed
-    table = _codes_of_bytes(bits)
-    codes = torch.empty((len(packed), 8 // bits), dtype=torch.uint8)
-    for span in spans(len(packed), AT_ONCE_ELEMS * bits // 8):
-        torch.index_select(table, 0, packed[span].to(torch.int32), out=codes[span])
-    flat = codes.view(-1)
-    if bool(flat[elems:].any()):
+    if bits == 1:
+        codes = np.unpackbits(packed, bitorder="little")
+    else:
+        per_byte = 8 // bits
+        words = packed.astype(f"<u{per_byte}")
+        spread = words | words << (8 - bits)
+        for place in range(2, per_byte):
+            spread |= words << place * (8 - bits)
+        spread &= _LOWEST[bits]
+        codes = spread.view(np.uint8)
+    if codes[elems:].any():
         raise RemoteProtocolError("packed codes: bits are set after the last one")
-    return flat[:elems]
-
-
-@functools.cache
-def _codes_of_bytes(bits: int) -> torch.Tensor:
-    """What each byte holds: uint8 (256, codes per byte)."""
-    shifts = torch.arange(0, 8, bits)
-    return (torch.arange(256)[:, None] >> shifts & (1 << bits) - 1).to(torch.uint8)
+    return codes[:elems]

@@ -1,10 +1,13 @@
-"""Integers with a scale for each block: int8 and int4, and what stochastic codecs share with them.
+"""Integers with a scale for each block: int8, int4, int2, and what stochastic codecs share with it.
 
 A block of float32 is sent as one scale, and for each element a whole number q of scales, rounded
 to the nearest or stochastically. int8 and int4: Dettmers et al., 8-bit Optimizers via Block-wise
 Quantization (2021), section 2.1, with linear codes: scale = max|x| / L, q = round(x / scale).
 
 On the wire: float32 scales, one per block, then the codes q + L in 2, 4 or 8 bits each.
+
+A slice may be short, as where a model is scaled down: then calls cost more than arithmetic. So it
+is numpy's, whose calls cost less than torch's, and the last block is filled up with zeros.
 """
 
 from __future__ import annotations
@@ -13,28 +16,33 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from foreprop.compression.bitpacking import pack, packed_bytes, unpack
 from foreprop.compression.errorfeedback import ErrorFeedback
-from foreprop.compression.payloads import Stateless, array_of, check_size, generator_of, spans
+from foreprop.compression.payloads import Stateless, check_size, generator_of, spans
 from foreprop.core.codec import Place
 from foreprop.errors import RemoteProtocolError
-from foreprop.path.memory import bytes_of
+
+Floats = npt.NDArray[np.float32]
 
 BLOCK_ELEMS = 128
 _LEAST_SCALE = 2.0**-100
 """Blocks of smaller scales are sent as zeros: dividing by them would lose bits, or overflow."""
-_LARGEST = 3.4e38
+_LARGEST = np.float32(3.4e38)
 """Somewhat below the largest float32: a scale times L must not round to infinity."""
-_ROUNDS = 1.5 * 2**23
+_ROUNDS = np.float32(1.5 * 2**23)
 """From 2**23 to 2**24 float32 has the whole numbers only: a sum is rounded to the nearest, to even
 if two are as near."""
+_THREE_LEVELS = 1.224 / (2 / np.pi) ** 0.5
+"""Of the mean magnitude of a normal distribution: 1.224 of its standard deviation."""
 
 
-def largest_of(rows: torch.Tensor) -> torch.Tensor:
+def largest_of(rows: Floats) -> Floats:
     """The largest magnitude of each row, (rows,)."""
-    return rows.abs().amax(1)
+    largest: Floats = np.abs(rows).max(axis=1)
+    return largest
 
 
 @dataclass(slots=True)
@@ -48,8 +56,9 @@ class BlockQuantiser(Stateless):
     levels: int
     """L: 1, up to 7 or up to 127, in 2, 4 or 8 bits."""
     block_elems: int
-    limit_of: Callable[[torch.Tensor], torch.Tensor]
-    """What L scales are, for each row: float32 (rows, elems) to (rows,); others are clipped."""
+    limit_of: Callable[[Floats], Floats]
+    """What L scales are, for each row: (rows, elems) to (rows,); others are clipped. If not
+    ``stochastic``, zeros in a row do not change it."""
     stochastic: bool = False
 
     @property
@@ -62,79 +71,85 @@ class BlockQuantiser(Stateless):
     def encode(
         self, values: torch.Tensor, state: Mapping[str, torch.Tensor], place: Place
     ) -> memoryview:
-        return self._encode(lambda span: values[span], len(values), place, None)
+        return self._encode(values.numpy(), None, place)
 
     def encode_with(self, values: torch.Tensor, error: torch.Tensor, place: Place) -> memoryview:
         """Encode ``values`` + ``error``; ``error`` becomes what is left out, if all are finite.
 
-        The bits are those of `encode` and `decode`. The sum is made twice, in parts that stay in
-        the cache: that is quicker than memory for it. For limits that zeros do not change.
+        The bits are those of `encode` and `decode`. Of several parts the sum is made twice: parts
+        stay in the cache, which is quicker than memory for it.
         """
+        return self._encode(values.numpy(), error.numpy(), place)
 
-        def compensated(span: slice) -> torch.Tensor:
-            elems = min(span.stop, len(values)) - span.start
-            part = torch.empty(span.stop - span.start)
-            torch.add(values[span], error[span], out=part[:elems])
-            part[elems:] = 0.0
-            return part
-
-        return self._encode(compensated, len(values), place, error)
-
-    def _encode(
-        self,
-        part_of: Callable[[slice], torch.Tensor],
-        elems: int,
-        place: Place,
-        error: torch.Tensor | None,
-    ) -> memoryview:
-        """``part_of``: values of a span; with an ``error`` of whole blocks, the last one filled."""
-        data = torch.empty(self.most_bytes(elems), dtype=torch.uint8)
-        filled = elems if error is None else self._blocks(elems) * self.block_elems
-        scale_bytes = 4 * self._blocks(elems)
-        scales = data[:scale_bytes].view(torch.float32)
-        scales.copy_(self._scales(part_of, filled))
-        packed = data[scale_bytes:]
-        codes = packed if self.bits == 8 else torch.empty(elems, dtype=torch.uint8)
+    def _encode(self, values: Floats, error: Floats | None, place: Place) -> memoryview:
+        elems = len(values)
+        data = np.empty(self.most_bytes(elems), np.uint8)
+        scales = data[: 4 * self._blocks(elems)].view(np.float32)
+        packed = data[scales.nbytes :]
+        codes = packed if self.bits == 8 else np.empty(elems, np.uint8)
         generator = generator_of(place, of_rank=True) if self.stochastic else None
-        divisors = torch.where(scales > 0, scales, 1.0)[:, None]  # of a NaN as well
-        broken = scales.isnan()[:, None]
-        is_broken = bool(broken.any())
-        for span, blocks in self._rows(filled):
-            values, count = part_of(span), min(span.stop, elems) - span.start
-            rows = values.view(blocks.stop - blocks.start, -1) / divisors[blocks]
-            if is_broken:
-                rows.masked_fill_(broken[blocks], 0.0)
-            flat = self._rounded(rows, generator).view(-1)[:count]
-            # torch's own cast to bytes takes three times as long
-            np.copyto(codes[span].numpy(), flat.numpy(), casting="unsafe")
-            if error is not None and not is_broken:
-                rows.sub_(self.levels).mul_(scales[blocks, None])  # as decoded
-                torch.sub(values[:count], flat, out=error[span])
+        parts = [*self._parts(elems)]
+        rows = np.empty((0, 0), np.float32)
+        with np.errstate(all="ignore"):
+            limits = np.empty(len(scales), np.float32)
+            for span, blocks in parts:
+                rows = self._rows(values, error, span, blocks)
+                limits[blocks] = self.limit_of(rows)
+            is_broken = self._set_scales(limits, scales)
+            divisors: Floats = np.where(scales > 0, scales, np.float32(1))  # of a NaN as well
+            for span, blocks in parts:
+                if len(parts) > 1:
+                    rows = self._rows(values, error, span, blocks)
+                quotients = rows / divisors[blocks, None]
+                if is_broken:
+                    quotients[np.isnan(scales[blocks])] = 0.0
+                self._round(quotients, generator)
+                flat = quotients.reshape(-1)[: span.stop - span.start]
+                np.copyto(codes[span], flat, casting="unsafe")
+                if error is not None and not is_broken:
+                    quotients -= np.float32(self.levels)
+                    quotients *= scales[blocks, None]  # as decoded
+                    np.subtract(rows.reshape(-1)[: len(flat)], flat, out=error[span])
         if self.bits < 8:
             pack(codes, self.bits, packed)
-        return bytes_of(data)
+        return data.data
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
-        check_size(self.name, data, len(out), self.most_bytes(len(out)))
-        count = self._blocks(len(out))
-        scales = array_of(data, torch.float32, 0, count)
-        if bool(((scales < 0) | (scales > self._largest_scale())).any()):
-            raise RemoteProtocolError(f"{self.name}: a scale is negative or infinite")
-        packed = array_of(data, torch.uint8, 4 * count, packed_bytes(len(out), self.bits))
-        codes = unpack(packed, self.bits, len(out))
-        if any(int(codes[span].max()) > 2 * self.levels for span in spans(len(out))):
-            raise RemoteProtocolError(f"{self.name}: a code is above {2 * self.levels}")
-        for span, blocks in self._rows(len(out)):
-            part = out[span].copy_(codes[span]).sub_(self.levels)
-            part.view(blocks.stop - blocks.start, -1).mul_(scales[blocks, None])
+        elems = len(out)
+        check_size(self.name, data, elems, self.most_bytes(elems))
+        if not elems:
+            return
+        scales = np.frombuffer(data, np.float32, self._blocks(elems))
+        target = out.numpy()
+        with np.errstate(all="ignore"):
+            if ((scales < 0) | (scales > self._largest_scale())).any():
+                raise RemoteProtocolError(f"{self.name}: a scale is negative or infinite")
+            packed = np.frombuffer(data, np.uint8, offset=scales.nbytes)
+            codes = unpack(packed, self.bits, elems)
+            if int(codes.max()) > 2 * self.levels:
+                raise RemoteProtocolError(f"{self.name}: a code is above {2 * self.levels}")
+            for span, blocks in self._equal_parts(elems):
+                part = target[span]
+                np.copyto(part, codes[span])
+                part -= np.float32(self.levels)
+                rows = part.reshape(blocks.stop - blocks.start, -1)  # the same memory
+                rows *= scales[blocks, None]
 
-    def _largest_scale(self) -> torch.Tensor:
-        return torch.tensor(_LARGEST).div_(self.levels)
+    def _largest_scale(self) -> np.float32:
+        return _LARGEST / np.float32(self.levels)
 
     def _blocks(self, elems: int) -> int:
         return -(-elems // self.block_elems)
 
-    def _rows(self, elems: int) -> Iterator[tuple[slice, slice]]:
+    def _parts(self, elems: int) -> Iterator[tuple[slice, slice]]:
+        """Elements and their blocks. What is drawn depends on the last block's own length."""
+        if self.stochastic:
+            yield from self._equal_parts(elems)
+            return
+        for span in spans(elems):
+            yield span, slice(span.start // self.block_elems, self._blocks(span.stop))
+
+    def _equal_parts(self, elems: int) -> Iterator[tuple[slice, slice]]:
         """Elements and their blocks, of equal length in each pair."""
         whole = elems // self.block_elems * self.block_elems
         for span in spans(whole):
@@ -143,25 +158,41 @@ class BlockQuantiser(Stateless):
             last = self._blocks(elems)
             yield slice(whole, elems), slice(last - 1, last)
 
-    def _scales(self, part_of: Callable[[slice], torch.Tensor], elems: int) -> torch.Tensor:
-        limits = torch.empty(self._blocks(elems))
-        for span, blocks in self._rows(elems):
-            limits[blocks] = self.limit_of(part_of(span).view(blocks.stop - blocks.start, -1))
-        scales = torch.minimum(limits / self.levels, self._largest_scale())
-        scales.masked_fill_(scales < _LEAST_SCALE, 0.0)
-        return scales.masked_fill_(~limits.isfinite(), torch.nan)
+    def _rows(self, values: Floats, error: Floats | None, span: slice, blocks: slice) -> Floats:
+        """Of values and error the sum, a row for each block; perhaps the memory of ``values``."""
+        elems, rows = span.stop - span.start, blocks.stop - blocks.start
+        filled = elems if self.stochastic else rows * self.block_elems
+        if error is None and filled == elems:
+            return values[span].reshape(rows, -1)
+        part = np.empty(filled, np.float32)
+        if error is None:
+            part[:elems] = values[span]
+        else:
+            np.add(values[span], error[span], out=part[:elems])
+        part[elems:] = 0.0
+        return part.reshape(rows, -1)
 
-    def _rounded(self, quotients: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """q + L, as whole parts of float32; in place.
+    def _set_scales(self, limits: Floats, scales: Floats) -> bool:
+        """Whether there are blocks with something that is not finite."""
+        np.minimum(limits / np.float32(self.levels), self._largest_scale(), out=scales)
+        scales[scales < _LEAST_SCALE] = 0.0
+        is_finite = np.isfinite(limits)
+        if is_finite.all():
+            return False
+        scales[~is_finite] = np.nan
+        return True
 
-        torch's own `round` and `floor` take several threads for any length.
-        """
+    def _round(self, quotients: Floats, generator: torch.Generator | None) -> None:
+        """To q + L, as whole parts of float32; in place."""
         if generator is None:
-            quotients.add_(_ROUNDS).sub_(_ROUNDS - self.levels)
+            quotients += _ROUNDS
+            quotients -= _ROUNDS - np.float32(self.levels)
         else:  # the whole part of x + u is x on average
             noise = torch.rand(quotients.shape, generator=generator)
-            quotients.add_(self.levels).add_(noise)
-        return quotients.clamp_(0, 2 * self.levels)
+            quotients += np.float32(self.levels)
+            quotients += noise.numpy()
+        np.maximum(quotients, np.float32(0), out=quotients)
+        np.minimum(quotients, np.float32(2 * self.levels), out=quotients)
 
 
 def int8() -> ErrorFeedback:
@@ -172,6 +203,25 @@ def int8() -> ErrorFeedback:
 def int4() -> ErrorFeedback:
     """0.53 bytes per element. At most max|x| / 14 from each, beside float32's own rounding."""
     return _with_feedback(BlockQuantiser("int4", 7, BLOCK_ELEMS, largest_of))
+
+
+def int2() -> ErrorFeedback:
+    """0.28 bytes per element: -1, 0 or 1 of a scale.
+
+    Max, Quantizing for Minimum Distortion (1960), table I: with three levels a normal
+    distribution loses least, 0.190 of its variance, with levels at 1.224 sigma and the borders
+    halfway. Sigma follows from the mean magnitude of what is not zero, which overflows later than
+    squares. No element is off by more than it is large, so it can answer pushes.
+    """
+    return _with_feedback(BlockQuantiser("int2", 1, BLOCK_ELEMS, _best_of_three))
+
+
+def _best_of_three(rows: Floats) -> Floats:
+    magnitudes = np.abs(rows)
+    means = magnitudes.sum(axis=1) / np.maximum(np.count_nonzero(rows, axis=1), 1)
+    limits = np.minimum(_THREE_LEVELS * means, magnitudes.max(axis=1))
+    narrow: Floats = limits.astype(np.float32)
+    return narrow
 
 
 def _with_feedback(quantiser: BlockQuantiser) -> ErrorFeedback:

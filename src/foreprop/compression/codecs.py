@@ -22,6 +22,7 @@ _CODECS = {
     "dgc": "dgc:dgc",
     "efsign": "onebit:ef_sign",
     "fp16": "sixteenbit:fp16",
+    "int2": "blockwise:int2",
     "int4": "blockwise:int4",
     "int8": "blockwise:int8",
     "lossless": "lossless:Lossless",

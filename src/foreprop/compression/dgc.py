@@ -35,6 +35,8 @@ class DgcTraining(NamedTuple):
     nesterov: bool = False
     clip_norm: float | None = None
     """The limit of the norm of the summed gradient, here of each slice."""
+    clip_value: float | None = None
+    """The limit of an element's magnitude in one push."""
     pushes: int = 1
     """N: each pusher clips at ``clip_norm / sqrt(N)``, for N independent gradients sum to that."""
     warmup_steps: int = 0
@@ -70,8 +72,10 @@ class Dgc:
         count = self.share.pairs(len(values), place.step)
         if not state:
             return encode_sparse(values, largest(values, count))
-        u, v = self._accumulate(values, state)
-        if not all_finite(v):
+        u, v = self._accumulate(values, state, place.scale)
+        # a clamped infinity would be a number
+        is_clamped = self.training.clip_value is not None
+        if not all_finite(v) or (is_clamped and not all_finite(values)):
             return encode_sparse(torch.full_like(values, torch.nan), torch.arange(count))
         indices = largest(v, count)
         data = encode_sparse(v, indices)
@@ -85,14 +89,16 @@ class Dgc:
         decode_sparse(self.name, data, out, self.share.pairs(len(out), place.step))
 
     def _accumulate(
-        self, values: torch.Tensor, state: Mapping[str, torch.Tensor]
+        self, values: torch.Tensor, state: Mapping[str, torch.Tensor], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next u and v, in memory of their own."""
         momentum, nesterov = self.training.momentum, self.training.nesterov
-        factor = self._clip_factor(values)
+        factor, limit = self._clip_factor(values, scale), self.training.clip_value
         u, v = torch.empty_like(values), torch.empty_like(values)
         for span in spans(len(values)):
             gradient = values[span] if factor == 1.0 else values[span] * factor
+            if limit is not None:
+                gradient = gradient.clamp(-limit * scale, limit * scale)
             if nesterov:
                 torch.add(state["momentum"][span], gradient, out=u[span]).mul_(momentum)
                 torch.add(state["accumulated"][span], u[span], out=v[span]).add_(gradient)
@@ -101,11 +107,11 @@ class Dgc:
                 torch.add(state["accumulated"][span], u[span], out=v[span])
         return u, v
 
-    def _clip_factor(self, values: torch.Tensor) -> float:
+    def _clip_factor(self, values: torch.Tensor, scale: float) -> float:
         """Section 3.2: before the accumulation, at N^(-1/2) of the limit."""
         if self.training.clip_norm is None:
             return 1.0
-        limit = self.training.clip_norm / self.training.pushes**0.5
+        limit = scale * self.training.clip_norm / self.training.pushes**0.5
         squares = (
             float(torch.linalg.vector_norm(values[span], dtype=torch.float64)) ** 2
             for span in spans(len(values))

@@ -23,14 +23,15 @@ _SETTLED = ("momentum", "nesterov", "dampening", "weight_decay", "maximize")
 def training_of(manifest: Manifest, piece: Slice) -> DgcTraining:
     """Of the optimizer's group that has the slice's parameter, if servers update it."""
     parameter, pushes = piece.parameter, manifest.peers().count
-    clip_norm = _clip_norm_of(manifest, piece)
+    clip_norm, clip_value = _clip_norm_of(manifest, piece), _clip_value_of(manifest, parameter)
     if manifest.parameters[parameter].group == NO_GROUP:
-        return DgcTraining(clip_norm=clip_norm, pushes=pushes)
+        return DgcTraining(clip_norm=clip_norm, clip_value=clip_value, pushes=pushes)
     group = manifest.optimizer.groups[manifest.parameters[parameter].group]
     return DgcTraining(
         momentum=_number(group, "momentum"),
         nesterov=bool(group.get("nesterov")),
         clip_norm=clip_norm,
+        clip_value=clip_value,
         pushes=pushes,
         decay=_decay_of(manifest, group, parameter),
     )
@@ -50,6 +51,16 @@ def _clip_norm_of(manifest: Manifest, piece: Slice) -> float | None:
     if manifest.reductions()[piece.parameter] == "mean":
         limit *= manifest.world_size
     return limit * math.sqrt(piece.elems / elems)
+
+
+def _clip_value_of(manifest: Manifest, parameter: int) -> float | None:
+    """Of one push, so that what all of them make is within ``clip_grad_value``."""
+    limit = manifest.knobs.aggregation.clip_grad_value
+    if limit is None:
+        return None
+    if manifest.reductions()[parameter] == "mean":
+        limit *= manifest.world_size
+    return limit / manifest.peers().count
 
 
 def _decay_of(manifest: Manifest, group: Hyperparameters, parameter: int) -> float:
@@ -81,19 +92,6 @@ def without_momentum(
 
 def check_dgc(config: Config, manifest: Manifest) -> None:
     """Raises `ConfigError`, with what to do about it."""
-    if config.clip_grad_value is not None:
-        raise ConfigError(
-            f"compression is {config.compression!r} and clip_grad_value is"
-            f" {config.clip_grad_value!r}, which is of the summed gradient; with dgc that has been"
-            " accumulated over steps, and its momentum is in it. Use clip_grad_norm, which workers"
-            " apply before, or topk"
-        )
-    if config.clip_grad_norm is not None and manifest.knobs.aggregation.skip_nonfinite:
-        raise ConfigError(
-            f"compression is {config.compression!r}, clip_grad_norm is {config.clip_grad_norm!r},"
-            " and there is a GradScaler; dgc clips on workers, where gradients are of the scaled"
-            " loss. Train in bfloat16 without a scaler, leave clip_grad_norm out, or use topk"
-        )
     optimizer = manifest.optimizer
     if optimizer.name != "SGD":
         raise ConfigError(

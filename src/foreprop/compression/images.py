@@ -61,14 +61,18 @@ class ImageStore(SliceStore):
         coded = self._accumulated.get(slice_)
         if coded is not None and ranks:
             groups = self._without_momentum(coded.piece.parameter, groups)
-            coefficient = 1.0  # workers have clipped what they accumulated
         super().update(slice_, ranks, groups, coefficient)
 
     def aggregate(self, slice_: int, ranks: Sequence[int], scale: float = 1.0) -> SquareSum:
         """As every store's. The global norm is without what workers have clipped themselves."""
         squares = super().aggregate(slice_, ranks, scale)
         is_clipped = slice_ in self._accumulated and self._aggregation.clip_grad_norm is not None
-        return ZERO if is_clipped else squares
+        # what is not finite has come as it is, and a scaler must see it
+        return ZERO if is_clipped and not squares.beyond else squares
+
+    def _clip(self, tensors: SliceTensors, total: torch.Tensor, coefficient: float) -> None:
+        if tensors.piece.number not in self._accumulated:
+            super()._clip(tensors, total, coefficient)
 
     def _without_momentum(
         self, parameter: int, groups: Sequence[Hyperparameters]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from foreprop.compression.bitpacking import pack, packed_bytes, unpack
@@ -55,7 +56,7 @@ class OneBit(Stateless):
         if not bool(levels.isfinite().all()):
             levels.fill_(torch.nan)
         data[:_LEVELS_BYTES].view(torch.float32).copy_(levels)
-        pack(is_negative.view(torch.uint8), 1, data[_LEVELS_BYTES:])
+        pack(is_negative.view(torch.uint8).numpy(), 1, data[_LEVELS_BYTES:].numpy())
         return bytes_of(data)
 
     def decode(self, data: memoryview, out: torch.Tensor, place: Place) -> None:
@@ -68,8 +69,8 @@ class OneBit(Stateless):
                 f"{self.name}: the levels are {other} and {negative}; they must be at least and at"
                 " most 0"
             )
-        packed = array_of(data, torch.uint8, _LEVELS_BYTES, packed_bytes(len(out), 1))
-        is_negative = unpack(packed, 1, len(out)).view(torch.bool)
+        packed = np.frombuffer(data, np.uint8, offset=_LEVELS_BYTES)
+        is_negative = torch.from_numpy(unpack(packed, 1, len(out))).view(torch.bool)
         for span in spans(
             len(out)
         ):  # of two products one is 0; masked_fill_ takes ten times as long

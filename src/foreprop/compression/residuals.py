@@ -88,7 +88,9 @@ class Residuals:
         state = self.of(frame.slice, frame.step)
         if image is not None:
             values = self.with_decay(frame, values, image)
-        data = codec.encode(values, state, Place(frame.step, frame.slice, self.ranks.start))
+        scale = self.scale_at(frame.step)
+        place = Place(frame.step, frame.slice, self.ranks.start, scale)
+        data = codec.encode(values, state, place)
         return data if len(data) < len(raw) else raw
 
     def with_decay(

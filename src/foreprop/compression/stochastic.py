@@ -5,9 +5,10 @@ What they draw depends on step, slice and rank, and on nothing else.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from foreprop.compression.blockwise import BlockQuantiser, largest_of
+from foreprop.compression.blockwise import BlockQuantiser, Floats, largest_of
 from foreprop.compression.payloads import AT_ONCE_ELEMS
 
 QSGD_BLOCK_ELEMS = 512
@@ -40,11 +41,14 @@ def terngrad() -> BlockQuantiser:
     return BlockQuantiser("terngrad", 1, AT_ONCE_ELEMS, _clipped, stochastic=True)
 
 
-def _norm2(rows: torch.Tensor) -> torch.Tensor:
+def _norm2(rows: Floats) -> Floats:
     """In float64, where squares of float32 neither overflow nor vanish."""
-    wide: torch.Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return wide.to(torch.float32)
+    wide = torch.linalg.vector_norm(torch.from_numpy(rows), dim=1, dtype=torch.float64)
+    found: Floats = wide.to(torch.float32).numpy()
+    return found
 
 
-def _clipped(rows: torch.Tensor) -> torch.Tensor:
-    return torch.minimum(largest_of(rows), CLIP_SIGMAS / rows.shape[1] ** 0.5 * _norm2(rows))
+def _clipped(rows: Floats) -> Floats:
+    sigmas = np.float32(CLIP_SIGMAS / rows.shape[1] ** 0.5)
+    clipped: Floats = np.minimum(largest_of(rows), sigmas * _norm2(rows))
+    return clipped

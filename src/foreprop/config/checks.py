@@ -21,8 +21,8 @@ _WINDOW = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", re.ASCII)
 
 _WIRE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """What these codecs are where everything is cast: `Config.wire_dtype`."""
-_RING_CODECS = (NONE, "randomk")
-"""Whose codes can be added up."""
+_RING_CODECS = {"ring": {NONE, "randomk"}, "hybrid": {NONE, "randomk", "lossless"}}
+"""Whose codes can be added up; and of rows, which servers have, the exact one."""
 UNEVEN_LEFT_OUT = ("kvstore", "strict_round_robin")
 """Placements that have their own rule, whatever links differ."""
 
@@ -167,14 +167,9 @@ def check_compression(config: Config) -> None:
     elif all(codec == NONE for _, codec in choices_of(text)):
         object.__setattr__(config, "compression", None)
         return
-    if config.architecture == "ring":
+    if config.architecture in ("ring", "hybrid", "auto"):
         _take_ring_codecs(config, text)
         return
-    if config.architecture in ("hybrid", "auto"):
-        raise ConfigError(
-            f"compression is {text!r}, and architecture is {config.architecture!r}; servers and"
-            " rings take different codecs: choose 'p2p', 'ps' or 'ring'"
-        )
     if config.check_stale:
         raise ConfigError(
             f"compression is {text!r}, and check_stale is on, which overwrites the values that"
@@ -191,15 +186,26 @@ def _take_ring_codecs(config: Config, text: str) -> None:
         if config.wire_dtype not in (None, wire_dtype):
             raise ConfigError(
                 f"compression is {text!r} and wire_dtype is {config.wire_dtype!r}; with"
-                " architecture='ring' the first means the second: leave one of them out"
+                f" architecture={config.architecture!r} the first means the second: leave one of"
+                " them out"
             )
         object.__setattr__(config, "wire_dtype", wire_dtype)
         object.__setattr__(config, "compression", None)
-    elif not choices or any(kind_of(codec) not in _RING_CODECS for _, codec in choices):
+        return
+    kinds = {kind_of(codec) for _, codec in choices}
+    if config.architecture == "auto":
         raise ConfigError(
-            f"compression is {text!r} and architecture is 'ring', whose collectives add up codes on"
-            " their way: that takes bf16 or fp16 for all parameters, or randomk, whose elements all"
-            " ranks draw alike. For other codecs use architecture='p2p' or 'ps'"
+            f"compression is {text!r} and architecture is 'auto', which may become a ring or"
+            " servers; they share bf16 and fp16 for all parameters only. Choose 'p2p', 'ps', 'ring'"
+            " or 'hybrid' for other codecs"
+        )
+    if not choices or not kinds <= _RING_CODECS[str(config.architecture)]:
+        rows = "; of a table's rows lossless" if config.architecture == "hybrid" else ""
+        raise ConfigError(
+            f"compression is {text!r} and architecture is {config.architecture!r}, whose"
+            " collectives add up codes on their way: that takes bf16 or fp16 for all parameters, or"
+            f" randomk, whose elements all ranks draw alike{rows}. For other codecs use"
+            " architecture='p2p' or 'ps'"
         )
 
 

@@ -12,7 +12,7 @@ The bytes are the shell's (`foreprop.compression`); ``Array`` is ``torch.Tensor`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -108,6 +108,8 @@ class Place(NamedTuple):
     step: int
     slice: int
     rank: int
+    scale: float = 1.0
+    """Of the loss, that the gradient is multiplied with: limits are, too."""
 
 
 class Codec(Protocol[Array]):
@@ -135,16 +137,3 @@ class Codec(Protocol[Array]):
 
     def decode(self, data: memoryview, out: Array, place: Place) -> None:
         """Fill ``out``. Raises `RemoteProtocolError` for anything that `encode` cannot give."""
-
-
-class CodecFacts(NamedTuple):
-    """What a planner and a simulator know of a codec, without its kernels."""
-
-    exact: bool
-    bytes_per_elem: Callable[[int], float]
-    """Of a slice of so many elements; of float32 that is 4."""
-    encode_s_per_gb: float
-    """Of float32, on one core of the machine in docs/compression.md."""
-    decode_s_per_gb: float
-    state_arrays: int
-    """How many arrays of the slice's size a worker keeps."""

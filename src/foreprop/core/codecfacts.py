@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from foreprop.core.codec import AUTO, NONE, Choice, CodecFacts, codec_of, kind_of, takes
+from foreprop.core.codec import AUTO, NONE, Choice, codec_of, kind_of, takes
 from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError
 
 LOSSLESS = "lossless"
 _FLOAT_BYTES = 4
 _BLOCK_ELEMS = 128
-"""Of int8 and int4: one scale for so many."""
+"""Of int8, int4 and int2: one scale for so many."""
 _ENTRY_BYTES = 8
 """Of a sparse codec: a value and its place."""
 LOSSLESS_SHARE = 0.85
@@ -34,6 +34,19 @@ _QSGD_ELEMS = 512
 _QSGD_BITS = {1: 2, 7: 4, 127: 8}
 """Of an element, by the most levels that go into them."""
 _GB = 1e9
+
+
+class CodecFacts(NamedTuple):
+    """What a planner and a simulator know of a codec, without its kernels."""
+
+    exact: bool
+    bytes_per_elem: Callable[[int], float]
+    """Of a slice of so many elements; of float32 that is 4."""
+    encode_s_per_gb: float
+    """Of float32, on one core of the machine in docs/compression.md."""
+    decode_s_per_gb: float
+    state_arrays: int
+    """How many arrays of the slice's size a worker keeps."""
 
 
 class Coded(NamedTuple):
@@ -77,7 +90,7 @@ class KnownCodec(NamedTuple):
         """
         if not elems:
             return UNCODED
-        push_bytes = math.ceil(elems * self.facts.bytes_per_elem(elems))
+        push_bytes = _whole(elems * self.facts.bytes_per_elem(elems))
         size_gb = elems * _FLOAT_BYTES / _GB
         return Coded(
             push_bytes,
@@ -92,7 +105,12 @@ class KnownCodec(NamedTuple):
         answer = _ANSWERS.get(self.name) or _ANSWERS.get(kind_of(self.name))
         if answer is None:
             return push_bytes
-        return math.ceil(elems * codec_named(answer).facts.bytes_per_elem(elems))
+        return _whole(elems * codec_named(answer).facts.bytes_per_elem(elems))
+
+
+def _whole(size_bytes: float) -> int:
+    """Rounded up, but for what floats add to a whole number."""
+    return math.ceil(size_bytes - 1e-6)
 
 
 class _Row(NamedTuple):
@@ -106,21 +124,23 @@ class _Row(NamedTuple):
     state_arrays: int
     loss: float
     exact: bool = False
+    block_elems: int = 0
+    """Beside what the slice has, a scale for each block of so many."""
 
 
-_BLOCK_BYTES = _FLOAT_BYTES / _BLOCK_ELEMS
 _TABLE: Mapping[str, _Row] = {
     NONE: _Row(4, 0, 0.0, 0.0, 0, 0.0, exact=True),
     LOSSLESS: _Row(4 * LOSSLESS_SHARE, 0, 0.93, 0.46, 0, 0.0, exact=True),
     "bf16": _Row(2, 0, 0.12, 0.09, 0, 2.7e-6),
     "fp16": _Row(2, 0, 0.10, 0.09, 0, 4.3e-8),
-    "int8": _Row(1 + _BLOCK_BYTES, 0, 1.10, 0.33, 1, 4.0e-5),
-    "int4": _Row(0.5 + _BLOCK_BYTES, 0, 1.23, 0.66, 1, 1.3e-2),
+    "int8": _Row(1, 0, 1.10, 0.33, 1, 4.0e-5, block_elems=_BLOCK_ELEMS),
+    "int4": _Row(1 / 2, 0, 1.23, 0.66, 1, 1.3e-2, block_elems=_BLOCK_ELEMS),
+    "int2": _Row(1 / 4, 0, 1.23, 0.66, 1, 0.19, block_elems=_BLOCK_ELEMS),
     "1bit": _Row(1 / 8, 8, 1.51, 0.51, 1, 0.36),
     "efsign": _Row(1 / 8, 8, 1.50, 0.50, 1, 0.36),
     "sign": _Row(1 / 8, 8, 0.71, 0.51, 1, 0.36),
     "terngrad": _Row(2 / 8, 4, 1.51, 0.48, 0, 0.99),
-    _QSGD: _Row(1, 0, 1.32, 0.32, 0, 0.0),
+    _QSGD: _Row(1, 0, 1.32, 0.32, 0, 0.0, block_elems=_QSGD_ELEMS),
     "topk": _Row(_ENTRY_BYTES, 0, 1.24, 0.15, 1, 0.0),
     "randomk": _Row(_FLOAT_BYTES, 0, 1.07, 0.47, 1, 0.0),
     "dgc": _Row(_ENTRY_BYTES, 0, 0.90, 0.15, 2, 0.0),
@@ -136,7 +156,7 @@ _ANSWERS = {
 }
 """What answers pushes in these codecs, as in `compression.codecs.make_for_replies`."""
 
-_LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "1bit", "dgc")
+_LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "int2", "1bit", "dgc")
 """In the order of loss."""
 AUTO_CODECS = _LADDER[: _LADDER.index("int4") + 1]
 """What ``auto`` may use: errors are small against every element. Codecs that keep signs, or leave
@@ -207,7 +227,7 @@ def _qsgd(name: str, text: str, row: _Row) -> KnownCodec:
         )
     bits = next(bits for most, bits in _QSGD_BITS.items() if levels <= most)
     elems = _QSGD_ELEMS
-    row = row._replace(bytes_per_elem=bits / 8 + _FLOAT_BYTES / elems)
+    row = row._replace(bytes_per_elem=bits / 8)
     loss = min(elems / levels**2, math.sqrt(elems) / levels)
     return KnownCodec(name, _facts(row, None), loss)
 
@@ -237,7 +257,9 @@ def _facts(row: _Row, kept: float | None) -> CodecFacts:
 
 def _bytes_per_elem(row: _Row, kept: float | None) -> Callable[[int], float]:
     def of(elems: int) -> float:
-        sent = 1.0 if kept is None else math.ceil(kept * elems) / elems
-        return row.bytes_per_elem * sent + row.scales_bytes / elems
+        sent = 1.0 if kept is None else math.ceil(kept * elems - 1e-9) / elems
+        blocks = math.ceil(elems / row.block_elems) if row.block_elems else 0
+        scales_bytes = row.scales_bytes + _FLOAT_BYTES * blocks
+        return row.bytes_per_elem * sent + scales_bytes / elems
 
     return of

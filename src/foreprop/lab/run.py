@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import operator
 import os
 import platform
 import statistics
@@ -147,7 +148,7 @@ class _Tally:
     version: str = ""
     codecs: list[str] = field(default_factory=list)
     """Of each array, if it has any."""
-    step_bytes: Sequence[float] = (0.0, 0.0)
+    counts: Sequence[float] = (0.0, 0.0, 0.0)
     """Of a step in the last block, see `_Made`."""
 
 
@@ -239,10 +240,8 @@ class _Run:
             self.samples[name] = answers[0].samples
         tally = self._tallies[name]
         # what is left of the blocks before, as of warming up, does not count
-        tally.step_bytes = [
-            statistics.fmean(each) / steps
-            for each in ([a.sent_bytes for a in answers], [a.counted_bytes for a in answers])
-        ]
+        counts = zip(*(answer.counts for answer in answers), strict=True)
+        tally.counts = [statistics.fmean(each) / steps for each in counts]
         workers = [answer.steps for answer in answers]
         step_s = means([w.step_s for w in workers], apart=bool(self._setting.staleness))
         return step_s, means([w.waited_s for w in workers])
@@ -276,8 +275,9 @@ class _Run:
             slice_elems=tally.slice_elems or setting.slice_elems_of(name),
             bucket_bytes=tally.bucket_bytes,
             network="pacing" if self._paced else "namespaces",
-            sent_bytes=round(tally.step_bytes[0]) or UNSET,
-            counted_bytes=round(tally.step_bytes[1]) or UNSET,
+            sent_bytes=round(tally.counts[0]) or UNSET,
+            counted_bytes=round(tally.counts[1]) or UNSET,
+            counted_frames=round(tally.counts[2]) or UNSET,
             **self._coded(name, tally),
             staleness=setting.staleness or UNSET,
             versions=_versions() | ({"mxnet": tally.version} if name in MXNET else {}),
@@ -292,9 +292,9 @@ class _Run:
         sizes = [size for layer in layers for size in layer.sizes_elems]
         codecs = [codec_named(codec) for codec in tally.codecs]
         if set(tally.codecs) == {LOSSLESS}:
-            share = tally.step_bytes[1] / (2 * limit.model_bytes(layers))
+            share = tally.counts[1] / (2 * limit.model_bytes(layers))
             codecs = [codec_named(f"{LOSSLESS}:{min(1.0, share):.4f}")] * len(codecs)
-        left = limit.encoded_layers(layers, codecs, ranks=self._setting.workers)
+        left = limit.encoded_layers(layers, codecs, ranks=self._setting.nodes)
         shares = shares_text(codecs, sizes)
         return {"compression": asked, "coded": shares, "limit_s": self._setting.limit_of(left)}
 
@@ -314,10 +314,9 @@ class _Made(NamedTuple):
 
     steps: Steps
     samples: list[Sample]
-    sent_bytes: int
-    """That left the node's link, by its interface, headers included; 0 if it has none."""
-    counted_bytes: int
-    """Of frames that foreprop counts: what was pushed, and what came as answers."""
+    counts: tuple[int, int, int]
+    """Bytes that left the node's link, by its interface, headers included, 0 if it has none; bytes
+    and number of frames that foreprop counts: what was pushed, and what came as answers."""
 
 
 def serve_worker(
@@ -358,20 +357,20 @@ def build_system(
 
 
 def _steps(system: System, count: int, first: int, *, sample: bool) -> _Made:
-    before = _bytes_so_far(system)
+    before = _counts_so_far(system)
     samples: list[Sample] = []
     with _sampled(samples) if sample else contextlib.nullcontext():
         steps = system.steps(count, first)
-    sent, counted = (now - then for now, then in zip(_bytes_so_far(system), before, strict=True))
-    return _Made(steps, samples, sent, counted)
+    sent, size, frames = map(operator.sub, _counts_so_far(system), before)
+    return _Made(steps, samples, (sent, size, frames))
 
 
-def _bytes_so_far(system: System) -> tuple[int, int]:
+def _counts_so_far(system: System) -> tuple[int, int, int]:
     try:
         sent = interface_bytes()[0]
     except NetworkUnavailable:
         sent = 0
-    return sent, getattr(system, "counted_bytes", 0)
+    return sent, *getattr(system, "counted_frames", (0, 0))
 
 
 @contextlib.contextmanager

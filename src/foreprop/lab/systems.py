@@ -128,11 +128,11 @@ def codecs_in(session: Session, named: Iterable[tuple[str, torch.Tensor]]) -> li
     return [codec if takes(codec, array.shape) else NONE for codec, array in pairs]
 
 
-def counted_bytes(session: Session) -> int:
-    """Of frames that this worker has pushed and got as answers, as they crossed."""
+def counted_frames(session: Session) -> tuple[int, int]:
+    """Bytes and number of those that this worker has pushed and got as answers, as they crossed."""
     stats = session.stats()
     frames = int(stats["pushes"] + stats["replies"])
-    return int(stats["pushed_bytes"] + stats["reply_bytes"]) + HEADER_BYTES * frames
+    return int(stats["pushed_bytes"] + stats["reply_bytes"]) + HEADER_BYTES * frames, frames
 
 
 class ForepropSystem:
@@ -166,9 +166,8 @@ class ForepropSystem:
         return codecs_in(self._session, list(self._model.named_parameters()))
 
     @property
-    def counted_bytes(self) -> int:
-        """Of frames that this worker has pushed and got as answers, as they crossed."""
-        return counted_bytes(self._session)
+    def counted_frames(self) -> tuple[int, int]:
+        return counted_frames(self._session)
 
     def steps(self, count: int, first: int = 1) -> Steps:
         self._session.flush()

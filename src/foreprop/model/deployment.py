@@ -76,8 +76,10 @@ class Deployment:
     bucket_bytes: int = BUCKET_BYTES
     hosts: Hosts = _USUAL_HOSTS
     codecs: Sequence[KnownCodec] = ()
-    """By array, in forward order, for ``p2p`` and ``ps``; empty: all as they are. Tables have none.
-    Each thread that encodes or decodes has a core to itself."""
+    """By array, in forward order, for ``p2p`` and ``ps``; empty: all as they are. Each thread that
+    encodes or decodes has a core to itself."""
+    row_codec: KnownCodec | None = None
+    """Of the tables' rows, for ``p2p`` and ``ps``: an exact one. Row numbers go as they are."""
 
     def __post_init__(self) -> None:
         if self.architecture not in get_args(ModelledArchitecture):
@@ -108,10 +110,14 @@ class Deployment:
         arrays = sum(len(layer.sizes_elems) for layer in self.layers)
         if self.codecs and len(self.codecs) != arrays:
             raise ConfigError(f"codecs has {len(self.codecs)}; there are {arrays} arrays")
-        if self.codecs and self.architecture not in ("p2p", "ps"):
+        if (self.codecs or self.row_codec) and self.architecture not in ("p2p", "ps"):
             raise ConfigError(
                 f"architecture is {self.architecture!r} and codecs are given; only 'p2p' and 'ps'"
                 " send arrays that are encoded"
+            )
+        if self.row_codec is not None and not self.row_codec.facts.exact:
+            raise ConfigError(
+                f"row_codec is {self.row_codec.name!r}; rows take an exact one, as 'lossless'"
             )
         for layer, elems, row_elems, alpha in self.tables:
             if not 0 <= layer < len(self.layers):

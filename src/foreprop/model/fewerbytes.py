@@ -26,6 +26,7 @@ _NOT_EXACT: Mapping[str, str] = {
     "bf16": "bf16 keeps 8 bits of each mantissa",
     "int8": "int8 rounds to 1/127 of the largest element of 128, and sends the error a step later",
     "int4": "int4 rounds to 1/7 of the largest element of 128, and sends the error a step later",
+    "int2": "int2 rounds to -1, 0 or 1 of a scale of 128, and sends the error a step later",
     _DGC: "DGC sends the largest 0.1% of a gradient, and the rest as it adds up over the steps",
 }
 
@@ -43,6 +44,8 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
     """Of the bytes by codec, in words."""
     not_exact: str
     """What is lost, in words; empty if nothing is."""
+    kept_bytes: int
+    """What stays with each push's sender from step to step: error feedback."""
 
     @property
     def code(self) -> str:
@@ -53,17 +56,23 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
 def compressed_steps(setting: PlanSetting, candidate: Candidate) -> Iterator[Compressed]:
     """``lossless``, ``auto`` and ``dgc`` with p3, on as many servers as ``candidate`` has.
 
-    Nothing for half precision, where sessions refuse codecs, nor for tables and several workers
-    on a node, of which it is not known what codecs cost.
+    Of a model with tables the exact one only. Nothing for half precision, where sessions refuse
+    codecs, nor for several workers on a node that all push, whose codecs share its cores.
     """
     is_half = setting.bytes_per_elem != limit.BYTES_PER_ELEM
-    if setting.tables or setting.workers_per_node > 1 or is_half:
+    each_pushes = setting.workers_per_node > 1 and not setting.local_aggregation
+    if each_pushes or is_half:
         return
     if not candidate.servers and 0 not in setting.servers:
         return
     p3 = Candidate("ps", P3, candidate.servers) if candidate.servers else Candidate("p2p", P3)
     arrays = arrays_in_order(setting.profile)
-    yield _compressed(setting, p3, LOSSLESS, [codec_named(LOSSLESS)] * len(arrays))
+    exact = codec_named(LOSSLESS)
+    if setting.tables:
+        dense = [exact for array in arrays if not setting.is_table(array)]
+        yield _compressed(setting, p3, LOSSLESS, dense)
+        return
+    yield _compressed(setting, p3, LOSSLESS, [exact] * len(arrays))
     yield _compressed(setting, p3, AUTO, choose_codecs(setting, p3))
     yield _compressed(setting, p3, _DGC, _dgc(arrays))
 
@@ -100,6 +109,8 @@ def _compressed(
     setting: PlanSetting, candidate: Candidate, compression: str, codecs: Sequence[KnownCodec]
 ) -> Compressed:
     deployment = replace(deployment_for(setting, candidate), codecs=codecs)
+    if deployment.tables:
+        deployment = replace(deployment, row_codec=codec_named(LOSSLESS))
     sizes = [size for layer in deployment.layers for size in layer.sizes_elems]
     lossy = dict.fromkeys(codec.name for codec in codecs if not codec.facts.exact)
     return Compressed(
@@ -109,12 +120,16 @@ def _compressed(
         limit_s=_limit_s(deployment),
         shares=shares_text(codecs, sizes),
         not_exact="; ".join(_NOT_EXACT[name] for name in lossy),
+        kept_bytes=sum(
+            codec.facts.state_arrays * size * limit.BYTES_PER_ELEM
+            for codec, size in zip(codecs, sizes, strict=True)
+        ),
     )
 
 
 def _limit_s(deployment: Deployment) -> float:
-    """Of links to dedicated servers only how long the busiest one is busy."""
-    if deployment.dedicated_servers:
+    """Of links to dedicated servers, and of rows, only how long the busiest link is busy."""
+    if deployment.dedicated_servers or deployment.tables:
         return max(limit.compute_s(deployment.layers), *served.link_s(deployment))
     return limit.limit_s(
         limit.encoded_layers(deployment.layers, deployment.codecs, ranks=deployment.nodes),

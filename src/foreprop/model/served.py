@@ -75,8 +75,14 @@ def rows_of(deployment: Deployment, *, first: int, servers: int) -> list[Piece]:
     for number, table in enumerate(deployment.tables, start=first):
         rows = deployment.pushed_share(table) * table.elems / table.row_elems / servers
         elems = rows * table.row_elems
-        size_bytes = elems * deployment.bytes_per_elem + rows * ROW_NUMBER_BYTES
-        pieces += [Piece(number, server, elems, size_bytes, True) for server in range(servers)]
+        numbers_bytes = rows * ROW_NUMBER_BYTES
+        size_bytes, coded = elems * deployment.bytes_per_elem + numbers_bytes, None
+        if deployment.row_codec is not None:
+            code = deployment.row_codec.coded(int(elems), ranks=1)
+            size_bytes = code.push_bytes + numbers_bytes
+            coded = code._replace(push_bytes=int(size_bytes), reply_bytes=int(size_bytes))
+        piece = Piece(number, 0, elems, size_bytes, is_rows=True, coded=coded)
+        pieces += [piece._replace(server=server) for server in range(servers)]
     return pieces
 
 

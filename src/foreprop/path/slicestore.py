@@ -160,8 +160,7 @@ class SliceStore:
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
         self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(optimizer.step)
         self._group_of = [info.group for info in manifest.parameters]
-        workers = self._world_size
-        self._divisors = [workers if way == "mean" else 1 for way in manifest.reductions()]
+        self._divisors = [self._world_size if way == "mean" else 1 for way in manifest.reductions()]
         dtypes = [DTYPES[info.dtype] for info in manifest.parameters]
         wire_dtypes = [DTYPES[dtype] for dtype in manifest.wire_dtypes()]
         self._slices = {
@@ -288,13 +287,16 @@ class SliceStore:
     ) -> None:
         optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        if self._clips or coefficient != 1.0:
-            clip(total, self._aggregation, coefficient)
+        self._clip(tensors, total, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)
         tensors.parameter.grad = None
         self._keep(tensors, total)
+
+    def _clip(self, tensors: SliceTensors, total: torch.Tensor, coefficient: float) -> None:
+        if self._clips or coefficient != 1.0:
+            clip(total, self._aggregation, coefficient)
 
     def _keep(self, tensors: SliceTensors, total: torch.Tensor) -> GradientBuffer:
         """The aggregated gradient is read by whoever wants, until all workers have pushed again."""

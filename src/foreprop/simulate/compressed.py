@@ -46,19 +46,15 @@ class CodecChoice:
 
 def coded_slices(config: Config, setting: SimulatedSetting, slices: Sequence[Slice]) -> list[Coded]:
     """Of all, in order. Raises `ConfigError` for what no session can do."""
-    if is_relayed(config, setting):
-        raise ConfigError(
-            f"compression is {setting.compression!r}, but workers_per_node is"
-            f" {setting.workers_per_node}: what codecs cost relays is not modelled; simulate a node"
-            " as one worker, or set FOREPROP_LOCAL_AGGREGATION=off"
-        )
     if config.wire_dtype is not None:
         raise ConfigError(
             f"compression is {setting.compression!r}, but wire_dtype is {config.wire_dtype!r}:"
             " unset FOREPROP_WIRE_DTYPE, and ask for compression='bf16' if that is meant"
         )
-    codecs = array_codecs(setting)
-    return [codecs[each.parameter].coded(each.elems, ranks=setting.workers) for each in slices]
+    codecs, pushers = array_codecs(setting), setting.workers
+    if is_relayed(config, setting):
+        pushers = setting.nodes  # each of a sum
+    return [codecs[each.parameter].coded(each.elems, ranks=pushers) for each in slices]
 
 
 def array_codecs(setting: SimulatedSetting) -> list[KnownCodec]:
@@ -78,7 +74,8 @@ def with_chosen_codecs(setting: SimulatedSetting, hosts: Hosts) -> SimulatedSett
 
 def coded_limit_s(setting: SimulatedSetting) -> float:
     """What no schedule of so many bytes can beat, processors left out."""
-    layers = limit.encoded_layers(setting.layers, array_codecs(setting), ranks=setting.workers)
+    # of relays a node's union is one; without them there may be more bytes
+    layers = limit.encoded_layers(setting.layers, array_codecs(setting), ranks=setting.nodes)
     return setting.limit_of(layers)
 
 

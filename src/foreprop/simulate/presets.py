@@ -18,6 +18,7 @@ from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_sha
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
+from foreprop.simulate.coder import of_relays, of_workers
 from foreprop.simulate.device import Synchronisation
 from foreprop.simulate.relayed import Relay
 from foreprop.simulate.relayedrows import RowRelay
@@ -61,11 +62,14 @@ def train_served(
     ``synchronised`` makes of the workers what their devices ask.
     """
     site = Site(cluster.clock, cluster.hosts, agreement)
-    workers = [_worker(site, rank, cluster) for rank in cluster.ranks]
+    relayed = is_relayed(config, setting)
+    own = site._replace(agreement=of_workers(agreement)) if relayed else site
+    workers = [_worker(own, rank, cluster) for rank in cluster.ranks]
     servers = {index: _server(site, index, cluster) for index in agreement.busy_servers}
     ends = _ends(cluster, workers, servers)
-    if is_relayed(config, setting):
-        ends = _ends_at_relays(cluster, site, workers, servers)
+    if relayed:
+        at_relays = site._replace(agreement=of_relays(agreement))
+        ends = _ends_at_relays(cluster, at_relays, workers, servers)
     kernels = _kernels(config, setting, cluster, agreement, beside=beside)
     if not cluster.is_symmetric:
         for here, there in ends:

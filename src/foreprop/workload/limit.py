@@ -18,6 +18,21 @@ HEADERS_BYTES = 14 + 20 + 32
 HEADER_FACTOR = (PACKET_BYTES + HEADERS_BYTES) / PACKET_BYTES
 """Bytes that a link shaper counts for each byte that TCP carries."""
 BYTES_PER_ELEM = 4
+_AT_ONCE_BYTES = 50_000
+"""What the lab's links take from TCP as one packet; see `workload.network.Network`."""
+
+
+def carried_bytes(frames: int, size_bytes: float) -> float:
+    """What a node's interface counts as sent of so many frames, with as many coming back.
+
+    Frames leave one by one (TCP_NODELAY), each as one packet if TCP can hand it down as one, which
+    is cut later, by the card. Each that comes is acknowledged by a packet without data; of those
+    that fill no packet every second one (RFC 5681, section 4.2).
+    """
+    each_bytes = size_bytes / max(1, frames)
+    packets = 1.0 if each_bytes <= _AT_ONCE_BYTES else each_bytes / PACKET_BYTES
+    acknowledged = 1.0 if each_bytes > PACKET_BYTES else 0.5
+    return size_bytes + HEADERS_BYTES * frames * (packets + acknowledged)
 
 
 def model_bytes(layers: Sequence[Layer]) -> int:

@@ -94,6 +94,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     nodes, in the last block; left out where links have no interface."""
     counted_bytes: int | UnsetType = UNSET
     """Of frames that foreprop counts, a worker's pushes and answers in such a step."""
+    counted_frames: int | UnsetType = UNSET
+    """How many these are."""
     coded: str | UnsetType = UNSET
     """What share of the bytes went by which of them."""
 
