@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import foreprop
 
 sys.path.append(str(Path(__file__).parents[1]))
-from experiments.wikitext import wikitext2  # noqa: E402: beside this folder, in no package
+from experiments.wikitext import wikitext2
 
 LENGTH, DRAWN, HELD_OUT = 20, 1024, 4000
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
@@ -103,9 +103,12 @@ def reap_ended(before: Snapshot) -> None:
 def _children() -> list[psutil.Process]:
     if not _has_children():
         return []  # as before and after most tests: psutil would look at every process there is
-    tracker_pid = getattr(resource_tracker._resource_tracker, "_pid", None)
+    helpers = {
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+    }
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.pid != tracker_pid]
+    return [child for child in children if child.pid not in helpers]
 
 
 def _has_children() -> bool:
@@ -119,10 +122,13 @@ def _has_children() -> bool:
 
 def _descriptors() -> Counter[str]:
     """Targets of this process's descriptors, but for multiprocessing's own, which stays open."""
-    tracker_fd = getattr(resource_tracker._resource_tracker, "_fd", None)
+    helpers = {
+        getattr(resource_tracker._resource_tracker, "_fd", None),
+        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
+    }
     targets: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
-        if int(fd) != tracker_fd:
+        if int(fd) not in helpers:
             with contextlib.suppress(OSError):  # listdir's own descriptor is closed by now
                 targets[os.readlink(f"/proc/self/fd/{fd}")] += 1
     return targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from traced_run import find_partial_overlaps
+from traced_run import read_as_perfetto
 
 from foreprop.observe.status import read_statuses
 from foreprop.report.jobpage import Asked, read_job, render_job
@@ -51,10 +51,12 @@ def test_a_run_is_logged_watched_and_reported(zygote: Zygote, tmp_path: Path) ->
     traces = read_folder(tmp_path / "trace")
     assert [t.process for t in traces] == ["worker 0", "worker 1", "server 0", "server 1"]
     events = lay_out(traces)["traceEvents"]
-    assert find_partial_overlaps(events) == []
-    assert sum(event["ph"] == "s" for event in events) == sum(
+    read = read_as_perfetto(events)
+    assert read.failures == []
+    assert len(read.arrows) == sum(
         event["ph"] == "X" and event["cat"] == "push_sent" for event in events
     )
+    assert {bound[0] for bound in read.arrows.values()} == {"push_sent"}
     job = read_job(Asked(folder=tmp_path / "trace"))
     assert "DDP would take" in job.headline
     assert "the limit is" in job.headline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def test_every_help_has_examples_that_can_be_typed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/demo/p3", "runs/trace"):
+    for folder in ("runs/demo/p3", "runs/trace", "runs/watch"):
         Path(folder).mkdir(parents=True)
     _, _, text = LEAVES[name].help.partition("\n\nExamples:\n")
     examples = text.replace("\\\n", " ").strip().splitlines()
@@ -207,6 +208,20 @@ def test_a_help_fits_the_terminal_with_nothing_cut(entry: Entry, columns: int) -
     assert [p.opts[-1] for p in options if p.opts[-1] not in shown] == []
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown
     assert [line for line in lines if len(line) > columns and not line.startswith("    fore")] == []
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("words", ["", "lab"])
+def test_a_group_shows_its_commands_whole(words: str, columns: int) -> None:
+    typed, env = words.split(), {"COLUMNS": str(columns)}
+    bare = CliRunner().invoke(app, typed, env=env, terminal_width=columns - 2)
+    shown = help_of(words, columns)
+    assert (bare.exit_code, bare.output.strip()) == (2, shown.strip())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert "--install-completion" in shown or words
+    told = " ".join(re.sub("[│╭╮╰╯─]", " ", shown).split())
+    mine = [e for e in COMMANDS if e.name.rpartition(" ")[0] == words and e.name != "bench"]
+    assert [e.name for e in mine if f"{e.name.split()[-1]} {e.summary}" not in told] == []
 
 
 def test_a_help_that_does_not_fit_keeps_its_headings_and_examples() -> None:

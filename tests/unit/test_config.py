@@ -18,6 +18,7 @@ from foreprop.config import (
     child_environment,
     launch_info,
 )
+from foreprop.config.checks import with_advice
 from foreprop.config.parsing import parse_setting
 from foreprop.config.typed import Settings
 from foreprop.errors import ConfigError
@@ -285,6 +286,13 @@ def test_a_misspelt_setting_is_told_which_is_meant(misspelt: str) -> None:
         Config(**{misspelt: 3})
     with pytest.raises(TypeError, match=advice):
         Config().replace(**{misspelt: 3})
+
+
+def test_advice_is_given_once_where_python_gives_it_too() -> None:
+    text = "got an unexpected keyword argument 'slice_elem'"
+    python_3_14 = TypeError(f"{text}. Did you mean 'slice_elems'?")
+    told = with_advice(python_3_14, {"slice_elem": 3}, {"slice_elems"})
+    assert str(told) == f"{text}; did you mean 'slice_elems'?"
 
 
 def test_what_is_like_no_setting_gets_no_advice() -> None:

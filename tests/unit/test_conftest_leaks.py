@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -67,6 +69,23 @@ def test_a_process_is_found_and_killed() -> None:
         assert str(process.pid) in leaks.describe()
         leaks.kill_processes()
     assert not find_leaks(before)
+
+
+def test_pythons_own_helpers_are_no_leak() -> None:
+    """Its fork server, as of loaders with workers since Python 3.14; what that starts is one."""
+    before = Snapshot.take()
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+    try:
+        process.start()
+        leaks = find_leaks(before)
+        assert leaks.processes == {psutil.Process(process.pid)}
+        process.kill()
+        process.join()
+        process.close()
+        assert not wait_for_leaks(before, grace_s=10), find_leaks(before).describe()
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    assert not wait_for_leaks(before, grace_s=10)
 
 
 def test_a_descriptor_is_found_by_what_it_points_at() -> None:

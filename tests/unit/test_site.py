@@ -115,6 +115,15 @@ def test_every_page_of_docs_is_there(site: Path) -> None:
         assert (site / name).is_file(), source
 
 
+def test_every_page_of_docs_is_in_a_menu() -> None:
+    """But for parts of others: figures and the notebook have pages that list them."""
+    menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = re.findall(r": ([\w/-]+\.md)$", menus, re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages - {"README.md"} | {"contents.md"} <= set(named)
+    assert len(named) == len(set(named))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_link_leads_somewhere(pages: dict[Path, Page]) -> None:

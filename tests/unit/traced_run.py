@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +101,58 @@ def _communicate(
         )
 
 
-def find_partial_overlaps(events: Iterable[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
-    """Pairs of spans of one track of which neither lies beside nor within the other."""
-    tracks = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            start = round(event["ts"] * 1e3)
-            stop = start + round(event["dur"] * 1e3)
-            tracks[event["pid"], event["tid"]].append((start, stop, event["name"]))
-    found = []
-    for spans in tracks.values():
-        spans.sort(key=lambda span: (span[0], -span[1]))
-        around: list[tuple[int, int, str]] = []
-        for span in spans:
-            while around and around[-1][1] <= span[0]:
-                around.pop()
-            if around and span[1] > around[-1][1]:
-                found.append((around[-1], span))
-            around.append(span)
+@dataclass
+class Reading:
+    """What Perfetto's trace processor makes of a file, by the rules of its importer."""
+
+    failures: list[str] = field(default_factory=list)
+    """What it counts as an error, and leaves out."""
+    arrows: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """Of each the categories of the spans that it is bound to."""
+    threads: dict[int, str] = field(default_factory=dict)
+
+
+def read_as_perfetto(events: Iterable[Mapping[str, Any]]) -> Reading:
+    """In the order of the times, equal ones as in the file. Nanoseconds are cut off, not rounded.
+
+    A span lies beside or within the ones that its track has open, or is left out. An arrow's end
+    is bound to the span that began last on its track and has not been closed by another one.
+    """
+    found = Reading()
+    stacks: defaultdict[Any, list[tuple[int, int, str]]] = defaultdict(list)
+    waiting: set[Any] = set()
+    for event in sorted(events, key=lambda e: _nanoseconds(e.get("ts", 0))):
+        kind, track = event["ph"], (event["pid"], event.get("tid"))
+        stack = stacks[track]
+        if kind in ("X", "i"):
+            start = _nanoseconds(event["ts"])
+            stop = start + _nanoseconds(event.get("dur", 0))
+            while stack and stack[-1][1] <= start and not stack[-1][0] == start == stop:
+                stack.pop()
+            if stack and stop > stack[-1][1]:
+                found.failures.append(f"{event['name']} overlaps {stack[-1]} in part")
+            else:
+                stack.append((start, stop, event["cat"]))
+        elif kind in ("s", "t", "f"):
+            arrow = found.arrows[event["id"]]
+            if not stack:
+                found.failures.append(f"arrow {event['id']} is bound to no span")
+            elif (kind == "s") == bool(arrow) or (kind == "f" and event["bp"] != "e"):
+                found.failures.append(f"arrow {event['id']} is out of order at {kind}")
+            else:
+                arrow.append(stack[-1][2])
+        elif kind in ("b", "e"):
+            key = (event["pid"], event["cat"], event["name"], event["id"])
+            if (kind == "b") == (key in waiting):
+                found.failures.append(f"{key} is {kind} twice")
+            waiting ^= {key}
+        elif kind == "M" and event["name"] == "thread_name":
+            if event["tid"] in (0, event["pid"], *found.threads):
+                found.failures.append(f"thread {event['tid']} is another one, too")
+            found.threads[event["tid"]] = event["args"]["name"]
+    found.failures += [f"{key} has no end" for key in waiting]
     return found
+
+
+def _nanoseconds(us: float) -> int:
+    return int(us * 1000.0)

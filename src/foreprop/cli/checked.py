@@ -7,7 +7,7 @@ import copy
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +112,7 @@ class CheckedCommand(TyperCommand):
         framed.help = escape(unwrapped(self.help or ""))
         plain.help, plain.rich_markup_mode = unwrapped(self.help or "", keep="\b\n"), None
         draw = super(CheckedCommand, framed).format_help
-        with contextlib.redirect_stdout(io.StringIO()) as drawn:
-            draw(ctx, formatter)
-        if _CUT in drawn.getvalue():
+        if is_cut(lambda: draw(ctx, formatter)):
             super(CheckedCommand, plain).format_help(ctx, formatter)
         else:
             draw(ctx, formatter)
@@ -145,6 +143,13 @@ class CheckedCommand(TyperCommand):
                 flag = ctx.meta[_TYPED].get(flag, flag)
                 text = named(text, field, flag, typed)
         return text
+
+
+def is_cut(draw: Callable[[], None]) -> bool:
+    """Whether what rich draws in its frames loses the end of a word, as on narrow terminals."""
+    with contextlib.redirect_stdout(io.StringIO()) as drawn:
+        draw()
+    return _CUT in drawn.getvalue()
 
 
 def named(text: str, field: str, flag: str, typed: object) -> str:

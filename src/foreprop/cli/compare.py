@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreprop.cli.options import Shown, filling, systems, writable
+from foreprop.cli.output import console, print_json, print_table, say
 from foreprop.cli.run import Hosts, asking_for_hosts, hosts_from
 from foreprop.compare.records import Task
 from foreprop.compare.result import Comparison, Row
@@ -29,7 +30,6 @@ from foreprop.workload.records import write_records
 
 _RANK = "foreprop.compare.rank"
 _FEWEST = 2
-_WIDE = 500
 
 
 _REQUEST = {
@@ -88,9 +88,9 @@ def compare(
     found = _run(request, starting(plan, script, request), writable(out), verbose=verbose)
     write_records(out / "results.json", found)
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+        print_json(found)
     else:
-        show(Console(), found)
+        show(console(), found)
         typer.echo(f"Records: {out / 'results.json'}")
     if any(row.error for row in found.rows):
         raise typer.Exit(1)
@@ -98,10 +98,10 @@ def compare(
 
 def _run(request: Request, start: Start, folder: Path, *, verbose: bool) -> Comparison:
     echo = cast("BinaryIO", sys.stderr.buffer) if verbose else None
-    console = Console(stderr=True)
+    screen = console(to_errors=True)
     try:
-        with console.status("") as status:
-            tell = status.update if console.is_terminal else _tell
+        with screen.status("") as status:
+            tell = status.update if screen.is_terminal else _tell
             return run_comparison(request, start, folder / "logs", progress=tell, echo=echo)
     except Stopped as stopped:
         typer.echo(f"foreprop compare: {stopped}", err=True)
@@ -147,22 +147,16 @@ def starting(plan: Plan, script: list[str], request: Request) -> Start:
 
 
 # The table.
-def show(console: Console, found: Comparison) -> None:
+def show(to: Console, found: Comparison) -> None:
     """The table, and below it what must be known to read it."""
-    made = table(found)
-    needed = Console(width=_WIDE).measure(made).maximum
-    Console(file=console.file, width=max(console.width, needed)).print(made)
-
-    def say(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
+    print_table(to, table(found))
     for row in found.rows:
         if row.error:
-            say(f"{row.system} failed: {row.error}", "red")
+            say(to, f"{row.system} failed: {row.error}", "red")
     for notice in found.notices:
-        say(f"Notice: {notice}", "yellow")
+        say(to, f"Notice: {notice}", "yellow")
     for line in legend(found):
-        say(line)
+        say(to, line)
 
 
 def table(found: Comparison) -> Table:

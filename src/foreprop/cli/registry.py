@@ -7,6 +7,7 @@ may have a group before it (``lab run``).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foreprop.cli.checked import CheckedCommand
+from foreprop.cli.checked import CheckedCommand, is_cut
 from foreprop.cli.clone import load
 
 TRAIN, DECIDE, MEASURE = "Train", "Decide and examine", "Measure"
@@ -206,7 +207,14 @@ class LazyCommands(MutableMapping[str, Any]):
 
 
 def _listed(name: str, summary: str, panel: str) -> TyperCommand:
-    return TyperCommand(name, help=summary, rich_help_panel=panel)
+    return Listed(name, help=summary, rich_help_panel=panel)
+
+
+class Listed(TyperCommand):
+    """A line of a group's help, which is wrapped and not cut."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return self.help or ""
 
 
 class LazyGroup(TyperGroup):
@@ -224,12 +232,23 @@ class LazyGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
-            ctx.get_help()  # which prints it
+            if plain := ctx.get_help():  # what has frames is printed by now
+                typer.echo(plain)
             ctx.exit(2)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        self._without_imports(lambda: super(LazyGroup, self).format_help(ctx, formatter))
+        """As a command's: in frames, or where those would cut a word as plain text."""
+
+        def draw(group: LazyGroup) -> None:
+            super().format_help(ctx, formatter)
+
+        def draw_whole() -> None:
+            plain = copy.copy(self)
+            plain.rich_markup_mode = None
+            draw(plain if is_cut(lambda: draw(self)) else self)
+
+        self._without_imports(draw_whole)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         return self._without_imports(lambda: super(LazyGroup, self).shell_complete(ctx, incomplete))

@@ -26,8 +26,8 @@ def top(
     shared file system. Ends when all ranks have, or on Ctrl-C.
 
     Examples:
-      foreprop top runs/trace
-      foreprop top --once runs/trace
+      foreprop top runs/watch
+      foreprop top --once runs/watch
     """
     screen = console()
     page, over = live_page(directory)

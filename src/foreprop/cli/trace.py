@@ -24,8 +24,7 @@ def trace(
 ) -> None:
     """Lay the traces of one run's workers and servers into one file for Perfetto.
 
-    Times are microseconds since 1970 by each machine's clock: exact on one machine, across machines
-    as good as their clocks agree.
+    Times begin with the first event. Across machines they are as good as the clocks agree.
 
     Examples:
       foreprop trace runs/demo/p3

@@ -249,7 +249,7 @@ def _check_script(request: Request, run: Run) -> None:
         if run.error == _NOT_PARALLEL:
             raise ConfigError(f"{request.script}: {run.error}")
         raise ScriptFailed(
-            f"{request.script} failed before it called parallelize(): {run.error}; what it printed"
+            f"{request.script} failed before parallelize() returned: {run.error}; what it printed"
             f" is in {run.log}"
         )
 

@@ -346,7 +346,7 @@ def unknown_preset(name: str, presets: Collection[str]) -> ConfigError:
 
 
 def with_advice(error: TypeError, given: Collection[str], known: Collection[str]) -> TypeError:
-    """Python's own error about an unknown argument, and the setting that is close to it."""
+    """Python's error about an unknown argument, with the setting that is close (as 3.14 has)."""
     unknown = next((name for name in given if name not in known), None)
     advice = "" if unknown is None else did_you_mean(unknown, known)
-    return TypeError(f"{error}{advice}") if advice else error
+    return TypeError(str(error).partition(". Did you mean")[0] + advice) if advice else error

@@ -2,7 +2,9 @@
 
 The format forbids spans of one track that overlap in part, and Perfetto leaves them out. So each
 stage has tracks of its own, as many as it needs; what waits in a queue is an asynchronous span.
-Times are microseconds from the first event.
+Times are microseconds from the first event. A track's number ("tid") is its own in the whole file,
+not 0 and no process's. For some versions of Perfetto 0 is the main thread, whose number is the
+process's, and is shown first; and threads are looked up by their number alone.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,6 +22,7 @@ from foreprop.core.frames import Stage
 from foreprop.errors import ConfigError
 from foreprop.report.timeline import StepSpan, parse_events, step_spans
 from foreprop.report.tracefile import ProcessTrace, read_folder
+from foreprop.report.tracks import Placed, Span, exact_ns, place
 
 _QUEUES = {Stage.PUSH_QUEUED.value: "push queue", Stage.REPLY_QUEUED.value: "reply queue"}
 _MOMENTS = {Stage.GRADIENT_READY.value, Stage.PARAMETER_READY.value}
@@ -62,8 +65,9 @@ def lay_out(traces: Sequence[ProcessTrace]) -> dict[str, Any]:
     stamps = [float(span["ts"]) for trace in traces for span in trace.spans]
     zero_us = min(stamps, default=0.0)
     abouts = {trace.session: trace.about for trace in traces if trace.about}
+    free = itertools.count(len(traces) + 1)
     tracks = [
-        ProcessTracks.of(trace, number, zero_us, abouts.get(trace.session, {}))
+        ProcessTracks.of(trace, number, zero_us, abouts.get(trace.session, {}), free)
         for number, trace in enumerate(traces, start=1)
     ]
     events = [event for process in tracks for event in process.events()]
@@ -81,62 +85,6 @@ def lay_out(traces: Sequence[ProcessTrace]) -> dict[str, Any]:
     }
 
 
-class Span(NamedTuple):
-    """Nanoseconds from the first event of all."""
-
-    start_ns: int
-    stop_ns: int
-    category: str
-    name: str
-    args: Mapping[str, Any]
-
-    @property
-    def slice_key(self) -> tuple[int, int]:
-        """Which slice of which step."""
-        return self.args["slice"], self.args["step"]
-
-
-class Placed(NamedTuple):
-    """A span on a track of a process."""
-
-    process: int
-    track: int
-    span: Span
-
-
-def place(spans: Iterable[Span], *, same_ns: int = 0) -> list[list[Span]]:
-    """As few rows as it takes for each span to lie beside or within others of its row.
-
-    Where two overlap by no more than ``same_ns``, the second one begins so much later.
-    """
-    rows: list[_Row] = []
-    for span in sorted(spans, key=lambda s: (s.start_ns, -s.stop_ns)):
-        if not any(row.takes(span, same_ns) for row in rows):
-            rows.append(_Row())
-            rows[-1].takes(span, same_ns)
-    return [row.spans for row in rows]
-
-
-class _Row:
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self._open_until: list[int] = []
-        """When the spans stop that the next one may lie within, the outermost first."""
-
-    def takes(self, span: Span, same_ns: int) -> bool:
-        """Add it, if it fits; spans come in the order of their starts."""
-        start_ns, open_until = span.start_ns, self._open_until
-        while open_until and open_until[-1] <= start_ns:
-            open_until.pop()
-        if open_until and span.stop_ns > open_until[-1]:
-            if len(open_until) > 1 or open_until[-1] - start_ns > same_ns:
-                return False
-            start_ns = open_until.pop()
-        self.spans.append(span._replace(start_ns=start_ns))
-        open_until.append(span.stop_ns)
-        return True
-
-
 @dataclass(kw_only=True)
 class ProcessTracks:
     """One process, laid out."""
@@ -147,17 +95,26 @@ class ProcessTracks:
     spans: list[Span]
     about: Mapping[str, Any]
     """What is run, as a worker of the session has told."""
+    free: Iterator[int]
+    """Numbers for tracks, which no other process has."""
     placed: list[Placed] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
-    """Of the tracks."""
+    """Of the tracks, by number."""
+    moments: int = 0
+    """The track of what takes no time, and of what needs some track."""
 
     @classmethod
     def of(
-        cls, trace: ProcessTrace, number: int, zero_us: float, about: Mapping[str, Any]
+        cls,
+        trace: ProcessTrace,
+        number: int,
+        zero_us: float,
+        about: Mapping[str, Any],
+        free: Iterator[int],
     ) -> ProcessTracks:
         spans = [_span(event, zero_us) for event in trace.spans]
         spans += _steps(trace, zero_us)
-        made = cls(trace=trace, number=number, spans=spans, about=about)
+        made = cls(trace=trace, number=number, spans=spans, about=about, free=free)
         made._place()
         return made
 
@@ -168,9 +125,11 @@ class ProcessTracks:
                 by_track[_track_of(span)].append(span)
         for (_, name), spans in sorted(by_track.items()):
             for row in place(spans, same_ns=_SAME_NS):
-                track = len(self.names) + 1
+                track = next(self.free)
                 self.names[track] = name
                 self.placed += [Placed(self.number, track, span) for span in row]
+        self.moments = next(self.free)
+        self.names[self.moments] = "moments"
 
     def events(self) -> Iterator[Event]:
         yield from self._metadata()
@@ -199,7 +158,7 @@ class ProcessTracks:
 
     def _queued_and_moments(self) -> Iterator[Event]:
         for number, span in enumerate(self.spans):
-            at = {"cat": span.category, "name": span.name, "pid": self.number, "tid": 0}
+            at = {"cat": span.category, "name": span.name, "pid": self.number, "tid": self.moments}
             if span.category in _QUEUES:
                 mark = {**at, "id": f"{self.number}.{number}"}
                 yield {**mark, "ph": "b", "ts": span.start_ns / 1e3, "args": span.args}
@@ -215,14 +174,23 @@ class ProcessTracks:
                 if span.category == category:
                     changes[span.start_ns] += 1
                     changes[span.stop_ns] -= 1
-            yield from _counter(self.number, name, "slices", _summed(changes))
+            yield from self.counter(name, "slices", _summed(changes))
 
     def _rate(self) -> Iterator[Event]:
         """What leaves the node and what comes to it, on average over a short while."""
         for name, categories in (("link out", _SENT), ("link in", _RECEIVED)):
             spans = [span for span in self.spans if span.category in categories]
             crossing = [s for s in spans if self.trace.crosses(s.args.get("peer", -1), self.about)]
-            yield from _counter(self.number, f"{name}, Mbit/s", "Mbit/s", rates(crossing))
+            yield from self.counter(name, "Mbit/s", rates(crossing))
+
+    def counter(self, name: str, unit: str, values: Iterable[tuple[int, float]]) -> Iterator[Event]:
+        """Its changes. Perfetto shows both texts, one after the other."""
+        at = {"ph": "C", "name": name, "pid": self.number, "tid": self.moments}
+        last = None
+        for at_ns, value in values:
+            if value != last:
+                yield {**at, "ts": at_ns / 1e3, "args": {unit: value}}
+            last = value
 
 
 def rates(spans: Sequence[Span]) -> list[tuple[int, float]]:
@@ -246,8 +214,9 @@ def rates(spans: Sequence[Span]) -> list[tuple[int, float]]:
 
 
 def _span(event: Mapping[str, Any], zero_us: float) -> Span:
-    start_ns = round((float(event["ts"]) - zero_us) * 1e3)
-    stop_ns = start_ns + max(round(float(event["dur"]) * 1e3), 0)
+    start_us = float(event["ts"]) - zero_us
+    start_ns = exact_ns(start_us)
+    stop_ns = max(exact_ns(start_us + float(event["dur"])), start_ns)
     return Span(start_ns, stop_ns, event["cat"], event["name"], event["args"])
 
 
@@ -257,8 +226,8 @@ def _steps(trace: ProcessTrace, zero_us: float) -> Iterator[Span]:
     shift_us = found.zero_us - zero_us
     steps: Sequence[StepSpan] = step_spans(found.events) if found.events else ()
     for step in steps:
-        start_ns = round(step.start_s * 1e9 + shift_us * 1e3)
-        stop_ns = round(step.stop_s * 1e9 + shift_us * 1e3)
+        start_ns = exact_ns(step.start_s * 1e6 + shift_us)
+        stop_ns = exact_ns(step.stop_s * 1e6 + shift_us)
         args = {"step": step.step, "waited_ms": round(step.wait_s * 1e3, 3), "bytes": 0}
         yield Span(start_ns, stop_ns, "step", f"step {step.step}", args)
 
@@ -285,23 +254,6 @@ def _summed(changes: Mapping[int, int]) -> list[tuple[int, float]]:
         total += changes[at_ns]
         found.append((at_ns, float(total)))
     return found
-
-
-def _counter(
-    process: int, name: str, unit: str, values: Iterable[tuple[int, float]]
-) -> Iterator[Event]:
-    last = None
-    for at_ns, value in values:
-        if value != last:
-            yield {
-                "ph": "C",
-                "name": name,
-                "pid": process,
-                "tid": 0,
-                "ts": at_ns / 1e3,
-                "args": {unit: value},
-            }
-        last = value
 
 
 # Arrows, and bytes under way: what needs the traces of both sides.
@@ -397,4 +349,4 @@ def _under_way(processes: Sequence[ProcessTracks]) -> Iterator[Event]:
             changes[span.start_ns] += span.args["bytes"]
             changes[max(arrived, span.stop_ns)] -= span.args["bytes"]
         values = ((at_ns, total / 1e3) for at_ns, total in _summed(changes))
-        yield from _counter(worker.number, "pushes under way, KB", "KB", values)
+        yield from worker.counter("pushes under way", "KB", values)
