@@ -79,7 +79,7 @@ def test_without_a_death_elastic_changes_no_bit() -> None:
 
 
 def lose_one(
-    folder: Path, victim: int, step: int, layer: int | None, build: Any = None
+    folder: Path, victim: int, step: int, layer: int | None, build: Any = None, **settings: Any
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Rank ``victim`` dies in a step's backward pass at a layer, or after the step.
 
@@ -94,11 +94,11 @@ def lose_one(
         model, optimizer = build_seeded(build, seed=world.rank)
         try:
             with dedicated(world, counted_log=str(folder)):
-                with session_of(world, model, optimizer, **ELASTIC) as session:
+                with session_of(world, model, optimizer, **ELASTIC, **settings) as session:
                     pieces[:] = pieces_of(session)
                     for number, batch in enumerate(by_rank[world.rank], 1):
                         if world.rank == victim and number == step and layer is not None:
-                            model[layer].register_full_backward_hook(lambda *_: die(session))
+                            model[layer].weight.register_hook(lambda _: die(session))
                         make_step(model, optimizer, batch)
                         if world.rank == victim and number == step and layer is None:
                             session.flush()
@@ -162,6 +162,21 @@ def test_a_replay_of_a_death_in_a_session_of_all(tmp_path: Path) -> None:
     assert len({piece.server for piece in pieces}) == 2
     for rank in range(3):
         check_same_bits(again[rank].model, found[0])
+
+
+@pytest.mark.long
+def test_what_goes_together_with_a_death(tmp_path: Path) -> None:
+    """Half the bytes, moving averages, clipped values, and a layer that is frozen."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = with_adam()
+        model[0].bias.requires_grad_(False)  # type: ignore[union-attr]
+        return model, optimizer
+
+    about: dict[str, Any] = {"wire_dtype": "bfloat16", "ema": 0.9, "clip_grad_value": 0.1}
+    found, stats, _ = lose_one(tmp_path, 1, 3, 2, build, **about)
+    check_same_bits(found[0], found[2])
+    assert stats[0]["members"] == [0, 2]
 
 
 def test_who_fails_leaves_and_says_why() -> None:

@@ -21,7 +21,7 @@ def test_five_of_six_workers_are_killed_at_any_moment(
     zygote: Zygote, tmp_path: Path, seed: int
 ) -> None:
     """Rank 0 among them or not: what is left has the bits that the servers' logs say."""
-    deaths = run_plan(zygote, tmp_path, plan_of(seed))
+    deaths = run_plan(zygote, tmp_path, plan_of(seed, workers=6))
     assert len(deaths) == 5
     assert max(each.seconds for each in deaths) < 10
 

@@ -1,7 +1,7 @@
 """A worker of an elastic session that may have to die, and the same by plain arithmetic.
 
 ``PLAN`` is a JSON object (`Plan`), ``RESULTS`` a folder. A worker that has to die does so by
-SIGKILL, some milliseconds after a step of its has begun, and writes down when.
+SIGKILL, somewhere in the backward pass or some milliseconds after, and writes down when.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
 
 SLICE_ELEMS = 3000
+PARAMETERS = 6
+"""Of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     steps: int = 30
     pause_s: float = 0.0
-    deaths: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By rank: in which step, and how many seconds after its begin."""
+    deaths: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    """By rank: in which step, at which parameter's gradient, and how many seconds after that."""
     stops: dict[str, int] = field(default_factory=dict)
     """By rank: before which step it stops itself, as Ctrl-Z would."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -89,12 +91,12 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     result["pieces"] = [list(piece) for piece in pieces]
     ended_s: list[float] = []
     result["ended_s"] = ended_s
-    die_at, after_s = plan.deaths.get(str(rank), (0, 0.0))
+    die_at, number, after_s = plan.deaths.get(str(rank), (0, 0, 0.0))
     for step in range(1, plan.steps + 1):
         if step == die_at:
             timer = threading.Timer(after_s, die, (rank, result))
             timer.daemon = True
-            timer.start()
+            [*model.parameters()][number].register_hook(lambda _, timer=timer: timer.start())
         if plan.stops.get(str(rank)) == step:
             write(rank, {"stopped": True})
             os.kill(os.getpid(), signal.SIGSTOP)
