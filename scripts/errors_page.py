@@ -29,6 +29,7 @@ SECTIONS = {
     "The training loop": ("path gradients numerics hooks session", "semantics.md"),
     "Data": ("data datasets", "data.md"),
     "Tables": ("tables", "tables.md"),
+    "Who dies, and who is late": ("elastic", "elastic.md"),
     "Processes and connections": ("cluster servers link relays errors", "cluster.md"),
     "All-reduce": ("collectives", "collectives.md"),
     "The choice of an architecture": ("auto", "auto.md"),

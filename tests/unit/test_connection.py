@@ -174,7 +174,7 @@ class Host:
 
 FROM_SERVERS = {
     kind for kind in Kind if kind.name.endswith("_REPLY") or kind in (Kind.REPLY, Kind.NOTIFY)
-} | {Kind.WELCOME, Kind.NORM_PART, Kind.PACE_REPORT}
+} | {Kind.WELCOME, Kind.NORM_PART, Kind.PACE_REPORT, Kind.LEFT}
 AT_THE_START = {Kind.HELLO, Kind.MANIFEST}
 
 
@@ -183,7 +183,7 @@ def test_every_kind_of_frame_has_an_owner_on_its_side() -> None:
     assert work.owners.keys() | AT_THE_START | {Kind.FAILURE} == set(Kind) - FROM_SERVERS
     with engine() as (made, _):
         owned = {kind for service in made._services for kind in service.kinds}
-    later = {Kind.PACE_REPORT}  # loaded when the first window of steps ends
+    later = {Kind.PACE_REPORT, Kind.LEFT}  # when a window of steps has ended; if it is elastic
     assert owned | later == FROM_SERVERS | {Kind.NORM, Kind.FAILURE}
 
 

@@ -55,7 +55,9 @@ def secret(tmp_path: Path) -> str:
 
 def test_an_announcement_names_no_path(tmp_path: Path) -> None:
     """Whatever it says of folders, files, ports and addresses is this command's own."""
-    theirs = dict.fromkeys(("trace", "watch", "secret_file", "interface"), "/somewhere")
+    theirs = dict.fromkeys(
+        ("trace", "watch", "secret_file", "interface", "counted_log"), "/somewhere"
+    )
     config = {**theirs, "port_range": "1-2", "step_timeout_s": 7.0, "dedicated_servers": 5}
     published = msgspec.json.decode(announcement(config=config), type=PublishedSession)
     own = Config(trace=str(tmp_path / "trace"), interface="127.0.0.1", port_range="29600-29601")
@@ -64,6 +66,7 @@ def test_an_announcement_names_no_path(tmp_path: Path) -> None:
         expected = {"step_timeout_s": 7.0, "trace": trace, "secret_file": None}
         mine = command._config
         expected |= {"interface": mine.interface, "port_range": mine.port_range}
+        expected |= {"counted_log": None, "counted_replay": None}
         assert made == expected
     assert "the script asks for traces; set FOREPROP_TRACE" in command.said[0]
 

@@ -62,6 +62,10 @@ def check_settings(config: Config) -> None:
         )
     _check_architecture(config)
     _check_staleness(config)
+    if config.counts_some:
+        from foreprop.config.countingchecks import check_counting
+
+        check_counting(config)
     _check_aggregation(config)
     if config.trace_steps is not None:
         parse_windows(config.trace_steps)

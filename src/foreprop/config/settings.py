@@ -6,14 +6,12 @@ Precedence: an explicit argument beats the command line beats the environment be
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import textwrap
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from foreprop.config.described import described, with_advice
 from foreprop.config.environment import (
     check_value,
     preset_from_environment,
@@ -53,8 +51,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture clip_grad_norm clip_grad_value delay_compensation ema encryption late_nodes"
-    " node_rates port_range rebalance_s table_init trace_steps"
+    "architecture clip_grad_norm clip_grad_value counted_replay delay_compensation ema"
+    " encryption late_nodes node_rates port_range rebalance_s table_init trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -194,6 +192,18 @@ class Config:
         0, "steps that a worker may be ahead of the slowest, async, or late: not exact if not 0", 0
     )
     delay_compensation: float | None = _setting(None, "with staleness: DC-ASGD's lambda", 0)
+    elastic: bool = _setting(
+        False, "with dedicated_servers: a worker that dies leaves, and the others go on"
+    )
+    backup_workers: int = _setting(
+        0, "close each slice of a step without its so many latest pushes: not exact if not 0", 0
+    )
+    counted_log: str | None = _setting(
+        None, "folder where servers write whose pushes they have counted, if not all workers'"
+    )
+    counted_replay: str | None = _setting(
+        None, "folder with such logs of another session: count the same pushes again"
+    )
     reduction: Reduction = _setting(
         "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
     )
@@ -255,6 +265,7 @@ class Config:
         for spec in fields(self):
             check_value(spec, getattr(self, spec.name), hints[spec.name])
         few = any(getattr(self, name) is not None for name in _FEW) or self.staleness
+        few = few or self.counts_some
         served = self.servers_per_node and not self.dedicated_servers
         if few or not served or self.slice_elems == "auto" or self.lanes == "one":
             from foreprop.config.checks import check_settings
@@ -317,7 +328,15 @@ class Config:
             compression=self.codecs,
             staleness=0 if self.staleness == "late" else self.staleness,
             delay_compensation=self.delay_compensation or 0.0,
+            elastic=self.elastic,
+            backup_workers=self.backup_workers,
+            counted_replay=self.counted_replay is not None,
         )
+
+    @property
+    def counts_some(self) -> bool:
+        """Whether servers may count the pushes of some workers only."""
+        return self.elastic or self.backup_workers > 0 or self.counted_replay is not None
 
     @property
     def codecs(self) -> tuple[tuple[str, str], ...]:
@@ -364,35 +383,5 @@ class Config:
         )
 
 
-def _with_advice(make: Callable[..., None]) -> Callable[..., None]:
-    """Have Python's own error about an unknown argument name the setting that is close to it."""
-
-    @functools.wraps(make)
-    def __init__(self: Config, *values: Any, **settings: Any) -> None:
-        try:
-            make(self, *values, **settings)
-        except TypeError as error:
-            from foreprop.config.checks import with_advice
-
-            raise with_advice(error, settings, [spec.name for spec in fields(Config)]) from None
-
-    return __init__
-
-
-def _described(cls: type[Config]) -> str:
-    """The docstring, with what each setting means."""
-    meanings = (
-        textwrap.fill(
-            f"{spec.name}: {spec.metadata['help']}",
-            width=92,
-            initial_indent="    ",
-            subsequent_indent="        ",
-            break_long_words=False,
-        )
-        for spec in fields(cls)
-    )
-    return f"{inspect.cleandoc(cls.__doc__ or '')}\n\nSettings:\n" + "\n".join(meanings) + "\n"
-
-
-Config.__init__ = _with_advice(Config.__init__)  # type: ignore[method-assign]
-Config.__doc__ = _described(Config)
+Config.__init__ = with_advice(Config, Config.__init__)  # type: ignore[method-assign]
+Config.__doc__ = described(Config)

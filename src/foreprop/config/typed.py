@@ -60,6 +60,10 @@ class Settings(TypedDict, total=False):
     backward_passes: int | None
     staleness: Staleness
     delay_compensation: float | None
+    elastic: bool
+    backup_workers: int
+    counted_log: str | None
+    counted_replay: str | None
     reduction: Reduction
     sparse_reduction: Reduction | None
     clip_grad_norm: float | None

@@ -64,6 +64,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
             f" {knobs}"
         )
     _check_apart(manifest)
+    _check_counting(manifest)
     return manifest
 
 
@@ -77,6 +78,22 @@ def _check_apart(manifest: Manifest) -> None:
         raise RemoteProtocolError(
             f"not a manifest: staleness {staleness!r}, delay_compensation {strength},"
             f" workers_per_push {manifest.workers_per_push}, {knobs}"
+        )
+
+
+def _check_counting(manifest: Manifest) -> None:
+    """Of workers that may not all count: what each server relies on."""
+    knobs, backups = manifest.knobs, manifest.knobs.backup_workers
+    kinds = (knobs.elastic, backups > 0, knobs.counted_replay)
+    if not any(kinds) and not backups:
+        return
+    rows = any(info.rows for info in manifest.parameters)
+    together = manifest.workers_per_push > 1 or knobs.compression or knobs.aggregation.needs_norm
+    unfit = together or rows or knobs.staleness or knobs.reply != "broadcast"
+    if unfit or not 0 <= backups < manifest.world_size or sum(kinds) > 1:
+        raise RemoteProtocolError(
+            f"not a manifest: elastic {knobs.elastic}, backup_workers {backups} of"
+            f" {manifest.world_size}, workers_per_push {manifest.workers_per_push}, {knobs}"
         )
 
 

@@ -116,6 +116,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Patterns of names, and their codecs (`core.codec`); empty: everything is sent as it is."""
     staleness: int | Literal["async"] = 0
     delay_compensation: float = 0.0
+    elastic: bool = False
+    backup_workers: int = 0
+    counted_replay: bool = False
 
 
 class RingKnobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -61,6 +61,7 @@ class Kind(IntEnum):
     TABLE_REPLY = 28  # S
     PACE = 29  # W: how long its last steps took
     PACE_REPORT = 30  # S: who was late in them
+    LEFT = 31  # S: a worker has left, and the others go on
 
 
 class Flag(IntEnum):
@@ -71,6 +72,7 @@ class Flag(IntEnum):
     VALUE_CHANGED = 2  # PUSH: the parameter was changed by hand since the last step
     UNCHANGED = 4  # REPLY, NOTIFY: no rank had a gradient; keep what you have
     MORE = 8  # ROWS_VALUE, ROWS_PUSH: another part follows
+    LATE = MORE  # PUSH: of values newer than its step's; REPLY: the values are newer than that
     AVERAGES = 16  # STATE, STATE_PULL: moving averages instead of the optimizer's state
     MASTER = 32  # STATE_PULL: the values in full instead of the optimizer's state
     ANEW = 64  # TABLE: forget first what has been kept; ROWS_PULL: the same, a relay's rows

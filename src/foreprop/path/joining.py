@@ -88,6 +88,12 @@ class Work(Protocol):
     def incomplete(self) -> Iterator[tuple[int, int, str]]:
         """(slice, step, what it waits for) of what some peers have pushed and others not."""
 
+    def lose(self, peer: Connection, failure: Failure) -> bool:
+        """Whether the session goes on without this worker, which then is told so."""
+
+    def look(self) -> None:
+        """Now and then, in the server's own thread."""
+
     def close(self, failure: Failure | None) -> None:
         """The session is over: let go of all that is not the server's own."""
 
@@ -162,8 +168,18 @@ class Joining:
         self._on_manifest(peer, decode_manifest(payload))
 
     def _on_failure(self, peer: Connection, failure: Failure) -> None:
-        peer.left = True
-        self._host.fail(failure)
+        if not self.goes_on_without(peer, failure):
+            peer.left = True
+            self._host.fail(failure)
+
+    def goes_on_without(self, peer: Connection, failure: Failure) -> bool:
+        """Of one that is gone, or is to go."""
+        return peer.joined and self.work is not None and self.work.lose(peer, failure)
+
+    def look(self) -> None:
+        """Now and then, in the server's own thread."""
+        if self.work is not None:
+            self.work.look()
 
     def refusal(self, peer: Connection, header: Header) -> RemoteProtocolError:
         """Of what a peer says before the session has started, or without having joined it."""

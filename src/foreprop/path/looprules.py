@@ -101,3 +101,9 @@ UPDATED_ADVICE = (
     " largest number. Give a use that takes no gradient a copy of its own:"
     " parameter.detach().clone() instead of parameter.detach()."
 )
+
+
+def add_advice(error: RuntimeError) -> None:
+    """Autograd's own error, if a parameter that it still needs has been updated: say so, once."""
+    if UPDATED_SYMPTOM in str(error) and UPDATED_ADVICE not in getattr(error, "__notes__", ()):
+        error.add_note(UPDATED_ADVICE)

@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 
 from foreprop.core.wire import Flag
 from foreprop.errors import ConfigError, InternalError
-from foreprop.path import looprules
 from foreprop.path.memory import HeldGradient
 from foreprop.path.servedgradient import ServedGradient
 from foreprop.path.waiting import (
@@ -222,6 +221,8 @@ class SynchronisedParameter:
         """Somebody reads or edits ``p.grad``, which the servers have been sent, or will be."""
         session, own = self._session, self._gradient
         if (own.left or own.is_new) and (in_place or not own.left):
+            from foreprop.path import looprules
+
             raise looprules.read_before_step(self.name, session.completed + 1, in_place=in_place)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._value.memory.await_staged()
@@ -270,6 +271,8 @@ class SynchronisedParameter:
                 stop_waiting(self.parameter)
             return True
         if in_place:
+            from foreprop.path import looprules
+
             raise looprules.changed_while_pending(self.name)
         self.settle()
         if func == GET_DATA:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from foreprop.path import looprules
 from foreprop.path.waiting import Pending, forget, is_waiting, make_wait, no_answer, stop_waiting
 
 if TYPE_CHECKING:
@@ -173,6 +172,8 @@ class ServedGradient:
                 owner.push(gradient, step)
 
     def _too_late(self, *, kept: bool) -> Exception:
+        from foreprop.path import looprules
+
         name = self._owner.name
         if kept:
             return looprules.another_pass(name, self._passes.expected)
@@ -185,6 +186,8 @@ class ServedGradient:
         """
         gradient = self.seen.tensor() if self.guarded else None
         if gradient is not None and gradient._version != self.seen.version:
+            from foreprop.path import looprules
+
             raise looprules.changed_while_sent(self._owner.name)
 
     def discarded(self, *, dropped: bool) -> None:
@@ -207,8 +210,12 @@ class ServedGradient:
         owner, session, gradient = self._owner, self._session, self._leaf.grad
         if self.pushed_step == step:
             if gradient is None or gradient is not self.seen.tensor():
+                from foreprop.path import looprules
+
                 raise looprules.discarded_after_push(owner.name)
             if gradient._version != self.seen.version and self.is_new:
+                from foreprop.path import looprules
+
                 raise looprules.edited(owner.name)
         else:
             awaited = owner.parameter.requires_grad or session.every_parameter
@@ -236,14 +243,20 @@ class ServedGradient:
         if gradient is None or not self.is_new:
             return
         if self.seen.tensor() is not gradient:
+            from foreprop.path import looprules
+
             raise looprules.replaced(self._owner.name)
         if gradient._version != self.seen.version:
+            from foreprop.path import looprules
+
             raise looprules.edited(self._owner.name)
 
     # The parameter's use.
     def check_stepped(self) -> None:
         """Raise if the gradient of a step has been pushed that has not been made."""
         if self.pushed_step > self._session.completed:
+            from foreprop.path import looprules
+
             raise looprules.used_before_step(self._owner.name, self._session.completed + 1)
 
     def detach(self) -> None:

@@ -137,6 +137,7 @@ class Server:
         reporter.look()
         self._look_at_joining()
         self._look_at_parting()
+        self._joining.look()
 
     def _poll_s(self) -> float:
         """Short beside the times that are looked at."""
@@ -207,7 +208,8 @@ class Server:
     def _staying(self) -> list[int]:
         """The workers that have not closed the session, if others have."""
         staying = [number for number, peer in self._peers.items() if not peer.left]
-        return staying if self._joining.work is not None and len(staying) < len(self._peers) else []
+        parted = any(peer.left and not peer.silent for peer in self._peers.values())
+        return staying if self._joining.work is not None and parted else []
 
     def _describe_staying(self, staying: list[int]) -> str:
         known = self._joining.known or Peers(())
@@ -319,13 +321,7 @@ class Server:
             failure = Failure(kind="HandshakeError", message=why)
             peer.send_past_queue(Kind.FAILURE, failure.encode())
         if peer.joined:
-            failure = Failure(
-                kind="RemoteProtocolError",
-                message=f"{who} broke the protocol: {error}",
-                peer=who,
-                step=peer.last_step,
-            )
-            self.fail(failure)
+            self._lose(peer, "RemoteProtocolError", f"{who} broke the protocol: {error}")
 
     def on_error(self, peer: Connection, error: BaseException) -> None:
         if isinstance(error, ForepropError):
@@ -336,12 +332,17 @@ class Server:
     def _on_closed(self, peer: Connection) -> None:
         if peer.left or self._done.is_set():
             return
-        who = self._name_of(peer)
         message = (
-            f"{who} is gone: its connection to {self.name} closed without a"
+            f"{self._name_of(peer)} is gone: its connection to {self.name} closed without a"
             f" goodbye; {self._describe_last(peer)}"
         )
-        self.fail(Failure(kind="PeerLost", message=message, peer=who, step=peer.last_step))
+        self._lose(peer, "PeerLost", message)
+
+    def _lose(self, peer: Connection, kind: str, message: str) -> None:
+        """The session ends if it cannot go on without this worker."""
+        failure = Failure(kind=kind, message=message, peer=self._name_of(peer), step=peer.last_step)
+        if not self._joining.goes_on_without(peer, failure):
+            self.fail(failure)
 
     def _name_of(self, peer: Connection) -> str:
         known = self._joining.known

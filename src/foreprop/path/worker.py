@@ -84,6 +84,8 @@ class WorkerEngine:
         """Whether gradients are sent to be measured."""
         self.norm_of: Callable[[int], float] = _no_norm
         """Of a step; blocks until it is known."""
+        self.flags_of: Callable[[int], int] | None = None
+        """More flags of a step's pushes."""
         self._servers = servers or [f"server {i}" for i in range(len(streams))]  # for messages
         self._aggregation = manifest.knobs.aggregation
         self.every_parameter = self._aggregation.needs_every_parameter
@@ -237,6 +239,8 @@ class WorkerEngine:
         if self.trace is not None:
             self.progress.gradient_ready(parameter, step)
             self._queued_ns[step & 1][parameter] = self.trace.now_ns()
+        if self.flags_of is not None:
+            flags |= self.flags_of(step)
         self._dispatch(GradientReady(parameter, step, flags, with_value))
 
     def announce_hyperparameters(self, step: int, data: bytes) -> None:

@@ -133,6 +133,13 @@ class RelayWork:
         manifest = self._manifest.encode()
         self._executor.send(SERVER, Kind.MANIFEST, 0, CONTROL_PRIORITY, 0, manifest)
 
+    def lose(self, peer: Connection, failure: Failure) -> bool:
+        """A node's sum needs all its workers."""
+        return False
+
+    def look(self) -> None:
+        """Nothing is to be seen that the server does not see."""
+
     @property
     def has_left(self) -> bool:
         return self._sums.has_left

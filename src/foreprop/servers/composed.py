@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from foreprop.config import Config
 from foreprop.core.barrier import StepBarrier
 from foreprop.core.frames import Peers
 from foreprop.core.manifest import Manifest, slice_names
@@ -35,6 +36,8 @@ from foreprop.path.slicestore import SliceStore
 if TYPE_CHECKING:
     from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
+    from foreprop.elastic.countednumbers import CountedNumbers
+    from foreprop.elastic.counting import Counting
     from foreprop.numerics.normgate import NormGate
     from foreprop.staleness.apart import Apart
     from foreprop.staleness.ownnumbers import OwnNumbers
@@ -54,6 +57,8 @@ class ServerWork:
     names: list[str]
     executor: Executor
     waits: Waits
+    counting: Counting | None = None
+    """If not all workers always count."""
 
     def start(self) -> None:
         """Welcome everybody."""
@@ -62,8 +67,16 @@ class ServerWork:
     def incomplete(self) -> Iterator[tuple[int, int, str]]:
         return self.waits.incomplete()
 
+    def lose(self, peer: Connection, failure: Failure) -> bool:
+        return self.counting is not None and self.counting.lose(peer, failure)
+
+    def look(self) -> None:
+        if self.counting is not None:
+            self.counting.look()
+
     def close(self, failure: Failure | None) -> None:
-        """Nothing is held that is not the server's."""
+        if self.counting is not None:
+            self.counting.close()
 
     def stop(self) -> None:
         self.executor.stop()
@@ -72,8 +85,11 @@ class ServerWork:
 class ServerComposer:
     """Composes a server of the workers, or of their relays."""
 
-    def __init__(self, store_class: type[SliceStore] = SliceStore) -> None:
+    def __init__(
+        self, store_class: type[SliceStore] = SliceStore, config: Config | None = None
+    ) -> None:
         self._store_class = store_class
+        self._config = config or Config()
 
     def peers(self, manifest: Manifest) -> Peers:
         return manifest.peers()
@@ -93,7 +109,7 @@ class ServerComposer:
     def compose(
         self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
     ) -> ServerWork:
-        return _Composition(manifest, host, connections, self._store_class).work
+        return _Composition(manifest, host, connections, self._store_class, self._config).work
 
 
 class _Composition:
@@ -105,8 +121,10 @@ class _Composition:
         host: Host,
         connections: Mapping[int, Connection],
         store_class: type[SliceStore],
+        config: Config,
     ) -> None:
         self._manifest = manifest
+        self._config = config
         self._rows = Later(_ROW_FRAMES, self._make_rows)
         self._norm = Later({Kind.NORM}, self._make_norm)
         slices, peers = manifest.slices(), manifest.peers()
@@ -118,12 +136,13 @@ class _Composition:
             owners += [shard.server for shard in self._shards]
             self._barrier = StepBarrier(owners.count(host.index))
         images = self._maybe_images(slices, host.index)
-        apart = self._maybe_apart(slices, host.index)
+        counting = self._maybe_counting(slices, host.index)
+        apart = counting or self._maybe_apart(slices, host.index)
         self._machine = self._make_machine(slices, host.index) if apart is None else apart.machine
         thread_name = f"foreprop-server{host.index}-send"
         self._executor = Executor(self._machine, host, peers, connections, thread_name)
         self._store: SliceStore
-        self._settings: AnnouncedNumbers | OwnNumbers
+        self._settings: AnnouncedNumbers | OwnNumbers | CountedNumbers
         if apart is None:
             self._store = images or store_class(manifest, slices, host.index)
             self._settings = AnnouncedNumbers(manifest, self._executor)
@@ -139,7 +158,10 @@ class _Composition:
             self._executor.payload_of = apart.payload_of
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
-        self.work = ServerWork(owners_of(self._services()), names, self._executor, self._waits)
+        if counting is not None:
+            counting.begin(self._executor, connections)
+        about_all = (names, self._executor, self._waits, counting)
+        self.work = ServerWork(owners_of(self._services()), *about_all)
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine:
         knobs, peers = self._manifest.knobs, self._manifest.peers()
@@ -182,6 +204,14 @@ class _Composition:
         from foreprop.compression.images import ImageStore
 
         return ImageStore(self._manifest, slices, index)
+
+    def _maybe_counting(self, slices: Sequence[Slice], index: int) -> Counting | None:
+        knobs = self._manifest.knobs
+        if not (knobs.elastic or knobs.backup_workers or knobs.counted_replay):
+            return None
+        from foreprop.elastic.counting import Counting
+
+        return Counting(self._manifest, slices, index, self._config)
 
     def _maybe_apart(self, slices: Sequence[Slice], index: int) -> Apart | None:
         if not self._manifest.knobs.staleness:

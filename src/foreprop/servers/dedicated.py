@@ -284,6 +284,10 @@ class Supervisor:
                 f"encryption is {own.encryption!r} here, and {script_s!r} in the script: set"
                 " FOREPROP_ENCRYPTION to the same for both"
             )
+        if own.counted_replay is None and published.config.get("counted_replay") is not None:
+            raise ConfigError(
+                "the script has counted_replay: set FOREPROP_COUNTED_REPLAY to this server's logs"
+            )
         if trace is not None:
             check_trace_folder(trace)
         elif published.config.get("trace") is not None:
@@ -296,6 +300,8 @@ class Supervisor:
             "port_range": own.port_range,
             "secret_file": own.secret_file,
             "trace": trace,
+            "counted_log": own.counted_log,
+            "counted_replay": own.counted_replay,
         }
 
     def _reap(self) -> None:

@@ -21,7 +21,8 @@ def describe_served(setup: Setup, connections: Connections, codecs: PushCodecs |
         f"{setup.world.size} workers on {connections.nodes} node(s),"
         f" {connections.servers} server(s) {kind}{relayed}; {_describe_order(config)},"
         f" slice_elems={config.cut_elems(connections.servers)}{describe_wire_dtype(config)}"
-        f"{'' if codecs is None else codecs.describe()}{_describe_staleness(config)};"
+        f"{'' if codecs is None else codecs.describe()}{_describe_staleness(config)}"
+        f"{_describe_counting(config)};"
         f" address {connections.address}{_describe_link(config)}{_describe_devices(setup)}"
     )
 
@@ -60,6 +61,16 @@ def _describe_staleness(config: Config) -> str:
     strength = config.delay_compensation
     made_up = "" if strength is None else f" delay_compensation={strength:g}"
     return f" staleness={config.staleness}{made_up} (not exact: results depend on timing)"
+
+
+def _describe_counting(config: Config) -> str:
+    """If servers may count some workers only."""
+    if config.elastic:
+        return " elastic (a worker that dies leaves)"
+    if config.counted_replay is not None:
+        return f" counted_replay={config.counted_replay}"
+    backups = config.backup_workers
+    return f" backup_workers={backups} (not exact: the last are left out)" if backups else ""
 
 
 def describe_wire_dtype(config: Config) -> str:

@@ -78,6 +78,7 @@ class Connections:
                 " node(s): there is nothing to aggregate before it crosses a link; use 'auto'"
             )
         sums = config.local_aggregation != "off" and config.staleness in (0, "late")
+        sums = sums and not config.counts_some
         return workers if crosses and sums else 1
 
     @property

@@ -87,7 +87,7 @@ def build_server(task: ServerTask, config: Config) -> Server:
         index=task.index,
         session_id=task.session_id,
         config=config,
-        composer=ServerComposer(),
+        composer=ServerComposer(config=config),
         world_size=task.world_size,
         wrap=wrap,
     )

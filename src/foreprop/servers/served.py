@@ -21,6 +21,7 @@ from foreprop.servers.setup import Setup, check_frames
 if TYPE_CHECKING:
     from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.core.lateness import Straggler
+    from foreprop.elastic.departure import LatePushes, MemberNotices
     from foreprop.numerics.norms import WorkerNorm
     from foreprop.path.managedparameter import ManagedParameter
     from foreprop.servers.servedstate import ServedState
@@ -56,6 +57,10 @@ class ServedBackend:
             from foreprop.staleness.fitting import fit
 
             self.memory_of = fit(setup.config, manifest, self.memory_of)
+        if setup.config.counts_some:
+            from foreprop.elastic.fitness import check_fitness
+
+            check_fitness(setup.config, manifest)
         self.connections.open()
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(
@@ -73,8 +78,16 @@ class ServedBackend:
             from foreprop.compression.pushcodecs import PushCodecs
 
             self.codecs = PushCodecs(self.engine)
+        self.late: LatePushes | None = None
+        self.notices: MemberNotices | None = None
+        if manifest.knobs.elastic or manifest.knobs.backup_workers:
+            from foreprop.elastic.departure import LatePushes, MemberNotices
+
+            self.notices = MemberNotices(self.engine) if manifest.knobs.elastic else None
+            self.late = LatePushes(self.engine) if manifest.knobs.backup_workers else None
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
         alone = setup.world.size == 1 or self.connections.workers_per_push > 1
+        alone = alone or setup.config.counts_some
         if not (alone or manifest.knobs.staleness):  # paces are told by all of a step
             self.engine.use(self._pace)
             self.engine.end_window = lambda step: self._pace.service.end_window(step)

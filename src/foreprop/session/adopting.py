@@ -43,7 +43,6 @@ from foreprop.hooks.modelhooks import (
     keep_copies_plain,
     keep_copy_plain,
 )
-from foreprop.path.looprules import UPDATED_ADVICE, UPDATED_SYMPTOM
 from foreprop.path.optimizer import checked_dtype, named_parameters, others_named
 
 if TYPE_CHECKING:
@@ -382,10 +381,9 @@ def _with_advice(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
-            if UPDATED_SYMPTOM in str(error) and UPDATED_ADVICE not in getattr(
-                error, "__notes__", ()
-            ):
-                error.add_note(UPDATED_ADVICE)
+            from foreprop.path.looprules import add_advice
+
+            add_advice(error)
             raise
 
     return wrapper

@@ -266,7 +266,7 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
         backends.start(training.parameters)
         if training.publishes_buffers:
             training.buffers.publish(0)
-        if training.config.staleness:
+        if training.config.staleness or training.config.counts_some:
             from foreprop.session.meeting import begin
 
             begin(training)

@@ -129,6 +129,7 @@ def stats_of(training: Training) -> dict[str, Any]:
         "max_queue_depth": counters.max_queue_depth,
         **_compression_of(backends),
         **_late_uses_of(training),
+        **_counting_of(backends),
         "straggler": backends.straggler,
         "waits": counters.waits,
         "waited_s": counters.waited_s,
@@ -159,6 +160,15 @@ def _late_uses_of(training: Training) -> dict[str, int]:
 
     late = [each for each in training.parameters if isinstance(each, LateParameter)]
     return {"late_uses": sum(each.use.count for each in late)}
+
+
+def _counting_of(backends: Backends) -> dict[str, Any]:
+    """Who has left, or came late, where servers may count some workers only."""
+    found: dict[str, Any] = {}
+    for backend in backends.all:
+        for part in (getattr(backend, "notices", None), getattr(backend, "late", None)):
+            found |= {} if part is None else part.stats()
+    return found
 
 
 # What a trace says of its session.

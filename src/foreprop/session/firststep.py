@@ -70,7 +70,8 @@ def settled_beforehand(
     asked = [name for name in _ON_SERVERS if getattr(config, name) is not None]
     if scaler:
         asked.append("scaler")
-    asked += ["staleness"] * bool(config.staleness)
+    for name in ("staleness", "elastic", "backup_workers", "counted_replay"):
+        asked += [name] * bool(getattr(config, name))
     if isinstance(config.compression, str):
         from foreprop.core.codec import may_be_lossy
 

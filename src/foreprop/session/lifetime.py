@@ -70,7 +70,7 @@ class Lifetime:
         if self.closed:
             return
         training = self._training
-        if first is not None and training.config.staleness:
+        if first is not None and (training.config.staleness or training.config.backup_workers):
             self.release(failure=first)  # the others do not wait at a meeting
             return
         try:

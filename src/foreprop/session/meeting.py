@@ -1,5 +1,7 @@
 """Where ranks that may be apart come together: at `flush()` and `close()`, which all call.
 
+With staleness, or with backup workers, who may be behind.
+
 Each waits until all have come, and its own updates are in; then all read the same values again, and
 rank 0's buffers; and nobody goes on before all have. Between meetings each rank's buffers are its
 own: a rank cannot wait for those of a step that another one has not made.
@@ -35,7 +37,7 @@ def meet(training: Training, where: str) -> None:
         return  # ranks are in the same step
     training.life.meetings = number = training.life.meetings + 1
     board = training.board(f"meeting/{number}")
-    what = f"{where}, which all ranks call together with staleness"
+    what = f"{where}, which all ranks call together with {_setting_of(training)}"
     said = board.exchange("come", json.dumps([where, training.completed]), what)
     if number > 1:
         before = training.board(f"meeting/{number - 1}")
@@ -58,16 +60,23 @@ def _check(training: Training, said: Sequence[tuple[str, int]]) -> None:
     for rank, (where, _) in enumerate(said):
         if where != first:
             raise TrainingLoopError(
-                f"rank {rank} has called {where} and rank 0 {first}: with staleness all ranks call"
-                " flush() and close() equally often, in the same order"
+                f"rank {rank} has called {where} and rank 0 {first}: with {_setting_of(training)}"
+                " all ranks call flush() and close() equally often, in the same order"
             )
     staleness = training.config.staleness
     if isinstance(staleness, int) and max(steps) - min(steps) > staleness:
         ahead, behind = steps.index(max(steps)), steps.index(min(steps))
         raise TrainingLoopError(
             f"{first}: rank {ahead} has made {max(steps)} steps and rank {behind} {min(steps)};"
-            f" with staleness={staleness} they may be {staleness} apart: make as many on all ranks"
+            f" with {_setting_of(training)} they may be {staleness} apart: make as many on all"
+            " ranks"
         )
+
+
+def _setting_of(training: Training) -> str:
+    """Why ranks may be in different steps, for messages."""
+    backups, staleness = training.config.backup_workers, training.config.staleness
+    return f"backup_workers={backups}" if backups else f"staleness={staleness}"
 
 
 def _read_again(training: Training) -> None:
@@ -103,7 +112,10 @@ def _watch_forward(training: Training) -> None:
 
 
 def begin(training: Training) -> None:
-    """Say once what staleness means for the optimizer that was given."""
+    """Each rank's buffers are its own; say once what staleness means for the optimizer."""
+    if training.config.counts_some:
+        keep_own_buffers(training)
+        return
     if training.config.staleness == "late":
         _watch_forward(training)
         return

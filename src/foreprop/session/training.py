@@ -297,7 +297,7 @@ class Training:
 
     def meet(self, where: str) -> None:
         """Ranks that may be apart come together."""
-        if self.config.staleness:
+        if self.config.staleness or self.config.backup_workers:
             from foreprop.session.meeting import meet
 
             meet(self, where)

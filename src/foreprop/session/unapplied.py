@@ -24,6 +24,9 @@ def not_applied(asked: str, config: Config, why: str | None) -> ConfigError:
         "ema": "average the parameters with torch.optim.swa_utils.AveragedModel",
         "scaler": "use the scaler as in a script without foreprop, and leave it out here",
         "staleness": "leave it out",
+        "elastic": "leave it out",
+        "backup_workers": "leave it out",
+        "counted_replay": "leave it out",
         "compression": "use the exact codec, compression='lossless'",
     }
     value = getattr(config, asked, None)

@@ -1,0 +1,65 @@
+"""What cannot be where servers may count some workers' pushes only: see docs/elastic.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foreprop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreprop.config.settings import Config
+
+_VALUES = {
+    "architecture": ("ring", "hybrid", "auto"),
+    "update": ("workers",),
+    "reply": ("notify", "pull"),
+    "local_aggregation": ("on",),
+    "slice_elems": ("auto",),
+}
+"""Those that need all workers in each step."""
+_GIVEN = "clip_grad_norm compression sparse_parameters rebalance_s".split()
+"""The same of settings that are there at all."""
+_INSTEAD = {
+    "architecture": "servers alone can leave a worker out: use 'ps' (or 'p2p' without elastic)",
+    "update": "leave update out: servers update",
+    "reply": "use a preset that broadcasts, as p3",
+    "local_aggregation": "a node's sum has all its workers: use 'off'",
+    "slice_elems": "give a number",
+    "clip_grad_norm": "the norm of a step is that of all gradients: use clip_grad_value, or clip"
+    " each rank's own in hooks (Tensor.register_hook)",
+    "compression": "codecs keep values that all workers have alike: wire_dtype works",
+    "sparse_parameters": "rows are updated by all workers together: use dense_parameters",
+    "rebalance_s": "slices move when all workers have come to the same step: leave it out",
+}
+
+
+def check_counting(config: Config) -> None:
+    """Raises `ConfigError`."""
+    given = _given(config)
+    name, value = given[0]
+    text = f"{name} is {value!r}"
+    for other, found in given[1:]:
+        raise ConfigError(f"{text}, and {other} is {found!r}: leave out one of them")
+    if config.staleness:
+        raise ConfigError(
+            f"{text}, and staleness is {config.staleness!r}, with which workers are in different"
+            " steps anyway: leave out one of them"
+        )
+    if config.elastic and not config.dedicated_servers:
+        raise ConfigError(
+            "elastic is True, and servers are beside the workers: with a worker's process its"
+            " server's part of the parameters would go. Set dedicated_servers, and start them with"
+            " `foreprop server`"
+        )
+    refused = [key for key, values in _VALUES.items() if getattr(config, key) in values]
+    refused += [key for key in _GIVEN if getattr(config, key) is not None]
+    for key in refused[:1]:
+        raise ConfigError(f"{text}, and {key} is {getattr(config, key)!r}: {_INSTEAD[key]}")
+    if config.counted_replay is not None and not Path(config.counted_replay).is_dir():
+        raise ConfigError(f"counted_replay is {config.counted_replay!r}, which is no folder")
+
+
+def _given(config: Config) -> list[tuple[str, object]]:
+    names = ("elastic", "backup_workers", "counted_replay")
+    return [(name, getattr(config, name)) for name in names if getattr(config, name)]

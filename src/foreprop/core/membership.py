@@ -1,0 +1,182 @@
+"""Who takes part, as data: the members of a session, and whose pushes each slice has counted.
+
+Theory of operation. A server closes a slice of a step when its *counted set* is complete: the
+pushes of all members, or, with b backup workers, the first N - b (Chen et al., Revisiting
+Distributed Synchronous SGD, 2016, section 3). A member that dies is *dropped*: what it has pushed
+still counts, and nothing else is awaited from it. The sets that are not those of the step before
+are written down as lines, from which the same sets can be had again: a *replay*.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from foreprop.core.collect import UpdateSlice
+from foreprop.errors import ConfigError, RemoteProtocolError
+
+
+# Events.
+class PeerDropped(NamedTuple):
+    """A member is gone, and the session goes on without it."""
+
+    rank: int
+
+
+# Instructions.
+class UpdateCounted(NamedTuple):
+    """Do this update; the mean is over all that were counted, with a gradient or without."""
+
+    update: UpdateSlice
+    counted: tuple[int, ...]
+
+
+class AnswerSlice(NamedTuple):
+    """Send these ranks the slice's values, as the answer to what they have pushed for ``step``."""
+
+    slice: int
+    step: int
+    priority: int
+    ranks: tuple[int, ...]
+    flags: int = 0
+
+
+class DropPush(NamedTuple):
+    """The gradient that a rank has pushed of a slice is not counted."""
+
+    slice: int
+    rank: int
+
+
+class MemberLeft(NamedTuple):
+    """Tell the members who is gone: ``counted`` of ``slices`` slices of ``step`` count it."""
+
+    rank: int
+    step: int
+    """The last one of which it has pushed anything."""
+    counted: int
+    slices: int
+
+
+class Members:
+    """Of one server. ``backups``: how many of them a slice is closed without."""
+
+    def __init__(self, workers: int, *, backups: int = 0) -> None:
+        if not 0 <= backups < max(workers, 1):
+            raise ConfigError(
+                f"backup_workers is {backups}, and there are {workers} workers: it must be below"
+                " that, for somebody has to count"
+            )
+        self.workers = workers
+        self.backups = backups
+        self.here = set(range(workers))
+        """All that have not been dropped."""
+        self.left: set[int] = set()
+        """Those of them that have said goodbye."""
+
+    def check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.workers:
+            raise RemoteProtocolError(f"rank {rank} of a world of {self.workers}")
+
+    def drop(self, rank: int) -> None:
+        self.here.discard(rank)
+        self.left.discard(rank)
+
+    @property
+    def all_left(self) -> bool:
+        return self.left == self.here
+
+    def may_close(self, counted: int, missing: Iterable[int]) -> bool:
+        """With so many pushes that count, and ``missing`` members that have pushed nothing."""
+        if not any(True for _ in missing):
+            return True
+        return self.backups > 0 and counted >= max(1, len(self.here) - self.backups)
+
+
+# What was counted, in lines.
+HEAD = "foreprop counted sets 1"
+
+
+class CountedLog:
+    """Writes down from which step on a slice's counted set is another one.
+
+    ``slices``: the server's. A line is ``step first last ranks``: from that step on, the server's
+    slices with numbers from ``first`` to ``last`` count these ranks, until another line says
+    otherwise. At the start all are counted.
+    """
+
+    def __init__(self, workers: int, slices: Sequence[int]) -> None:
+        self._workers = workers
+        self._slices = sorted(slices)
+        self._last: dict[int, tuple[int, ...]] = {}
+        self._changes: dict[int, dict[int, tuple[int, ...]]] = {}  # by step and slice, unwritten
+        self._everybody = tuple(range(workers))
+        self.uncounted = 0
+        """Slices, of all steps, that not all workers were counted in."""
+
+    def head(self) -> str:
+        return f"{HEAD}: {self._workers} workers, {len(self._slices)} slices"
+
+    def note(self, slice_: int, step: int, counted: tuple[int, ...]) -> list[str]:
+        """Returns the lines of steps that are complete: no slice is two steps behind another."""
+        if len(counted) < self._workers:
+            self.uncounted += 1
+        if counted != self._last.get(slice_, self._everybody):
+            self._last[slice_] = counted
+            self._changes.setdefault(step, {})[slice_] = counted
+        return self._lines(step - 2) if self._changes else []
+
+    def rest(self) -> list[str]:
+        """The lines of all steps."""
+        return self._lines(max(self._changes, default=0))
+
+    def _lines(self, last_step: int) -> list[str]:
+        lines = []
+        for step in sorted(step for step in self._changes if step <= last_step):
+            changed = self._changes.pop(step)
+            run: list[int] = []
+            for slice_ in [*self._slices, -1]:
+                ranks = changed.get(slice_)
+                if run and ranks != changed[run[0]]:
+                    named = ",".join(map(str, changed[run[0]])) or "-"
+                    lines.append(f"{step} {run[0]} {run[-1]} {named}")
+                    run = []
+                if ranks is not None:
+                    run.append(slice_)
+        return lines
+
+
+class CountedReplay:
+    """What `CountedLog` has written of one server: raises `ConfigError` if it does not fit."""
+
+    def __init__(self, lines: Iterable[str], workers: int, slices: Sequence[int]) -> None:
+        self._steps: dict[int, list[int]] = {}
+        self._sets: dict[int, list[tuple[int, ...]]] = {}
+        self._everybody = tuple(range(workers))
+        first, *rest = [line.strip() for line in lines if line.strip()] or [""]
+        expected = CountedLog(workers, slices).head()
+        if first != expected:
+            raise ConfigError(f"counted_replay: the log begins with {first!r}, not {expected!r}")
+        for line in rest:
+            self._read(line, sorted(slices))
+
+    def _read(self, line: str, slices: Sequence[int]) -> None:
+        try:
+            step, first, last, ranks = line.split()
+            at, begin, end = int(step), int(first), int(last)
+            counted = () if ranks == "-" else tuple(map(int, ranks.split(",")))
+        except ValueError as error:
+            raise ConfigError(f"counted_replay: {line[:80]!r} is no line of a log") from error
+        if not set(counted) <= set(self._everybody) or list(counted) != sorted(set(counted)):
+            raise ConfigError(f"counted_replay: {line[:80]!r} counts ranks that there are not")
+        for slice_ in slices:
+            if begin <= slice_ <= end:
+                self._steps.setdefault(slice_, []).append(at)
+                self._sets.setdefault(slice_, []).append(counted)
+
+    def at(self, slice_: int, step: int) -> tuple[int, ...]:
+        """Who is counted."""
+        steps = self._steps.get(slice_)
+        place = 0 if steps is None else bisect_right(steps, step)
+        return self._sets[slice_][place - 1] if place else self._everybody

@@ -1,0 +1,59 @@
+"""Counted sets on disk: what a server has counted, and what it is to count again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from foreprop.core.membership import CountedLog, CountedReplay
+from foreprop.errors import ConfigError, StorageError
+
+_ENDING = ".counted"
+
+
+class CountedFile:
+    """Writes one server's log, line by line, so that what was counted outlives the process."""
+
+    def __init__(self, folder: str, index: int, session_id: str, log: CountedLog) -> None:
+        self._log = log
+        self._path = Path(folder) / f"server-{index}.{session_id}{_ENDING}"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO | None = self._path.open("w")
+        except OSError as error:
+            raise self._refused(error) from error
+        self.write([log.head()])
+
+    def _refused(self, error: OSError) -> StorageError:
+        return StorageError(f"counted_log: {self._path} cannot be written: {error}")
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Raises `StorageError`."""
+        if lines and self._file is not None:
+            try:
+                self._file.write("".join(f"{line}\n" for line in lines))
+                self._file.flush()
+            except OSError as error:
+                raise self._refused(error) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.write(self._log.rest())
+            self._file.close()
+            self._file = None
+
+
+def read_replay(folder: str, index: int, workers: int, slices: Sequence[int]) -> CountedReplay:
+    """Of the one session whose logs are in the folder; raises `ConfigError`."""
+    found = sorted(Path(folder).glob(f"server-{index}.*{_ENDING}"))
+    if len(found) != 1:
+        raise ConfigError(
+            f"counted_replay is {folder!r}, where there are {len(found)} logs of server {index};"
+            " there must be one: give the folder that one session had as counted_log"
+        )
+    try:
+        lines = found[0].read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"counted_replay: {found[0]} cannot be read: {error}") from error
+    return CountedReplay(lines, workers, slices)

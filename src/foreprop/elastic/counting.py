@@ -1,0 +1,222 @@
+"""What a server is made of that counts not always all workers, and how it goes on without some.
+
+It stands in the place of the usual machine, store and numbers (`servers.composed`). A worker whose
+connection ends is dropped, and one that pushes nothing while others wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from foreprop.config import LOGGER, Config
+from foreprop.core.collect import UpdateSlice
+from foreprop.core.counting_server import CountingServer
+from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
+from foreprop.core.manifest import Manifest
+from foreprop.core.membership import (
+    AnswerSlice,
+    CountedLog,
+    CountedReplay,
+    DropPush,
+    MemberLeft,
+    Members,
+    PeerDropped,
+    UpdateCounted,
+)
+from foreprop.core.sendqueue import turns_of
+from foreprop.core.slicing import Slice
+from foreprop.core.wire import Flag, Kind
+from foreprop.elastic.countedfile import CountedFile, read_replay
+from foreprop.elastic.countednumbers import CountedNumbers
+from foreprop.elastic.countedstore import CountedStore
+from foreprop.elastic.departure import Departure
+from foreprop.errors import Failure, ForepropError, StorageError, failure_of
+from foreprop.link.connection import EMPTY, Connection
+from foreprop.path.executor import Doer, Executor
+
+_SILENT_SHARE = 0.75
+"""Of ``step_timeout_s``: a server drops who is silent before others give up waiting."""
+_TOLD_S = 2.0
+"""How long a dropped worker may take to be told so."""
+
+
+class Counting:
+    """The machine, store and numbers of one server, and who is dropped. See `servers.composed`."""
+
+    def __init__(
+        self, manifest: Manifest, slices: Sequence[Slice], index: int, config: Config
+    ) -> None:
+        knobs, workers = manifest.knobs, manifest.world_size
+        own = [piece.number for piece in slices if piece.server == index]
+        self._manifest = manifest
+        self._elastic = knobs.elastic
+        self._limit_s = _SILENT_SHARE * config.step_timeout_s
+        self._members = Members(workers, backups=knobs.backup_workers)
+        self.machine = CountingServer(
+            slices,
+            index=index,
+            members=self._members,
+            order=knobs.order,
+            names=[info.name for info in manifest.parameters],
+            replay=_maybe_replay(config, index, workers, own),
+            turns=turns_of(knobs.lanes, index, workers),
+        )
+        self.store = CountedStore(manifest, slices, index)
+        self._index = index
+        self._log = CountedLog(workers, own)
+        self._file: CountedFile | None = None
+        if config.counted_log is not None:
+            self._file = CountedFile(config.counted_log, index, manifest.session, self._log)
+        self._silent: dict[int, tuple[tuple[int, int] | None, float]] = {}
+        """Who is awaited: its last push, and since when that is its last."""
+        self._leaving: list[tuple[Connection, float]] = []
+        """Dropped, and still to be told: when they are given up."""
+        self._reasons: dict[int, str] = {}
+
+    def numbers(self, executor: Executor) -> CountedNumbers:
+        return CountedNumbers(self._manifest, executor)
+
+    def payload_of(self, frame: SendFrame) -> memoryview:
+        """Values go with their frame: see `_answer`."""
+        return EMPTY
+
+    def begin(self, executor: Executor, connections: Mapping[int, Connection]) -> None:
+        """When `path.slices.Updates` has its part in the executor."""
+        self._executor = executor
+        self._lock: threading.RLock = executor.lock
+        self._connections = connections
+        self._update: Doer = executor.doers[UpdateSlice]
+        executor.doers |= {
+            UpdateCounted: self._update_counted,
+            AnswerSlice: self._answer,
+            DropPush: self._drop,
+            MemberLeft: self._tell,
+        }
+
+    # Doing.
+    def _update_counted(self, due: UpdateCounted) -> Sequence[object] | None:
+        slice_, step = due.update[:2]
+        with self._lock:
+            lines = self._log.note(slice_, step, due.counted)
+        if self._file is not None:
+            self._file.write(lines)
+        self.store.about(step, len(due.counted))
+        return self._update(due.update)
+
+    def _answer(self, answer: AnswerSlice) -> None:
+        slice_, step, priority, ranks, flags = answer
+        version = self.store.version(slice_)
+        if 0 < step < version.step:
+            flags |= Flag.LATE
+        data = EMPTY if flags & Flag.UNCHANGED else version.data
+        for rank in ranks:
+            if rank == 0:
+                self.store.note_read(slice_, version)
+            self._executor.send(rank, Kind.REPLY, step, priority, slice_, data, flags)
+
+    def _drop(self, push: DropPush) -> None:
+        with self._lock:
+            self.store.drop(push.slice, push.rank)
+
+    def _tell(self, left: MemberLeft) -> None:
+        """All others."""
+        rank, step, counted, slices = left
+        reason = self._reasons.get(rank, "")
+        with self._lock:
+            here = sorted(self._members.here)
+        LOGGER.warning(
+            "server %d goes on without rank %d, which has left within step %d (%d of %d slices"
+            " here count it): %s; %d of %d workers are left",
+            *(self._index, rank, step, counted, slices, reason, len(here), self._members.workers),
+        )
+        told = Departure(rank, step, counted, slices, reason)
+        data = msgspec.json.encode(told)
+        for member in here:
+            self._executor.send(member, Kind.LEFT, step, CONTROL_PRIORITY, 0, data)
+
+    # Who goes.
+    def lose(self, peer: Connection, failure: Failure) -> bool:
+        """Whether the session goes on without this worker, which then is told so. Any thread."""
+        if not self._elastic:
+            return False
+        with self._lock:
+            if peer.left:
+                return True
+            if not self.machine.can_spare(peer.number):
+                return False
+            peer.left = peer.silent = True
+            self._reasons[peer.number] = failure.message
+            instructions = self.machine.handle(PeerDropped(peer.number))
+            self._leaving.append((peer, time.monotonic() + _TOLD_S))
+        told = Failure(
+            kind="PeerLost",
+            message=f"rank {peer.number} was dropped, and the others go on without it:"
+            f" {failure.message}",
+            peer=failure.peer,
+            step=failure.step,
+        )
+        peer.start_sending_past_queue("foreprop-dropped", Kind.FAILURE, told.encode())
+        self._go_on(instructions)
+        return True
+
+    def _go_on(self, instructions: Sequence[object]) -> None:
+        """Close what waited for it; no receiving thread is there to take an error."""
+        host = self._executor.host
+        try:
+            with torch.no_grad():  # in the server's own thread it is not off
+                self._executor.execute(instructions)
+        except ForepropError as error:
+            host.fail(failure_of(error))
+        except BaseException as error:  # whatever it is, nobody must wait
+            host.broke(error)
+
+    def look(self) -> None:
+        """Now and then: drop the one that has been silent for too long. The server's thread."""
+        now = time.monotonic()
+        with self._lock:
+            over = [peer for peer, until in self._leaving if now >= until]
+            self._leaving = [each for each in self._leaving if each[0] not in over]
+            awaited = self.machine.awaited() if self._elastic else set()
+        for peer in over:
+            peer.stream.close()
+        for rank in self._silent.keys() - awaited:
+            del self._silent[rank]
+        for rank in awaited:
+            last = self._connections[rank].last_push
+            if rank not in self._silent or self._silent[rank][0] != last:
+                self._silent[rank] = (last, now)
+        longest = min(awaited, key=lambda rank: (self._silent[rank][1], rank), default=None)
+        if longest is not None and now > self._silent[longest][1] + self._limit_s:
+            self._drop_silent(longest)
+
+    def _drop_silent(self, rank: int) -> None:
+        del self._silent[rank]
+        peer = self._connections[rank]
+        why = (
+            f"rank {rank} has pushed nothing to server {self._index} for {self._limit_s:g} s"
+            f" ({_SILENT_SHARE:g} of step_timeout_s), and others wait for it"
+        )
+        self.lose(
+            peer, Failure(kind="PeerLost", message=why, peer=f"rank {rank}", step=peer.last_step)
+        )
+
+    def close(self) -> None:
+        """The session is over."""
+        try:
+            if self._file is not None:
+                self._file.close()
+        except StorageError as error:
+            LOGGER.error("server %d: %s", self._index, error)
+
+
+def _maybe_replay(
+    config: Config, index: int, workers: int, own: Sequence[int]
+) -> CountedReplay | None:
+    if config.counted_replay is None:
+        return None
+    return read_replay(config.counted_replay, index, workers, own)

@@ -1,0 +1,29 @@
+"""What a model, or a number of workers, must be like where servers may count some pushes only."""
+
+from __future__ import annotations
+
+from foreprop.config import Config
+from foreprop.core.manifest import Manifest
+from foreprop.errors import ConfigError
+
+
+def check_fitness(config: Config, manifest: Manifest) -> None:
+    """Raises `ConfigError` for tables by rows, scalers and too few workers, with the way round."""
+    names = ("elastic", "backup_workers", "counted_replay")
+    given = next(f"{each} is {value!r}" for each in names if (value := getattr(config, each)))
+    for info in manifest.parameters:
+        if info.rows:
+            raise ConfigError(
+                f"{given}, and {info.name} is a table that servers hold row by row, which all"
+                " ranks update together: set dense_parameters to its name, or leave out the first"
+            )
+    if manifest.knobs.aggregation.skip_nonfinite:
+        raise ConfigError(
+            f"{given}, and a scaler was given, which leaves out steps of all ranks together: train"
+            " in bfloat16, which needs none, or leave out the first"
+        )
+    if config.backup_workers >= manifest.world_size > 0:
+        raise ConfigError(
+            f"{given}, and there are {manifest.world_size} workers: it must be below that, for"
+            " somebody has to count"
+        )

@@ -1,0 +1,48 @@
+"""Workers of an elastic session that die, or stop, as real processes: the others go on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.faults.kill_points import plan_of, run_plan, start
+from tests.process.elastic_script import Plan
+from tests.process.harness import Zygote, running, wait_for
+from tests.tiers import long_cases
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize("seed", [1, *long_cases(2)])
+def test_five_of_six_workers_are_killed_at_any_moment(
+    zygote: Zygote, tmp_path: Path, seed: int
+) -> None:
+    """Rank 0 among them or not: what is left has the bits that the servers' logs say."""
+    deaths = run_plan(zygote, tmp_path, plan_of(seed, workers=6))
+    assert len(deaths) == 5
+    assert max(each.seconds for each in deaths) < 10
+
+
+@pytest.mark.long
+def test_a_stopped_worker_comes_back_and_is_told(zygote: Zygote, tmp_path: Path) -> None:
+    plan = Plan(steps=12, stops={"1": 5}, settings={"step_timeout_s": 3.0, "stall_report_s": 0.8})
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with running(tmp_path) as run:
+        start(run, zygote, plan, store.port, workers=3)
+        command, stopped = run.started[0], run.started[2]
+        run.wait(40, but=[command, stopped])
+        wait_for(lambda: run.results()[1].get("stopped"), run)
+        assert run.exit_codes[run.started[1].pid] == run.exit_codes[run.started[3].pid] == 0
+        stopped.send_signal(signal.SIGCONT)
+        run.wait(20, but=[command])
+        del store
+        run.wait(20)
+        told = run.results()[1]
+        assert told["error"] == "PeerLost", told
+        assert "rank 1 was dropped, and the others go on without it" in told["message"]
+        results = run.results()
+        assert results[0]["sha256"] == results[2]["sha256"]
+        run.check_nothing_left()

@@ -1,0 +1,153 @@
+"""A worker of an elastic session that may have to die, and the same by plain arithmetic.
+
+``PLAN`` is a JSON object (`Plan`), ``RESULTS`` a folder. A worker that has to die does so by
+SIGKILL, somewhere in the backward pass or some milliseconds after, and writes down when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import foreprop
+from foreprop.core.membership import CountedReplay
+from foreprop.core.slicing import Slice
+
+SLICE_ELEMS = 3000
+PARAMETERS = 6
+"""Of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    steps: int = 30
+    pause_s: float = 0.0
+    deaths: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    """By rank: in which step, at which parameter's gradient, and how many seconds after that."""
+    stops: dict[str, int] = field(default_factory=dict)
+    """By rank: before which step it stops itself, as Ctrl-Z would."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(8, 32, generator=generator)
+    return F.mse_loss(model(x), x[:, :8] * (rank + 1))
+
+
+def weights_hash(model: nn.Module) -> str:
+    weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()
+
+
+def main() -> None:
+    plan = Plan(**json.loads(os.environ["PLAN"]))
+    rank = int(os.environ["RANK"])
+    result: dict[str, Any] = {"pid": os.getpid()}
+    try:
+        train(plan, rank, result)
+    except BaseException as error:
+        result |= {"error": type(error).__name__, "message": str(error)}
+        raise
+    finally:
+        write(rank, result)
+
+
+def write(rank: int, result: Mapping[str, Any]) -> None:
+    (Path(os.environ["RESULTS"]) / f"rank-{rank}.json").write_text(json.dumps(result))
+
+
+def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    model, optimizer = build()
+    session = foreprop.parallelize(
+        model, optimizer, elastic=True, slice_elems=SLICE_ELEMS, **plan.settings
+    )
+    assert isinstance(session, foreprop.Session)
+    pieces = session._training.backends.engines[0].slices  # type: ignore[attr-defined]
+    result["pieces"] = [list(piece) for piece in pieces]
+    ended_s: list[float] = []
+    result["ended_s"] = ended_s
+    die_at, number, after_s = plan.deaths.get(str(rank), (0, 0, 0.0))
+    for step in range(1, plan.steps + 1):
+        if step == die_at:
+            timer = threading.Timer(after_s, die, (rank, result))
+            timer.daemon = True
+            [*model.parameters()][number].register_hook(lambda _, timer=timer: timer.start())
+        if plan.stops.get(str(rank)) == step:
+            write(rank, {"stopped": True})
+            os.kill(os.getpid(), signal.SIGSTOP)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        [parameter.sum() for parameter in model.parameters()]  # the step is done when it is here
+        ended_s.append(time.monotonic())
+        if plan.pause_s:
+            time.sleep(plan.pause_s)
+        if step == die_at:
+            time.sleep(60)  # until the timer comes
+    session.close()
+    result["stats"] = {"left": {str(r): v for r, v in session.stats()["left"].items()}}
+    result["sha256"] = weights_hash(model)
+
+
+def die(rank: int, result: Mapping[str, Any]) -> None:
+    write(rank, {**result, "died_s": time.monotonic()})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_arithmetic(
+    workers: int, steps: int, pieces: Sequence[Slice], counted: Sequence[CountedReplay]
+) -> str:
+    """The hash that whoever is left has to have; ``counted`` is by server."""
+    torch.set_num_threads(1)
+    model, optimizer = build()
+    for group in optimizer.param_groups:
+        group["foreach"] = False
+    parameters = list(model.parameters())
+    for step in range(1, steps + 1):
+        sets = [counted[piece.server].at(piece.number, step) for piece in pieces]
+        gradients = {
+            rank: torch.autograd.grad(loss_of(model, rank, step), parameters)
+            for rank in range(workers)
+            if any(rank in ranks for ranks in sets)
+        }
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for piece, ranks in zip(pieces, sets, strict=True):
+            part = slice(piece.start_elems, piece.stop_elems)
+            total = gradients[ranks[0]][piece.parameter].reshape(-1)[part].clone()
+            for rank in ranks[1:]:
+                total += gradients[rank][piece.parameter].reshape(-1)[part]
+            grad = parameters[piece.parameter].grad
+            assert grad is not None
+            grad.view(-1)[part] = total / len(ranks) if len(ranks) > 1 else total
+        optimizer.step()
+    return weights_hash(model)
+
+
+if __name__ == "__main__":
+    main()
