@@ -1,7 +1,7 @@
 """A small ResNet with a validation loop, checkpoints and resume, on images made up here.
 
-torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 4 --checkpoint resnet.pt
-torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 8 --checkpoint resnet.pt  # goes on
+torchrun --nproc-per-node 2 --max-restarts 3 examples/train_resnet.py --epochs 4
+torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 8  # goes on
 """
 
 import argparse
@@ -70,7 +70,7 @@ def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/resnet"))
     options = parser.parse_args()
     if dist.is_torchelastic_launched():  # for accuracy() only: foreprop needs no process group
         dist.init_process_group("gloo")
@@ -81,24 +81,18 @@ def main() -> None:
     model = resnet().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-    first = 0
-    if options.checkpoint and options.checkpoint.exists():
-        saved = torch.load(options.checkpoint, map_location=device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        first = saved["epoch"]
 
-    session = foreprop.parallelize(model, optimizer)
+    session = foreprop.parallelize(model, optimizer, resume=options.checkpoints)
     order = torch.Generator()  # seeded alike on all ranks, anew in each epoch
     loader = foreprop.shard(
         DataLoader(images(256, seed=1), batch_size=16, shuffle=True, generator=order)
     )
     validation = foreprop.shard(DataLoader(images(64, seed=2), batch_size=32))
 
-    for epoch in range(first, options.epochs):
+    loop = foreprop.checkpoint(options.checkpoints, every=6, loader=loader, schedule=schedule)
+    for epoch in loop.epochs(options.epochs):
         order.manual_seed(epoch)
-        for x, y in loader:
+        for x, y in loop:
             optimizer.zero_grad()
             F.cross_entropy(model(x.to(device)), y.to(device)).backward()
             optimizer.step()
@@ -106,31 +100,11 @@ def main() -> None:
         right = accuracy(model, validation, device)
         if session.rank == 0:
             print(f"epoch {epoch + 1}: validation accuracy {100 * right:.1f} %", flush=True)
-            if options.checkpoint:
-                save(options.checkpoint, model, optimizer, schedule, epoch + 1)
 
     print(f"rank {session.rank}: SHA-256 of the weights {digest(model)}", flush=True)
     session.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def save(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    epoch: int,
-) -> None:
-    """On one rank alone: what plain PyTorch would have saved. The old file stays until the end."""
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "schedule": schedule.state_dict(),
-        "epoch": epoch,
-    }
-    torch.save(state, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
 
 
 def digest(model: nn.Module) -> str:

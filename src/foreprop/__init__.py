@@ -26,6 +26,7 @@ from foreprop.version import __version__
 if TYPE_CHECKING:
     from foreprop.auto.profiler import profile
     from foreprop.data.shard import shard
+    from foreprop.session.saving import checkpoint
     from foreprop.session.session import Session, parallelize
 
 __all__ = [
@@ -44,12 +45,14 @@ __all__ = [
     "TrainingLoopError",
     "TransportError",
     "__version__",
+    "checkpoint",
     "parallelize",
     "profile",
     "shard",
 ]
 
 _LOADED_WHEN_USED = {
+    "checkpoint": "session.saving",
     "parallelize": "session.session",
     "profile": "auto.profiler",
     "Session": "session.session",

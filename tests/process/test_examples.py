@@ -81,20 +81,22 @@ def test_mixed_precision(zygote: Zygote, tmp_path: Path, dtype: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resnet_validates_and_resumes(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
-    """Two epochs at once, and one after the other from a checkpoint: the same bits."""
-    saved = tmp_path / "resnet.pt"
+    """Three epochs at once, and from a checkpoint in the middle of the second: the same bits."""
+
+    def options(epochs: int, folder: str) -> tuple[str, ...]:
+        return ("--epochs", str(epochs), "--checkpoints", str(tmp_path / folder))
+
     with running(tmp_path) as run:
-        start(run, zygote, "train_resnet.py", "--epochs", "2", ranks=ranks)
+        start(run, zygote, "train_resnet.py", *options(3, "straight"), ranks=ranks)
         straight = ended(run, ranks)
-        options = ("--checkpoint", str(saved))
-        start(run, zygote, "train_resnet.py", "--epochs", "1", *options, ranks=ranks)
+        start(run, zygote, "train_resnet.py", *options(2, "resumed"), ranks=ranks)
         assert ended(run, ranks) != straight
-        start(run, zygote, "train_resnet.py", "--epochs", "2", *options, ranks=ranks)
+        start(run, zygote, "train_resnet.py", *options(3, "resumed"), ranks=ranks)
         assert ended(run, ranks) == straight
         resumed = run.outputs[-1].read_text()
         assert "epoch 1:" not in resumed
-        assert "epoch 2: validation accuracy" in resumed
+        assert "epoch 3: validation accuracy" in resumed
         run.check_nothing_left()
-    state = torch.load(saved, weights_only=True)  # plain PyTorch's
-    assert state["epoch"] == 2
-    assert "0.weight" in state["model"]
+    newest = max((tmp_path / "resumed").glob("step-*"))
+    state = torch.load(newest / "shared.pt", weights_only=True)  # plain PyTorch's
+    assert "0.weight" in state["sessions"][0]["model"]

@@ -27,6 +27,7 @@ from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.run.plan import Plan, hosts_here
 from foreprop.run.records import START, Ready, decode
 from foreprop.run.resources import parse_resources
+from foreprop.run.restarts import Restarts
 from foreprop.run.run import Launcher, Outcome
 from tests.process.harness import ROOT, Run, Zygote, running, wait_for
 from tests.process.train_script import Scenario
@@ -168,6 +169,31 @@ def test_a_host_that_cannot_be_reached(launch: Launch, monkeypatch: pytest.Monke
         "[198.51.100.2] ssh: connect to host 198.51.100.2 port 22: No route to host"
     ]
     assert launch.out == []
+
+
+def test_a_restart_goes_on_without_a_host_that_is_gone(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both train; the second one is switched off before the restart, for which one is enough."""
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        launch.tell_ssh(monkeypatch, unreachable=["198.51.100.2"])
+
+    out, err = io.BytesIO(), io.BytesIO()
+    mark = str(launch.folder / "mark")
+    actions = ("0:touch=" + mark, "1:wait=" + mark, "1:kill=9")
+    plan = launch.plan("127.0.0.1\n198.51.100.2\n", *actions)
+    outcome = Restarts(plan, out, err, say=say, most=1, least_hosts=1).run()
+    assert outcome == Outcome(0)
+    assert said == [
+        "rank 1 on 198.51.100.2 was killed by SIGKILL; restart 1 of 1",
+        "goes on without 198.51.100.2: 198.51.100.2 cannot be reached; try"
+        f" `{sys.executable} {FAKE_SSH} 198.51.100.2 true`",
+    ]
+    assert "[0] rank 0 of 2 in " in out.getvalue().decode()
+    assert "[0] rank 0 of 1 in " in out.getvalue().decode()
 
 
 def test_a_script_that_is_not_there(launch: Launch) -> None:

@@ -17,14 +17,15 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
     "core config observe link cluster path hooks compiled numerics compression gradients"
-    " tables relays staleness elastic stragglers servers collectives data auto session integrations"
+    " tables relays staleness elastic stragglers servers collectives data auto checkpoints session"
+    " integrations"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
     " observe link cluster path hooks compiled numerics compression gradients tables relays"
-    " staleness elastic stragglers servers collectives data auto session integrations callbacks"
-    " report run doctor compare lab demo cli"
+    " staleness elastic stragglers servers collectives data auto checkpoints session integrations"
+    " callbacks report run doctor compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""

@@ -2,96 +2,21 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from broken_disk import Disk, PowerCut
 
 from foreprop.errors import ConfigError, StorageError
 from foreprop.tables import folder as tablefolder
 from foreprop.tables.folder import INDEX, TableFolder
 
 PARTS = 3
-
-
-class PowerCut(BaseException):
-    """From here on the process does nothing any more."""
-
-
-class Disk:
-    """Stands for the module's ``open`` and ``os``; trouble begins with operation number ``at``.
-
-    ``cut``: nothing after that happens, and what was not synced is lost. Otherwise the disk is
-    full: nothing more can be written, but files can be removed and renamed.
-    """
-
-    def __init__(self, at: int | None = None, *, cut: bool = False) -> None:
-        self.done = 0
-        self._at = at
-        self._cut = cut
-        self._unsynced: dict[int, Path] = {}  # by descriptor
-        self.fired = False
-
-    def act(self, *, writes: bool = True) -> None:
-        self.done += 1
-        if self._at is None or self.done < self._at or not (writes or self._cut):
-            return
-        if self._cut and not self.fired:
-            for path in self._unsynced.values():
-                os.truncate(path, 0)
-        self.fired = True
-        raise PowerCut if self._cut else OSError(errno.ENOSPC, "No space left on device")
-
-    def open(self, path: Path, mode: str | int) -> Any:
-        if isinstance(mode, int):
-            return os.open(path, mode)  # the folder, to be synced
-        self.act()
-        file = builtins.open(path, mode)  # noqa: SIM115
-        self._unsynced[file.fileno()] = path
-        return File(self, file)
-
-    def fsync(self, descriptor: int) -> None:
-        self.act()
-        self._unsynced.pop(descriptor, None)
-
-    def replace(self, source: Path, target: Path) -> None:
-        self.act(writes=False)
-        os.replace(source, target)
-
-    def unlink(self, path: Path) -> None:
-        self.act(writes=False)
-        os.unlink(path)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-
-class File:
-    def __init__(self, disk: Disk, file: Any) -> None:
-        self._disk, self._file = disk, file
-
-    def write(self, data: bytes) -> int:
-        half = memoryview(data).cast("B")
-        self._file.write(half[: len(half) // 2])
-        self._disk.act()
-        self._file.write(half[len(half) // 2 :])
-        return len(half)
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def save(folder: Path, value: int) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from foreprop.cluster.rendezvous import session_board
-from foreprop.cluster.world import StoreCaller, StoreClient, World, within
+from foreprop.cluster.world import StoreCaller, StoreClient, World
+from foreprop.collectives.group import within
 from foreprop.config import Config
 from foreprop.errors import ForepropError, TransportError
 

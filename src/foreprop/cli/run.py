@@ -19,7 +19,7 @@ from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host, read_resources
-from foreprop.run.run import Launcher
+from foreprop.run.restarts import Restarts
 from foreprop.workload.setting import option
 
 
@@ -91,6 +91,17 @@ def asking_for_hosts(**helps: str) -> Callable[[Command], Command]:
     return filling(Hosts, **forms)
 
 
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, help="How often to start again after a failure; Ctrl-C is none.")
+]
+MinHosts = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Start with the hosts that answer if they are so many; by default all."
+    ),
+]
+
+
 @asking_for_hosts()
 def run(
     script: Annotated[
@@ -108,6 +119,8 @@ def run(
         float,
         typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers that have to end."),
     ] = 10.0,
+    max_restarts: MaxRestarts = 0,
+    min_hosts: MinHosts = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what to type for the same with torchrun.")
     ] = False,
@@ -121,6 +134,8 @@ def run(
     Every line that a worker prints is prefixed by its rank, every line of torchrun or ssh by its
     host. If one worker fails, all are ended, and its exit code is this command's; Ctrl-C and
     SIGTERM end all too. No process is left on any host, however this command ends.
+    With --max-restarts all are started again after a failure, with the hosts that answer; a script
+    goes on where it was if it uses foreprop.checkpoint (docs/checkpoints.md).
 
     ssh has to work without a password; hosts that are this machine need none. docs/run.md
     describes the file.
@@ -129,6 +144,7 @@ def run(
       foreprop run train.py --epochs 3
       foreprop run --workers-per-node 2 train.py
       foreprop run --resources hosts.txt --env NCCL_DEBUG=INFO -m package.train
+      foreprop run --resources hosts.txt --max-restarts 3 --min-hosts 2 train.py
       foreprop run --resources hosts.txt --dry-run train.py
     """
     if as_json and not dry_run:
@@ -140,11 +156,17 @@ def run(
         else:
             typer.echo(describe(plan))
         return
-    outcome = Launcher(plan, sys.stdout.buffer, sys.stderr.buffer).run()
+    streams = sys.stdout.buffer, sys.stderr.buffer
+    restarts = Restarts(plan, *streams, say=_say, most=max_restarts, least_hosts=min_hosts)
+    outcome = restarts.run()
     if outcome.failure is not None:
-        typer.echo(f"foreprop run: {outcome.failure}", err=True)
+        _say(outcome.failure)
     if outcome.code:
         raise typer.Exit(outcome.code)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"foreprop run: {text}", err=True)
 
 
 def hosts_from(given: dict[str, Any]) -> Hosts:

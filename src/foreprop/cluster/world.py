@@ -198,7 +198,9 @@ def _meet(info: LaunchInfo, timeout_s: float) -> World:
 
 
 # The store, with calls that end in time.
-class _Call:
+class TimedCall:
+    """One that somebody waits for only so long."""
+
     def __init__(self, make: Callable[[], Any], name: str) -> None:
         self.name = name
         self.done = threading.Event()
@@ -224,14 +226,14 @@ class StoreCaller:
         """The shortest of the sessions' timeouts."""
         self._host = host
         self._is_local = isinstance(unwrap(store), HashStore)
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[TimedCall] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stuck: _Call | None = None
+        self._stuck: TimedCall | None = None
         self._lock = threading.Lock()
 
     def call(self, name: str, make: Callable[[], T]) -> T:
         """Raises `TransportError` if the store is gone or does not answer within ``limit_s``."""
-        call = _Call(make, name)
+        call = TimedCall(make, name)
         if self._is_local:
             call.run()
         else:
@@ -245,7 +247,7 @@ class StoreCaller:
         result: T = call.result
         return result
 
-    def _wait_for(self, call: _Call) -> None:
+    def _wait_for(self, call: TimedCall) -> None:
         with self._lock:
             stuck = self._stuck
             if stuck is not None and not stuck.done.is_set():
@@ -325,18 +327,6 @@ def unwrap(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def within(timeout_s: float, what: str, make: Callable[[], T]) -> T:
-    """What ``make`` returns; `TransportError` if that takes too long, and it goes on in vain."""
-    call = _Call(make, what)
-    threading.Thread(target=call.run, name="foreprop-within", daemon=True).start()
-    if not call.done.wait(timeout_s):
-        raise TransportError(f"{what} took longer than {timeout_s:g} s")
-    if call.error is not None:
-        raise call.error
-    result: T = call.result
-    return result
 
 
 def _nothing() -> None:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from foreprop.cluster.rendezvous import Look, session_board, step_board
-from foreprop.cluster.world import World, within
+from foreprop.cluster.world import TimedCall, World
 from foreprop.config import LOGGER, Config
 from foreprop.core.ring_machine import most_collectives
 from foreprop.errors import ForepropError, PeerLost, StepTimeout, TransportError
 from foreprop.link.announced import check_reachable
 from foreprop.link.stream import is_loopback, local_address
 
+T = TypeVar("T")
 _Gloo: Any = ProcessGroupGloo  # torch's annotations lack its methods
 _ALIVE_S = 2.0
 """After a collective has failed, every rank that is alive has published that within this."""
@@ -225,3 +227,15 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].partition(". This is typically")[0]
+
+
+def within(timeout_s: float, what: str, make: Callable[[], T]) -> T:
+    """What ``make`` returns; `TransportError` if that takes too long, and it goes on in vain."""
+    call = TimedCall(make, what)
+    threading.Thread(target=call.run, name="foreprop-within", daemon=True).start()
+    if not call.done.wait(timeout_s):
+        raise TransportError(f"{what} took longer than {timeout_s:g} s")
+    if call.error is not None:
+        raise call.error
+    result: T = call.result
+    return result

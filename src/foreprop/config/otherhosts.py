@@ -17,6 +17,14 @@ def foreign_setting(name: Foreign) -> str | None:
     return os.environ.get(name)
 
 
+STEPS_FILE = "FOREPROP_STEPS_FILE"
+"""Set by ``foreprop run`` for its workers: where they say how far they have come."""
+
+
+def steps_file() -> str | None:
+    return os.environ.get(STEPS_FILE)
+
+
 def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
     """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
 

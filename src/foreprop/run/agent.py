@@ -24,10 +24,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_launcher
 
+from foreprop.config.otherhosts import STEPS_FILE
 from foreprop.run.processes import end_with_parent, exit_at_once, write_all
 from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
 
-_CHUNK_BYTES = 65_536
+_CHUNK_BYTES = _STEPS_BYTES = 65_536
 _STREAMS: tuple[Stream, Stream] = ("out", "err")
 
 
@@ -47,6 +48,7 @@ class WorkerWatch:
         self._stopping = False
         self._ends_expected = False
         self._reported: set[int] = set()
+        self._steps: int | None = None
         self._selector.register(wake_read, selectors.EVENT_READ, partial(os.read, wake_read, 4096))
         self._thread = threading.Thread(target=self._run, name="foreprop-workers", daemon=True)
         self._thread.start()
@@ -58,6 +60,11 @@ class WorkerWatch:
         self._pipes[read_end] = rank, stream, LineSplitter()
         self._selector.register(read_end, selectors.EVENT_READ, partial(self._pass_on, read_end))
         return f"/proc/{os.getpid()}/fd/{write_end}"
+
+    def open_steps(self) -> str:
+        """The path of the file for `checkpoints.workerprogress`, in memory."""
+        self._steps = os.memfd_create("foreprop-steps")
+        return f"/proc/{os.getpid()}/fd/{self._steps}"
 
     def watch_end(self, rank: int, pid: int) -> None:
         pidfd = os.pidfd_open(pid)
@@ -71,7 +78,8 @@ class WorkerWatch:
         """That a worker has failed; once."""
         if rank not in self._reported:
             self._reported.add(rank)
-            self._write(encode_news(WorkerFailed(rank=rank, code=code)))
+            step = last_step(self._steps, rank)
+            self._write(encode_news(WorkerFailed(rank=rank, code=code, step=step)))
 
     def finish(self) -> None:
         """Pass on what is left; call when the workers have ended."""
@@ -108,6 +116,18 @@ class WorkerWatch:
     def _write(self, data: bytes) -> None:
         with self._lock:
             write_all(self._descriptor, data)
+
+
+def last_step(descriptor: int | None, rank: int) -> int | None:
+    """The last one that a rank has told: lines of a rank and a step, to which ranks append."""
+    if descriptor is None:
+        return None
+    data = os.pread(descriptor, _STEPS_BYTES, max(0, os.fstat(descriptor).st_size - _STEPS_BYTES))
+    for line in reversed(data.splitlines()):
+        words = line.split()
+        if len(words) == 2 and words[0] == b"%d" % rank and words[1].isdigit():
+            return int(words[1])
+    return None
 
 
 def _exit_code(pidfd: int) -> int | None:
@@ -172,6 +192,7 @@ def main() -> int:
     grace_s, arguments = float(sys.argv[1]), sys.argv[2:]
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
     watch = WorkerWatch(output)
+    os.environ[STEPS_FILE] = watch.open_steps()
     try:
         return run_torchrun(arguments, watch)
     finally:

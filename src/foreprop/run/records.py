@@ -66,6 +66,8 @@ class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
     rank: int
     code: int
+    step: int | None = None
+    """As far as it had come, if it has said so (`foreprop.checkpoint` does)."""
 
 
 News = Ready | Refused | WorkerFailed

@@ -9,10 +9,10 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -31,11 +31,26 @@ _NOT_FOUND, _SSH_FAILED = 127, 255
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerError:
+    """How the first worker that failed has ended: alike if a restart came to the same end."""
+
+    code: int
+    step: int | None
+    """As far as `foreprop.checkpoint` counted; None if it had not begun."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The exit code, and what went wrong first, if anything did."""
 
     code: int
     failure: str | None = None
+    absent: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Hosts that did not answer, and why; the others have, and may do without them."""
+    worker_error: WorkerError | None = field(default=None, compare=False)
+    """If a script ended by itself, and not by a signal."""
+    interrupted: bool = field(default=False, compare=False)
+    """Somebody has ended the command."""
 
 
 _Event = Callable[["Launcher"], None]
@@ -61,7 +76,7 @@ class Printer:
                 self._streams[stream].flush()
             except OSError:  # whoever read it has gone
                 self._closed = True
-                self._events.put(lambda launcher: launcher.fail(128 + signal.SIGPIPE, None))
+                self._events.put(lambda launcher: launcher.end(128 + signal.SIGPIPE, None))
 
 
 class HostProcess:
@@ -104,13 +119,17 @@ class HostProcess:
 class Launcher:
     """Runs a plan once, in the main thread."""
 
-    def __init__(self, plan: Plan, out: BinaryIO, err: BinaryIO) -> None:
+    def __init__(self, plan: Plan, out: BinaryIO, err: BinaryIO, *, spare_hosts: int = 0) -> None:
+        """So many hosts may fail to answer: then all is ended, and the outcome names them."""
         self._plan = plan
+        self._spare_hosts = spare_hosts
+        self._absent: dict[str, str] = {}
         self._secret = _secret_of(plan)
         self._events: _Events = queue.SimpleQueue()
         self._printer = Printer(out, err, self._events)
         self._hosts: list[HostProcess] = []
         self._outcome: Outcome | None = None
+        self._interrupted = False
         self._started = False
         self._deadline = time.monotonic() + _ANSWER_S
 
@@ -128,7 +147,8 @@ class Launcher:
                     if host.code is None:
                         host.process.kill()
                     host.process.close()
-        return self._outcome or Outcome(0)
+        outcome = self._outcome or Outcome(0)
+        return replace(outcome, interrupted=self._interrupted)
 
     def _start(self) -> None:
         for index in range(len(self._plan.hosts)):
@@ -160,24 +180,48 @@ class Launcher:
             for host in self._running():
                 host.code = -signal.SIGKILL  # who else holds its pipes is not ours to wait for
         elif not self._started:
-            names = ", ".join(host.name for host in self._hosts if host.port is None)
-            self.fail(1, f"no answer from {names} within {_ANSWER_S:g} s")
+            silent = [host for host in self._hosts if host.port is None]
+            names = ", ".join(host.name for host in silent)
+            self._miss(silent, f"no answer from {names} within {_ANSWER_S:g} s")
 
     def note_end(self, host: HostProcess, code: int) -> None:
         host.code = code
-        if code:
+        if code and not self._started:
+            self._miss([host], self._why_ended(host))
+        elif code:
             self.fail(1, self._why_ended(host))
 
     def hear(self, host: HostProcess, news: records.News) -> None:
         if isinstance(news, records.Ready):
             host.port = news.port
-            if all(other.port is not None for other in self._hosts):
-                self._begin()
+            self._begin_if_all_answered()
         elif isinstance(news, records.Refused):
-            self.fail(1, f"{host.name}: {news.reason}")
+            self._miss([host], f"{host.name}: {news.reason}")
         elif isinstance(news, records.WorkerFailed):
             code = news.code if news.code > 0 else 128 - news.code
-            self.fail(code, f"rank {news.rank} on {host.name} {_ending(news.code)}")
+            text = f"rank {news.rank} on {host.name} {_ending(news.code)}"
+            error = WorkerError(news.code, news.step) if news.code > 0 else None
+            self.fail(code, text, worker_error=error)
+
+    def _miss(self, hosts: Sequence[HostProcess], reason: str) -> None:
+        """They will not take part; that ends all, but not before the others have answered."""
+        if self._outcome is not None:
+            return
+        for host in hosts:
+            self._absent.setdefault(host.name, reason)
+        if len(self._absent) > self._spare_hosts:
+            self.fail(1, next(iter(self._absent.values())))
+        else:
+            self._begin_if_all_answered()
+
+    def _begin_if_all_answered(self) -> None:
+        names = {host.name for host in self._hosts if host.port is None}
+        if names - self._absent.keys():
+            return
+        if self._absent:
+            self.fail(1, next(iter(self._absent.values())), absent=dict(self._absent))
+        elif not self._started:
+            self._begin()
 
     def _begin(self) -> None:
         self._started = True
@@ -186,18 +230,25 @@ class Launcher:
             host.process.send(records.START + b" %d %s" % about)
 
     def interrupt(self, number: int) -> None:
-        if self._outcome is None:
-            self.fail(128 + number, f"ended by {signal.Signals(number).name}")
+        if not self._interrupted and (self._outcome is None or self._outcome.absent):
+            self._outcome = None
+            self.end(128 + number, f"ended by {signal.Signals(number).name}")
             return
+        self._interrupted = True
         self._deadline = min(self._deadline, time.monotonic() + _KILL_S)
         for host in self._running():
             host.process.send(records.KILL)
 
-    def fail(self, code: int, failure: str | None) -> None:
-        """The first call decides the outcome and ends all."""
+    def end(self, code: int, why: str | None) -> None:
+        """Somebody wants it, and no restart."""
+        self._interrupted = True
+        self.fail(code, why)
+
+    def fail(self, code: int, failure: str | None, **more: Any) -> None:
+        """The first call decides the outcome and ends all. ``more``: of the `Outcome`."""
         if self._outcome is not None:
             return
-        self._outcome = Outcome(code, failure)
+        self._outcome = Outcome(code, failure, **more)
         self._deadline = time.monotonic() + self._plan.grace_s + _MARGIN_S
         for host in self._running():
             host.process.send(records.END)

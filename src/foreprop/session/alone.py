@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class LoneSession(Session):
         self._model = model
         self._optimizer = optimizer
         self._closed = False
+        self._at_end: list[Callable[[], None]] = []
+        """To be called when it is closed."""
         self._steps: LoneSteps | None = None
         self._trace: _LoneTrace | None = None
         self._follower: Follower | None = None
@@ -91,6 +94,7 @@ class LoneSession(Session):
         if config.log_steps is not None or config.watch is not None:
             self._followed()
             atexit.register(self.close)
+        open_lone_sessions.add(self)
 
     @property
     def config(self) -> Config:
@@ -208,6 +212,9 @@ class LoneSession(Session):
         if self._closed:
             return
         self._closed = True
+        open_lone_sessions.discard(self)
+        for function in self._at_end:
+            function()
         if self._steps is not None:
             self._steps.remove()
         if self._follower is not None:
@@ -226,6 +233,9 @@ class LoneSession(Session):
         step = "" if self._steps is None else f", step {self._steps.count}"
         return f"<foreprop.Session rank 0 of 1{step}>"
 
+
+open_lone_sessions: weakref.WeakSet[LoneSession] = weakref.WeakSet()
+"""Of this process."""
 
 _NO_TABLES = (
     "there are no remote tables: embeddings with sparse=True that were made under"

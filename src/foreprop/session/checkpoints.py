@@ -43,7 +43,7 @@ class Checkpoints:
         training = self._training
         self._check_averages()
         training.flush()
-        with self._remote_aside():
+        with self.tables_left_out():
             averages = averages_from(state, training.user.model, self._own_parameters())
         for backend, numbers in training.backends.parts:
             own = [averages[number] for number in numbers]
@@ -112,7 +112,7 @@ class Checkpoints:
         with remote.aside():
             yield remote.put_whole(values, entry)
 
-    def _remote_aside(self) -> contextlib.AbstractContextManager[None]:
+    def tables_left_out(self) -> contextlib.AbstractContextManager[None]:
         remote = self._training.remote
         return contextlib.nullcontext() if remote is None else remote.aside()
 

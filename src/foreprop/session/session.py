@@ -174,6 +174,7 @@ def parallelize(
     config: Config | None = None,
     world: World | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    resume: str | os.PathLike[str] | None = None,
     **settings: Unpack[Settings],
 ) -> Session:
     """Train ``model`` with ``optimizer`` on all ranks in step; both are changed in place.
@@ -193,6 +194,7 @@ def parallelize(
         world: who takes part, connected as with several, though it be one process; by default
             found from the environment.
         scaler: the ``GradScaler`` that scales this optimizer's loss; changed in place, too.
+        resume: the folder of `foreprop.checkpoint`, to go on from the newest; it may be empty.
         **settings: single fields of `Config`, over preset and environment.
 
     Raises:
@@ -202,19 +204,21 @@ def parallelize(
     """
     if config is not None and (preset is not None or settings):
         raise ConfigError("give either config, or preset and single settings, not both")
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer"
-        )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ConfigError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
+    kinds = (torch.nn.Module, torch.optim.Optimizer | None, torch.amp.GradScaler | None)
+    if not all(map(isinstance, (model, optimizer, scaler), kinds)):
+        from foreprop.session.mistaken import refuse
+
+        refuse(model=model, optimizer=optimizer, scaler=scaler)
     config = config or Config.resolve(preset, **settings)
     alone = is_alone() if world is None else world.size == 1
     model = bare_model(model, alone=alone)
     optimizer = bare_optimizer(optimizer)
-    if world is None and alone and not needs_servers(model, optimizer, config):
+    lone = world is None and alone and not needs_servers(model, optimizer, config)
+    if resume is not None:
+        from foreprop.session.resuming import resumed
+
+        return resumed(resume, model, optimizer, config, scaler, world=world, lone=lone)
+    if lone:
         from foreprop.session.alone import LoneSession
 
         return LoneSession(model, optimizer, config, scaler)

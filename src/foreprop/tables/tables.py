@@ -173,11 +173,11 @@ class RemoteTables:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Meanwhile state dicts show remote tables as they are, on the meta device."""
-        self._aside = True
+        before, self._aside = self._aside, True
         try:
             yield
         finally:
-            self._aside = False
+            self._aside = before
 
     def put_whole(self, values: Sequence[torch.Tensor], entry: str) -> list[torch.Tensor]:
         """By parameter: with the tables' own (`tables.parts`), if this rank gets them whole."""

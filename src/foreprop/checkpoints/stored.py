@@ -1,0 +1,301 @@
+"""A folder of checkpoints: at every moment the last complete one can be read.
+
+    step-000000200/     index.json  shared.pt  rank-0.pt  rank-1.pt  tables-0/...
+    unfinished-.../     one that is being written, or was when its processes ended
+
+Every rank writes its part into the unfinished folder, and says so by a file that appears in one
+step. When all have, rank 0 adds the index, with the size and SHA-256 of every file, and renames the
+folder. Everything is on the disk before the next thing names it. So whoever is killed, or finds the
+disk full, at whatever moment, leaves the checkpoints that were there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import torch
+
+from foreprop.errors import ConfigError
+
+INDEX = "index.json"
+SHARED = "shared.pt"
+"""What is alike on all ranks, written by rank 0."""
+_COMPLETE = re.compile(r"step-(\d{9,15})")
+_UNFINISHED = "unfinished-"
+_FILE = re.compile(r"(tables-\d+/)?[a-z]+(-\d+)*(-[0-9a-f]{8})?\.(pt|json)")
+_CHUNK_BYTES = 1 << 20
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file of a checkpoint must be."""
+
+    bytes: int
+    sha256: str
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a complete checkpoint has."""
+
+    format: int
+    step: int
+    world_size: int
+    files: dict[str, StoredFile]
+
+
+FORMAT = 1
+
+
+class Checkpoint:
+    """A complete one, as found in its folder."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self.path = path
+        self.step = index.step
+        self.world_size = index.world_size
+        self._index = index
+
+    def check(self) -> None:
+        """Raises `ConfigError` that names the file which is not what was written."""
+        for name, wanted in self._index.files.items():
+            _check_file(self.path / name, wanted)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A file's contents, on the CPU, and nothing but data; raises `ConfigError`."""
+        path = self.path / name
+        if name not in self._index.files:
+            raise ConfigError(f"the checkpoint {self.path} has no {name}")
+        try:
+            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} is not there: a checkpoint's folder must be on storage that all machines"
+                " share"
+            ) from None
+        except Exception as error:  # whatever torch makes of a file that is not its own
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        return found
+
+    def rank_part(self, rank: int) -> dict[str, Any]:
+        return self.read(part_name(rank))
+
+    def tables(self, session: int) -> Path | None:
+        """The folder of a session's remote tables, if it has some."""
+        name = tables_name(session)
+        has_some = any(file.startswith(f"{name}/") for file in self._index.files)
+        return self.path / name if has_some else None
+
+
+def part_name(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def tables_name(session: int) -> str:
+    return f"tables-{session}"
+
+
+def _check_file(path: Path, wanted: StoredFile) -> None:
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != wanted.bytes:
+                raise ConfigError(f"{path} has {size} bytes, and had {wanted.bytes}")
+            while data := file.read(_CHUNK_BYTES):
+                digest.update(data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if digest.hexdigest() != wanted.sha256:
+        raise ConfigError(f"{path} has other contents than were written")
+
+
+class CheckpointFolder:
+    """Any number of processes use one; of those, rank 0 alone renames and removes."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    # Reading.
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, whole or not; the newest one first."""
+        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        found = (_COMPLETE.fullmatch(name) for name in names)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def open(self, step: int) -> Checkpoint:
+        """Raises `ConfigError` if its index cannot be read, or names other files than ours."""
+        path = self._complete(step)
+        try:
+            index = msgspec.json.decode((path / INDEX).read_bytes(), type=Index)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path / INDEX} cannot be read on this machine: {error}; a checkpoint's folder"
+                " must be on storage that all machines share"
+            ) from error
+        if index.format != FORMAT or index.step != step:
+            raise ConfigError(
+                f"{path / INDEX} says format {index.format} and step {index.step}; this version of"
+                f" foreprop reads format {FORMAT}, and the folder's name says step {step}"
+            )
+        for name in index.files:  # only files of this folder: an index may come from anywhere
+            if not _FILE.fullmatch(name):
+                raise ConfigError(f"{path / INDEX} names {name!r}, which is no file of ours")
+        return Checkpoint(path, index)
+
+    def newest(self, report: Callable[[str], object]) -> Checkpoint | None:
+        """The newest one that is whole; ``report`` is told of each that is not."""
+        for step in self.steps():
+            try:
+                found = self.open(step)
+                found.check()
+            except ConfigError as error:
+                report(
+                    f"the checkpoint of step {step} is damaged, and the one before it is taken:"
+                    f" {error}"
+                )
+            else:
+                return found
+        return None
+
+    def _complete(self, step: int) -> Path:
+        return self.path / f"step-{step:09d}"
+
+    # Writing.
+    def begin(self, step: int, token: str) -> UnfinishedCheckpoint:
+        """Whichever rank comes first makes the folder."""
+        return UnfinishedCheckpoint(self.path / f"{_UNFINISHED}{step:09d}-{token}", step)
+
+    def finish(self, unfinished: UnfinishedCheckpoint, world_size: int, *, keep: int) -> None:
+        """Rank 0, when all parts are there: it is complete, and all but the newest ones go."""
+        index = Index(
+            format=FORMAT,
+            step=unfinished.step,
+            world_size=world_size,
+            files=unfinished.stored_files(world_size),
+        )
+        write_file(unfinished.path / INDEX, lambda file: file.write(msgspec.json.encode(index)))
+        sync_folder(unfinished.path)
+        if self._complete(unfinished.step).exists():  # a try that was taken to have ended made it
+            self.remove([unfinished.step])
+        os.rename(unfinished.path, self._complete(unfinished.step))
+        sync_folder(self.path)
+        self.remove(self.steps()[keep:])
+
+    def remove(self, steps: Iterable[int]) -> None:
+        """Complete ones, each at once as far as anybody sees."""
+        for step in steps:
+            doomed = self.path / f"{_UNFINISHED}{step:09d}-removed"
+            with contextlib.suppress(OSError):  # it is only in the way
+                os.rename(self._complete(step), doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def remove_unfinished(self) -> None:
+        """What earlier processes have left; none of this training's may be under way."""
+        for path in self.path.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class UnfinishedCheckpoint:
+    """One that is being written. Each rank writes its own files."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+
+    def write_part(self, rank: int, contents: Mapping[str, Mapping[str, Any]]) -> None:
+        """Files, by name, and then the word that this rank's part is there.
+
+        Files that are in the folders of ``tables-N`` already are taken in by rank 0.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        stored = {name: self._write(name, content) for name, content in contents.items()}
+        if rank == 0:
+            for path in sorted(self.path.glob("tables-*/*")):
+                stored[path.relative_to(self.path).as_posix()] = _describe(path)
+        word = self._word(rank)
+        unfinished = word.with_suffix(".new")
+        write_file(unfinished, lambda file: file.write(msgspec.json.encode(stored)))
+        os.rename(unfinished, word)
+        sync_folder(self.path)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> StoredFile:
+        digest = _Digest()
+
+        def write(file: BinaryIO) -> None:
+            digest.file = file
+            torch.save(content, cast("BinaryIO", digest))
+
+        write_file(self.path / name, write)
+        return StoredFile(digest.written_bytes, digest.sha256.hexdigest())
+
+    def _word(self, rank: int) -> Path:
+        return self.path / f"part-{rank}.json"
+
+    def missing(self, world_size: int) -> list[int]:
+        """The ranks whose parts are not there yet."""
+        return [rank for rank in range(world_size) if not self._word(rank).exists()]
+
+    def stored_files(self, world_size: int) -> dict[str, StoredFile]:
+        found: dict[str, StoredFile] = {}
+        for rank in range(world_size):
+            data = self._word(rank).read_bytes()
+            found |= msgspec.json.decode(data, type=dict[str, StoredFile])
+        return found
+
+    def remove_part(self, rank: int) -> None:
+        """Make room; with rank 0's part all is in vain."""
+        if rank == 0:
+            self.remove()
+        with contextlib.suppress(OSError):  # it is only in the way
+            os.unlink(self.path / part_name(rank))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class _Digest:
+    """A file to `torch.save` that knows what has been written."""
+
+    file: BinaryIO
+
+    def __init__(self) -> None:
+        self.sha256 = hashlib.sha256()
+        self.written_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.written_bytes += len(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _describe(path: Path) -> StoredFile:
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return StoredFile(os.fstat(file.fileno()).st_size, sha256)
+
+
+def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """It is on the disk afterwards."""
+    with open(path, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """The names in it are on the disk afterwards."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+"""A run that is started again when it fails, with the hosts that answer.
+
+Each try is a `Launcher` of its own: with new processes on every host, a new secret, and a new port
+and rendezvous. The one before has ended by then, but for a host that nobody reaches any more; there
+it ends by itself, and without the new secret nothing of it is heard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import BinaryIO
+
+from foreprop.errors import ConfigError
+from foreprop.run.plan import Plan, check_reachable
+from foreprop.run.run import Launcher, Outcome
+
+
+class Restarts:
+    """All tries of one command."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        out: BinaryIO,
+        err: BinaryIO,
+        *,
+        say: Callable[[str], object],
+        most: int = 0,
+        least_hosts: int | None = None,
+    ) -> None:
+        """At most ``most`` restarts; every try with ``least_hosts`` or more, by default all.
+
+        ``say`` is told of each restart, and of each host that is left out. Raises `ConfigError`.
+        """
+        least_hosts = len(plan.hosts) if least_hosts is None else least_hosts
+        if least_hosts > len(plan.hosts):
+            raise ConfigError(
+                f"min_hosts is {least_hosts}, and there are {len(plan.hosts)} hosts; it must be at"
+                " most as many"
+            )
+        self._plan = plan
+        self._out, self._err = out, err
+        self._say = say
+        self._most = most
+        self._least_hosts = least_hosts
+
+    def run(self) -> Outcome:
+        """The last try's outcome."""
+        before: Outcome | None = None
+        for restarts in range(self._most + 1):
+            outcome = self._try()
+            if outcome.code == 0 or outcome.interrupted:
+                return outcome
+            if restarts and (reason := _why_in_vain(before, outcome)):
+                return replace(outcome, failure=f"{outcome.failure}; {reason}")
+            if restarts < self._most:
+                self._say(f"{outcome.failure}; restart {restarts + 1} of {self._most}")
+            before = outcome
+        if self._most:
+            return replace(
+                outcome, failure=f"{outcome.failure}; that was restart {self._most} of {self._most}"
+            )
+        return outcome
+
+    def _try(self) -> Outcome:
+        """With the hosts that answer."""
+        plan = self._plan
+        while True:
+            spare = len(plan.hosts) - self._least_hosts
+            outcome = Launcher(plan, self._out, self._err, spare_hosts=spare).run()
+            if not outcome.absent:
+                return outcome
+            for name, reason in outcome.absent.items():
+                self._say(f"goes on without {name}: {reason}")
+            try:
+                plan = without_hosts(self._plan, {**outcome.absent, **_absent(self._plan, plan)})
+            except ConfigError as error:
+                return Outcome(1, str(error))
+
+
+def _absent(whole: Plan, plan: Plan) -> dict[str, str]:
+    there = {host.name for host in plan.hosts}
+    return {host.name: "" for host in whole.hosts if host.name not in there}
+
+
+def without_hosts(plan: Plan, absent: Mapping[str, str]) -> Plan:
+    """The same with fewer hosts; the first of them has the rendezvous. Raises `ConfigError`."""
+    hosts = tuple(host for host in plan.hosts if host.name not in absent)
+    if hosts[0] == plan.hosts[0]:
+        return replace(plan, hosts=hosts)
+    check_reachable(hosts, plan.here)
+    return replace(plan, hosts=hosts, master_address=hosts[0].name)
+
+
+def _why_in_vain(before: Outcome | None, now: Outcome) -> str | None:
+    """Whether another try would end as the last two did; None if it may not."""
+    if before is None or before.worker_error is None or now.worker_error is None:
+        return None
+    step = now.worker_error.step
+    if step is None or before.worker_error != now.worker_error:
+        return None
+    return f"it ended at step {step} the last time, too, so a restart would not help"

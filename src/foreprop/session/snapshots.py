@@ -1,0 +1,212 @@
+"""What a session has for a checkpoint of the whole training, and takes from one.
+
+Rank 0 saves what is alike on all ranks: as a ``state_dict()`` has it, where servers update, too.
+Each rank saves its own buffers, and what lossy codecs have kept back of its gradients.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from foreprop.checkpoints.loop import copied
+from foreprop.checkpoints.stored import SHARED
+from foreprop.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreprop.checkpoints.stored import Checkpoint
+    from foreprop.config import Config
+    from foreprop.session.alone import LoneSession
+    from foreprop.session.training import Training
+
+State = dict[str, Any]
+
+
+def buffers_of(model: torch.nn.Module) -> State:
+    """A copy, also of those that no ``state_dict()`` has."""
+    return {name: copied(buffer) for name, buffer in model.named_buffers()}
+
+
+def load_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
+
+
+def load_model_and_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: State, where: Path
+) -> None:
+    """Raises `ConfigError` for another model's or optimizer's checkpoint. Before connecting."""
+    values: Mapping[str, Any] = saved.get("masters") or saved["model"]
+    try:
+        missing, unexpected = model.load_state_dict(values, strict=False)
+        remote = {name for name, value in model.state_dict().items() if _is_meta(value)}
+        if lost := [*(set(missing) - remote), *unexpected]:
+            raise ConfigError(f"they differ in {sorted(lost)}")
+        if optimizer is not None:
+            optimizer.load_state_dict(saved["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:  # torch's are all three
+        raise ConfigError(
+            f"the checkpoint {where} is of another model or optimizer: {error}"
+        ) from error
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+class ConnectedSnapshots:
+    """Of a session of several processes, or of one with servers. Training thread."""
+
+    def __init__(self, training: Training, resumed: Checkpoint | None, number: int) -> None:
+        """``number``: which loop of this session it is."""
+        if training.stepped and not training.completed:  # there is nothing to step
+            raise ConfigError("parallelize() was given no optimizer, whose steps are counted here")
+        self.rank, self.world_size = training.world.rank, training.world.size
+        self.timeout_s = training.config.step_timeout_s
+        self.resumed = resumed
+        self._training = training
+        self._number = number
+
+    @property
+    def step(self) -> int:
+        return self._training.completed_before + self._training.completed
+
+    def meet(self) -> None:
+        self._training.meet("a checkpoint")
+
+    def failed(self) -> bool:
+        return self._training.backends.failed
+
+    def exchange(self, name: str, mine: str, what: str) -> list[str]:
+        board = self._training.board(f"checkpoint/{self._number}")
+        return board.exchange(name, mine, what)
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        self._training.life.add_undo(function)
+
+    def own_state(self) -> State:
+        training = self._training
+        return {
+            "buffers": buffers_of(training.user.model),
+            "residuals": training.checkpoints.state_dict()["residuals"],
+        }
+
+    def shared_state(self) -> State:
+        training = self._training
+        optimizer = training.user.optimizer
+        with training.checkpoints.tables_left_out():
+            values = training.user.model.state_dict()
+            remote = {name for name, value in values.items() if _is_meta(value)}
+            state: State = {"model": copied(values), "optimizer": copied(optimizer.state_dict())}
+            if _has_masters(training.config):
+                state["masters"] = training.checkpoints.master_state_dict()
+            if training.config.ema is not None:
+                state["ema"] = training.checkpoints.ema_state_dict()
+        for name in ("model", "masters", "ema"):  # tables have files of their own
+            for table in remote & state.get(name, {}).keys():
+                del state[name][table]
+        return state
+
+    def save_tables(self, folder: Path) -> None:
+        if self._training.remote is not None:
+            self._training.checkpoints.save_tables(folder)
+
+
+def _has_masters(config: Config) -> bool:
+    """Whether workers may see less of the parameters than servers have."""
+    return config.wire_dtype is not None or config.compression is not None
+
+
+def resume_connected(training: Training, found: Checkpoint, number: int) -> None:
+    """After connecting. ``number``: which session it is."""
+    saved = found.read(SHARED)["sessions"][number]
+    model, checkpoints = training.user.model, training.checkpoints
+    if training.config.wire_dtype is not None and "masters" in saved:
+        training.flush()  # rank 0's values have come
+        _show_images(training, saved["model"])
+    if training.config.compression is not None:
+        ranks = range(found.world_size)
+        checkpoints.load_state_dict([found.rank_part(r)["sessions"][number] for r in ranks])
+    if "ema" in saved and training.config.ema is not None:
+        with checkpoints.tables_left_out():
+            checkpoints.load_ema_state_dict(saved["ema"])
+    if training.remote is not None and (tables := found.tables(number)) is not None:
+        checkpoints.load_tables(tables)
+    # last: whoever uses a state_dict() is shown rank 0's
+    if (rank := training.world.rank) < found.world_size:
+        load_buffers(model, found.rank_part(rank)["sessions"][number]["buffers"])
+        vars(training.buffers)["_shown_step"] = -1  # an evaluation shows rank 0's all the same
+    training.completed_before += found.step
+
+
+def _show_images(training: Training, values: Mapping[str, torch.Tensor]) -> None:
+    """The workers' values, rounded as they were. Servers have the masters, and are not told."""
+    own = dict(training.user.model.named_parameters())
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        for name, value in values.items():
+            if name in own and not own[name].is_meta:
+                with _unsafe_preserve_version_counter(own[name]):
+                    own[name].copy_(value)
+
+
+class LoneSnapshots:
+    """Of a world of one, whose model and optimizer are plain PyTorch's. Training thread."""
+
+    rank = 0
+    world_size = 1
+    timeout_s = 0.0
+
+    def __init__(self, session: LoneSession, resumed: Checkpoint | None) -> None:
+        if session._optimizer is None:
+            raise ConfigError("parallelize() was given no optimizer, whose steps are counted here")
+        self.resumed = resumed
+        self._session = session
+        self._before = 0 if resumed is None else resumed.step
+        session.metrics()  # from now on its steps are counted
+
+    @property
+    def step(self) -> int:
+        return self._before + int(self._session.stats()["steps"])
+
+    def meet(self) -> None:
+        """There is nobody else."""
+
+    def failed(self) -> bool:
+        return False
+
+    def exchange(self, name: str, mine: str, what: str) -> list[str]:
+        return [mine]
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        self._session._at_end.append(function)
+        atexit.register(self._session.close)
+
+    def own_state(self) -> State:
+        return {"buffers": buffers_of(self._session._model), "residuals": {}}
+
+    def shared_state(self) -> State:
+        session = self._session
+        state: State = {"model": copied(session._model.state_dict())}
+        if session._optimizer is not None:
+            state["optimizer"] = copied(session._optimizer.state_dict())
+        if session.config.ema is not None:
+            state["ema"] = session.ema_state_dict()
+        return state
+
+    def save_tables(self, folder: Path) -> None:
+        """Remote tables make a world of one a session with servers."""
+
+
+def resume_alone(session: LoneSession, found: Checkpoint, number: int) -> None:
+    """``number``: which session it is."""
+    load_buffers(session._model, found.rank_part(0)["sessions"][number]["buffers"])
+    saved = found.read(SHARED)["sessions"][number]
+    if "ema" in saved and session.config.ema is not None:
+        session.load_ema_state_dict(saved["ema"])

@@ -1,0 +1,117 @@
+"""Runs that are killed, at chosen and at drawn moments, and started again: they end as others."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.harness import ROOT, Run, Zygote, free_port, running
+from tests.process.restart_script import BATCH, EPOCHS, EVERY, SAMPLES
+from tests.process.train_script import Scenario
+
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(200)]
+
+SCRIPT = ROOT / "tests" / "process" / "restart_script.py"
+STEPS = EPOCHS * SAMPLES // BATCH // 2
+"""Of two ranks."""
+MOST_S = 20.0
+"""From a kill to the next step."""
+
+
+def told(folder: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"told-{rank}.jsonl").read_text().splitlines()]
+
+
+def weights(run: Run, ranks: int = 2) -> str:
+    """The SHA-256 that all ranks have told last."""
+    sums = {told(run.folder, rank)[-1].get("sha256") for rank in range(ranks)}
+    assert len(sums) == 1, run.output()
+    found = sums.pop()
+    assert found is not None, run.output()
+    return str(found)
+
+
+def start(zygote: Zygote, run: Run, faults: list[Any], *options: str, torchrun: bool) -> None:
+    variables = run.environment(Scenario(), FAILS=json.dumps(faults))
+    if torchrun:
+        where = ("--nproc-per-node", "2", "--master-port", str(free_port()))
+        script = (str(SCRIPT), str(run.folder))
+        run.torchrun(zygote, variables, *where, *options, script[0], script=Path(script[1]))
+        return
+    hosts = run.folder / "hosts"
+    hosts.write_text("127.0.0.1\n127.0.0.2\n")
+    resources = ("--resources", str(hosts), "--master-addr", "127.0.0.1", "--grace", "2")
+    run.foreprop(zygote, variables, "run", *resources, *options, str(SCRIPT), str(run.folder))
+
+
+@pytest.fixture(scope="module")
+def unbroken(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> str:
+    with running(tmp_path_factory.mktemp("unbroken")) as run:
+        start(zygote, run, [], torchrun=True)
+        run.wait(60)
+        assert run.codes() == [0], run.output()
+        return weights(run)
+
+
+def recoveries(folder: Path) -> list[tuple[float, int]]:
+    """For each kill: the seconds until the next step on the killed rank, and the steps lost."""
+    found = []
+    for rank in range(2):
+        lines = told(folder, rank)
+        for number, line in enumerate(lines):
+            if "fault" not in line:
+                continue
+            before = max((one["step"] for one in lines[:number] if "step" in one), default=0)
+            after = next(one for one in lines[number:] if "step" in one)
+            begun = next(one for one in lines[number:] if "begins" in one)
+            found.append((after["at_s"] - line["at_s"], before - begun["begins"]))
+    return found
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("torchrun", [False, True], ids=["foreprop run", "torchrun"])
+def test_kills_cost_little_and_no_bit(
+    zygote: Zygote, tmp_path: Path, unbroken: str, torchrun: bool
+) -> None:
+    """Each rank once: in the step that follows a checkpoint, and anywhere."""
+    numbers = random.Random(20 + torchrun)
+    faults = [
+        ["kill", 1, EVERY + 1, 0.005 * numbers.random()],
+        ["kill", 0, numbers.randrange(EVERY + 2, STEPS), 0.04 * numbers.random()],
+    ]
+    with running(tmp_path) as run:
+        start(zygote, run, faults, "--max-restarts", "2", torchrun=torchrun)
+        run.wait(120)
+        assert run.codes() == [0], run.output()
+        assert weights(run) == unbroken, faults
+        found = recoveries(tmp_path)
+        print(f"\nfrom a kill to the next step: {[f'{s:.1f} s, {n} steps' for s, n in found]}")
+        assert len(found) == 2
+        for seconds, steps in found:
+            assert seconds < MOST_S
+            assert steps < 2 * EVERY  # one checkpoint may have been under way
+        if not torchrun:
+            for number, host in ((1, "127.0.0.2"), (2, "127.0.0.1")):
+                killed = f"rank {2 - number} on {host} was killed by SIGKILL"
+                assert f"foreprop run: {killed}; restart {number} of 2" in run.output()
+        run.check_nothing_left()
+
+
+def test_an_error_that_repeats_at_its_step_ends_it(zygote: Zygote, tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        faults = [["raise", 1, 5, 0.0]] * 6
+        start(zygote, run, faults, "--max-restarts", "5", torchrun=False)
+        run.wait(90)
+        assert run.codes() == [1], run.output()
+        ended = "rank 1 on 127.0.0.2 ended with exit code 1"
+        assert f"foreprop run: {ended}; restart 1 of 5" in run.output()
+        assert (
+            f"foreprop run: {ended}; it ended at step 4 the last time, too, so a restart would not"
+            " help" in run.output()
+        )
+        assert "restart 2 of 5" not in run.output()
+        run.check_nothing_left()

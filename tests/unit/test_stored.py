@@ -1,0 +1,194 @@
+"""Whatever happens to a checkpoint, and whenever, the one that was there before can be read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_disk import Disk, PowerCut
+
+from foreprop.checkpoints import stored
+from foreprop.checkpoints.stored import INDEX, SHARED, CheckpointFolder, part_name
+from foreprop.errors import ConfigError
+
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+def save(folder: Path, step: int, *, keep: int = 3, token: str = "0123abcd") -> None:
+    """As two ranks do, one after the other."""
+    files = CheckpointFolder(folder)
+    unfinished = files.begin(step, token)
+    unfinished.path.mkdir(parents=True)
+    (unfinished.path / "tables-0").mkdir()
+    (unfinished.path / "tables-0" / "tables.json").write_text(str(step))
+    for rank in range(RANKS):
+        contents = {part_name(rank): {"value": torch.full((40,), step + rank)}}
+        if rank == 0:
+            contents[SHARED] = {"value": torch.full((40,), step)}
+        assert unfinished.missing(RANKS) == list(range(rank, RANKS))
+        unfinished.write_part(rank, contents)
+    files.finish(unfinished, RANKS, keep=keep)
+
+
+def load(folder: Path) -> list[int]:
+    """The newest one's values: of the shared part, and of each rank's."""
+    found = CheckpointFolder(folder).newest(lambda _: None)
+    assert found is not None
+    parts = [found.read(SHARED), *(found.rank_part(rank) for rank in range(found.world_size))]
+    tables = found.tables(0)
+    assert tables is not None
+    assert int((tables / "tables.json").read_text()) == found.step
+    return [int(part["value"][7]) for part in parts]
+
+
+def on(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    monkeypatch.setattr(stored, "open", disk.open, raising=False)
+    monkeypatch.setattr(stored, "os", disk)
+
+
+OLD, NEW, NEXT = [100, 100, 101], [200, 200, 201], [300, 300, 301]
+
+
+def operations(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    """How many a second checkpoint takes."""
+    save(folder, 100)
+    with monkeypatch.context() as patch:
+        on(patch, disk := Disk())
+        save(folder, 200, keep=1)
+    return disk.done
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["full disk", "power cut"])
+def test_at_every_operation_the_last_one_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    count = operations(monkeypatch, tmp_path / "count")
+    assert count > 30
+    found = []
+    for at in range(1, count + 1):
+        folder = tmp_path / str(at)
+        save(folder, 100)
+        on(monkeypatch, disk := Disk(at, cut=cut))
+        with contextlib.suppress(PowerCut, OSError, RuntimeError):  # torch's, from a write
+            save(folder, 200, keep=1)
+        monkeypatch.undo()
+        assert disk.fired or not cut
+        found.append(load(folder))
+        newest = found[-1][0]
+        files = CheckpointFolder(folder)
+        files.remove(step for step in files.steps() if step > newest)
+        files.remove_unfinished()
+        save(folder, 300, keep=1, token="4567abcd")
+        assert load(folder) == NEXT
+        assert [path.name for path in folder.iterdir()] == ["step-000000300"], "leftovers"
+    last_old = max(at for at, loaded in enumerate(found) if loaded == OLD)
+    assert found == [OLD] * (last_old + 1) + [NEW] * (count - last_old - 1)
+    assert NEW in found
+
+
+def test_the_newest_ones_stay(tmp_path: Path) -> None:
+    for step in range(100, 700, 100):
+        save(tmp_path, step, keep=2)
+    assert CheckpointFolder(tmp_path).steps() == [600, 500]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000500", "step-000000600"]
+
+
+def test_others_files_stay(tmp_path: Path) -> None:
+    for name in ("step-1", "step-000000100.bak", "notes.txt"):
+        (tmp_path / name).touch()
+    save(tmp_path, 100, keep=1)
+    save(tmp_path, 200, keep=1)
+    CheckpointFolder(tmp_path).remove_unfinished()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert load(tmp_path) == NEW
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "shorter": (truncate, r"shared\.pt has \d+ bytes, and had \d+"),
+    "one bit": (flip, r"shared\.pt has other contents than were written"),
+    "gone": (Path.unlink, r"shared\.pt cannot be read: No such file"),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_the_one_before_a_damaged_one_is_taken_and_that_is_said(
+    tmp_path: Path, damage: str
+) -> None:
+    save(tmp_path, 100)
+    save(tmp_path, 200)
+    change, says = DAMAGES[damage]
+    change(tmp_path / "step-000000200" / SHARED)
+    told: list[str] = []
+    found = CheckpointFolder(tmp_path).newest(told.append)
+    assert found is not None
+    assert found.step == 100
+    assert len(told) == 1
+    assert re.match(rf"the checkpoint of step 200 is damaged, .*{says}", told[0])
+
+
+def test_none_is_whole(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    truncate(tmp_path / "step-000000100" / INDEX)
+    told: list[str] = []
+    assert CheckpointFolder(tmp_path).newest(told.append) is None
+    assert len(told) == 1
+    assert CheckpointFolder(tmp_path / "nothing").newest(told.append) is None
+    assert len(told) == 1
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "another file": ({"files": {"../x.pt": {"bytes": 1, "sha256": ""}}}, "names '../x.pt'"),
+    "an absolute one": ({"files": {"/x.pt": {"bytes": 1, "sha256": ""}}}, "names '/x.pt'"),
+    "another step": ({"step": 7}, "says format 1 and step 7"),
+    "a later format": ({"format": 2}, "says format 2 and step 100"),
+    "something more": ({"more": 2}, "cannot be read"),
+    "no number": ({"world_size": "two"}, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_an_index_that_is_none_of_ours(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 100)
+    path = tmp_path / "step-000000100" / INDEX
+    change, says = CHANGES[name]
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=says):
+        CheckpointFolder(tmp_path).open(100)
+
+
+def test_only_data_is_read(tmp_path: Path) -> None:
+    """An object that would run code is an error."""
+    files = CheckpointFolder(tmp_path)
+    unfinished = files.begin(100, "0123abcd")
+    unfinished.write_part(0, {SHARED: {"value": Path("x")}})
+    files.finish(unfinished, 1, keep=1)
+    found = files.newest(lambda _: None)
+    assert found is not None
+    with pytest.raises(ConfigError, match=r"shared\.pt cannot be read"):
+        found.read(SHARED)
+    with pytest.raises(ConfigError, match=r"has no rank-0\.pt"):
+        found.rank_part(0)
