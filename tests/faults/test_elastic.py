@@ -11,29 +11,27 @@ import torch.distributed as dist
 from tests.faults.kill_points import plan_of, run_plan, start
 from tests.process.elastic_script import Plan
 from tests.process.harness import Zygote, running, wait_for
-from tests.tiers import long_cases
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize("seed", [1, *long_cases(2)])
-def test_five_of_six_workers_are_killed_at_any_moment(
-    zygote: Zygote, tmp_path: Path, seed: int
-) -> None:
-    """Rank 0 among them or not: what is left has the bits that the servers' logs say."""
-    deaths = run_plan(zygote, tmp_path, plan_of(seed, workers=6))
+def test_five_of_six_workers_are_killed_at_any_moment(zygote: Zygote, tmp_path: Path) -> None:
+    """Rank 0 is one of them: what is left has the bits that the servers' logs say."""
+    plan = plan_of(1, workers=6)
+    assert "0" in plan.deaths
+    deaths = run_plan(zygote, tmp_path, plan)
     assert len(deaths) == 5
     assert max(each.seconds for each in deaths) < 10
 
 
-@pytest.mark.long
+@pytest.mark.alone
 def test_a_stopped_worker_comes_back_and_is_told(zygote: Zygote, tmp_path: Path) -> None:
-    plan = Plan(steps=12, stops={"1": 5}, settings={"step_timeout_s": 3.0, "stall_report_s": 0.8})
+    plan = Plan(steps=12, stops={"1": 5}, settings={"step_timeout_s": 8.0, "stall_report_s": 1.0})
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with running(tmp_path) as run:
         start(run, zygote, plan, store.port, workers=3)
         command, stopped = run.started[0], run.started[2]
-        run.wait(40, but=[command, stopped])
+        run.wait(60, but=[command, stopped])
         wait_for(lambda: run.results()[1].get("stopped"), run)
         assert run.exit_codes[run.started[1].pid] == run.exit_codes[run.started[3].pid] == 0
         stopped.send_signal(signal.SIGCONT)

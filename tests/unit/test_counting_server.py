@@ -61,7 +61,8 @@ def test_in_any_interleaving_survivors_of_a_death_end_alike(
     assert sets == {everybody, tuple(rank for rank in everybody if rank != kill)}
 
 
-@pytest.mark.parametrize("seeds", [600, *long_cases(10_000)])
+@pytest.mark.timeout(600)  # ten thousand take 20 s of a processor
+@pytest.mark.parametrize("seeds", [400, *long_cases(10_000)])
 def test_seeded_kill_points(seeds: int) -> None:
     """Three workers, two servers, four slices: one dies anywhere; the log gives the same bits."""
     within, events = 0, 0
@@ -124,7 +125,7 @@ def test_in_any_interleaving_what_counts_is_of_one_step_s_values(
     assert late > {0}, "nobody has met newer values"
 
 
-@pytest.mark.parametrize("seeds", [150, *long_cases(2000)])
+@pytest.mark.parametrize("seeds", [150, *long_cases(1000)])
 def test_seeded_lateness(seeds: int) -> None:
     sets, late = set(), 0
     for seed in range(seeds):

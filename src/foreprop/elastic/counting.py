@@ -103,8 +103,8 @@ class Counting:
         slice_, step = due.update[:2]
         with self._lock:
             lines = self._log.note(slice_, step, due.counted)
-        if self._file is not None:
-            self._file.write(lines)
+            if self._file is not None and lines:
+                self._file.write(lines)
         self.store.about(step, len(due.counted))
         return self._update(due.update)
 
@@ -208,8 +208,9 @@ class Counting:
     def close(self) -> None:
         """The session is over."""
         try:
-            if self._file is not None:
-                self._file.close()
+            with self._lock:  # an update may still be under way
+                if self._file is not None:
+                    self._file.close()
         except StorageError as error:
             LOGGER.error("server %d: %s", self._index, error)
 
