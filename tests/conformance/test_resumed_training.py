@@ -191,7 +191,7 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path, case: tuple[str, str]) -> Non
 
 @pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
 @pytest.mark.parametrize("stop_at", [1, *long_cases(4, 6, 7, 18)])
-def test_stopped_at_any_step(tmp_path: Path, architecture: str, stop_at: int) -> None:
+def test_stopped_at_any_border(tmp_path: Path, architecture: str, stop_at: int) -> None:
     """Before the first checkpoint, at one, at the end of an epoch, and after the last step."""
     first = (stop_at - 1) // 3 * 3  # the body of the loop was not through with its step
     settings = {"architecture": architecture}

@@ -105,12 +105,20 @@ def test_who_ends_it_does_not_want_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     ("outcomes", "tried"),
     [
         ((raised(7), raised(7)), 2),
+        ((raised(7), raised(6)), 2),
         ((raised(7), KILLED, raised(7), raised(7)), 4),
         ((raised(7), raised(9), raised(9)), 3),
         ((raised(7), raised(7, code=3), raised(7)), 4),
         ((raised(None), raised(None), raised(None)), 4),
     ],
-    ids=["the same", "a kill between", "another step", "another code", "no step is known"],
+    ids=[
+        "the same",
+        "another rank's",
+        "a kill between",
+        "another step",
+        "another code",
+        "no step is known",
+    ],
 )
 def test_an_error_that_repeats_at_its_step(
     monkeypatch: pytest.MonkeyPatch, outcomes: tuple[Outcome, ...], tried: int
