@@ -468,6 +468,29 @@ def test_two_models_with_two_sessions(tmp_path: Path) -> None:
             check_same_bits(got, wanted)
 
 
+@pytest.mark.parametrize(("before", "after"), [({}, {"ema": 0.9}), ({"ema": 0.9}, {})])
+def test_averages_that_come_or_go_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: Any, after: Any
+) -> None:
+    def work(**settings: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = momentum(model)
+        with foreprop.parallelize(model, optimizer, resume=tmp_path, **settings):
+            loop = foreprop.checkpoint(tmp_path, every=1, loader=range(2))
+            for _ in loop:
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+
+    work(**before)
+    assert "moving averages" not in caplog.text
+    work(**after)
+    says = (
+        "no moving averages, and ema=0.9: they begin" if after else "has moving averages, and ema"
+    )
+    assert says in caplog.text
+
+
 # What goes wrong.
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:

@@ -50,8 +50,8 @@ class Restarts:
         before: Outcome | None = None
         for restarts in range(self._most + 1):
             outcome = self._try()
-            if outcome.code == 0 or outcome.interrupted:
-                return outcome
+            if outcome.code == 0 or outcome.interrupted or not (restarts or outcome.started):
+                return outcome  # what could not be started once is somebody's mistake
             if restarts and (reason := _why_in_vain(before, outcome)):
                 return replace(outcome, failure=f"{outcome.failure}; {reason}")
             if restarts < self._most:
