@@ -191,7 +191,7 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path, case: tuple[str, str]) -> Non
 
 @pytest.mark.parametrize("architecture", ["p2p", *long_cases("ring")])
 @pytest.mark.parametrize("stop_at", [1, *long_cases(4, 6, 7, 18)])
-def test_stopped_at_any_step(tmp_path: Path, architecture: str, stop_at: int) -> None:
+def test_stopped_at_any_border(tmp_path: Path, architecture: str, stop_at: int) -> None:
     """Before the first checkpoint, at one, at the end of an epoch, and after the last step."""
     first = (stop_at - 1) // 3 * 3  # the body of the loop was not through with its step
     settings = {"architecture": architecture}
@@ -466,6 +466,29 @@ def test_two_models_with_two_sessions(tmp_path: Path) -> None:
     for ours, theirs in zip(run_cluster(2, work(tmp_path / "stopped")), whole, strict=True):
         for got, wanted in zip(ours, theirs, strict=True):
             check_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, {"ema": 0.9}), ({"ema": 0.9}, {})])
+def test_averages_that_come_or_go_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: Any, after: Any
+) -> None:
+    def work(**settings: Any) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = momentum(model)
+        with foreprop.parallelize(model, optimizer, resume=tmp_path, **settings):
+            loop = foreprop.checkpoint(tmp_path, every=1, loader=range(2))
+            for _ in loop:
+                optimizer.zero_grad()
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+
+    work(**before)
+    assert "moving averages" not in caplog.text
+    work(**after)
+    says = (
+        "no moving averages, and ema=0.9: they begin" if after else "has moving averages, and ema"
+    )
+    assert says in caplog.text
 
 
 # What goes wrong.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.process.harness import ROOT, Run, Zygote, free_port, running
 from tests.process.restart_script import BATCH, EPOCHS, EVERY, SAMPLES
 from tests.process.train_script import Scenario
 
-pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
 
 SCRIPT = ROOT / "tests" / "process" / "restart_script.py"
 STEPS = EPOCHS * SAMPLES // BATCH // 2
@@ -85,7 +86,7 @@ def test_kills_cost_little_and_no_bit(
     ]
     with running(tmp_path) as run:
         start(zygote, run, faults, "--max-restarts", "2", torchrun=torchrun)
-        run.wait(120)
+        run.wait(180)
         assert run.codes() == [0], run.output()
         assert weights(run) == unbroken, faults
         found = recoveries(tmp_path)
@@ -101,17 +102,34 @@ def test_kills_cost_little_and_no_bit(
         run.check_nothing_left()
 
 
+def test_with_dedicated_servers(zygote: Zygote, tmp_path: Path, unbroken: str) -> None:
+    """They end with the run that they served; the next one, with one server, goes on."""
+    faults = [["kill", 0, 2 * EVERY + 2, 0.0]]  # by then the first checkpoint is whole
+    with running(tmp_path) as run:
+        for servers in (2, 1):
+            port = free_port()
+            settings = {"FOREPROP_ARCHITECTURE": "ps", "FOREPROP_DEDICATED_SERVERS": str(servers)}
+            variables = run.environment(Scenario(), FAILS=json.dumps(faults), **settings)
+            count = ("--count", str(servers))
+            run.foreprop(zygote, variables, "server", "--rendezvous", f"127.0.0.1:{port}", *count)
+            where = ("--nproc-per-node", "2", "--master-port", str(port), str(SCRIPT))
+            run.torchrun(zygote, variables, *where, script=tmp_path)
+            run.wait(120)
+        assert run.codes()[2:] == [0, 0], run.output()
+        assert 0 not in run.codes()[:2]
+        assert weights(run) == unbroken
+        assert re.search("goes on from step [36]", run.output())
+        run.check_nothing_left()
+
+
 def test_an_error_that_repeats_at_its_step_ends_it(zygote: Zygote, tmp_path: Path) -> None:
     with running(tmp_path) as run:
         faults = [["raise", 1, 5, 0.0]] * 6
         start(zygote, run, faults, "--max-restarts", "5", torchrun=False)
-        run.wait(90)
+        run.wait(120)
         assert run.codes() == [1], run.output()
-        ended = "rank 1 on 127.0.0.2 ended with exit code 1"
-        assert f"foreprop run: {ended}; restart 1 of 5" in run.output()
-        assert (
-            f"foreprop run: {ended}; it ended at step 4 the last time, too, so a restart would not"
-            " help" in run.output()
-        )
+        ended = r"foreprop run: rank [01] on 127\.0\.0\.[12] ended with exit code 1"
+        assert re.search(rf"{ended}; restart 1 of 5\n", run.output())
+        assert re.search(rf"{ended}; it ended at step [45] the last time, too, so", run.output())
         assert "restart 2 of 5" not in run.output()
         run.check_nothing_left()

@@ -94,6 +94,17 @@ def test_by_default_it_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert (tries.said, tries.spare) == ([], [0])
 
 
+def test_what_cannot_be_started_at_first_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mistake in the command, say; hosts that have trained may be back soon."""
+    refused = Outcome(1, "b: there is no directory /work", started=False)
+    tries = Tries(monkeypatch, refused)
+    assert tries.restarted(plan(), most=9) == refused
+    tries = Tries(monkeypatch, LOST, refused, Outcome(0))
+    assert tries.restarted(plan(), most=9) == Outcome(0)
+
+
 def test_who_ends_it_does_not_want_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = Outcome(130, "ended by SIGINT", interrupted=True)
     tries = Tries(monkeypatch, KILLED, ended)
@@ -105,12 +116,20 @@ def test_who_ends_it_does_not_want_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     ("outcomes", "tried"),
     [
         ((raised(7), raised(7)), 2),
+        ((raised(7), raised(6)), 2),
         ((raised(7), KILLED, raised(7), raised(7)), 4),
         ((raised(7), raised(9), raised(9)), 3),
         ((raised(7), raised(7, code=3), raised(7)), 4),
         ((raised(None), raised(None), raised(None)), 4),
     ],
-    ids=["the same", "a kill between", "another step", "another code", "no step is known"],
+    ids=[
+        "the same",
+        "another rank's",
+        "a kill between",
+        "another step",
+        "another code",
+        "no step is known",
+    ],
 )
 def test_an_error_that_repeats_at_its_step(
     monkeypatch: pytest.MonkeyPatch, outcomes: tuple[Outcome, ...], tried: int

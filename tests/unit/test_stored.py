@@ -100,6 +100,25 @@ def test_at_every_operation_the_last_one_can_be_read(
     assert NEW in found
 
 
+def test_a_rank_has_done_all_when_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may rename the folder as soon as the last word is there."""
+    files = CheckpointFolder(tmp_path)
+    unfinished = files.begin(100, "0123abcd")
+    unfinished.write_part(0, {SHARED: {}})
+    rename = os.rename
+
+    def rename_and_finish(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target).name == "part-1.json":
+            files.finish(unfinished, RANKS, keep=1)
+
+    monkeypatch.setattr(os, "rename", rename_and_finish)
+    unfinished.write_part(1, {part_name(1): {}})
+    assert files.steps() == [100]
+
+
 def test_the_newest_ones_stay(tmp_path: Path) -> None:
     for step in range(100, 700, 100):
         save(tmp_path, step, keep=2)

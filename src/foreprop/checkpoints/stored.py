@@ -222,8 +222,8 @@ class UnfinishedCheckpoint:
         word = self._word(rank)
         unfinished = word.with_suffix(".new")
         write_file(unfinished, lambda file: file.write(msgspec.json.encode(stored)))
-        os.rename(unfinished, word)
         sync_folder(self.path)
+        os.rename(unfinished, word)  # last: from now on rank 0 may rename the folder
 
     def _write(self, name: str, content: Mapping[str, Any]) -> StoredFile:
         digest = _Digest()

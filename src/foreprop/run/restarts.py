@@ -50,8 +50,8 @@ class Restarts:
         before: Outcome | None = None
         for restarts in range(self._most + 1):
             outcome = self._try()
-            if outcome.code == 0 or outcome.interrupted:
-                return outcome
+            if outcome.code == 0 or outcome.interrupted or not (restarts or outcome.started):
+                return outcome  # what could not be started once is somebody's mistake
             if restarts and (reason := _why_in_vain(before, outcome)):
                 return replace(outcome, failure=f"{outcome.failure}; {reason}")
             if restarts < self._most:
@@ -97,7 +97,9 @@ def _why_in_vain(before: Outcome | None, now: Outcome) -> str | None:
     """Whether another try would end as the last two did; None if it may not."""
     if before is None or before.worker_error is None or now.worker_error is None:
         return None
-    step = now.worker_error.step
-    if step is None or before.worker_error != now.worker_error:
+    step, step_before = now.worker_error.step, before.worker_error.step
+    if step is None or step_before is None or before.worker_error.code != now.worker_error.code:
+        return None
+    if abs(step - step_before) > 1:  # ranks may be one apart, and another one may be the first
         return None
     return f"it ended at step {step} the last time, too, so a restart would not help"

@@ -51,6 +51,8 @@ class Outcome:
     """If a script ended by itself, and not by a signal."""
     interrupted: bool = field(default=False, compare=False)
     """Somebody has ended the command."""
+    started: bool = field(default=True, compare=False)
+    """Whether all hosts had answered, and workers were started."""
 
 
 _Event = Callable[["Launcher"], None]
@@ -148,7 +150,7 @@ class Launcher:
                         host.process.kill()
                     host.process.close()
         outcome = self._outcome or Outcome(0)
-        return replace(outcome, interrupted=self._interrupted)
+        return replace(outcome, interrupted=self._interrupted, started=self._started)
 
     def _start(self) -> None:
         for index in range(len(self._plan.hosts)):

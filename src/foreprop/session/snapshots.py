@@ -16,6 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from foreprop.checkpoints.loop import copied
 from foreprop.checkpoints.stored import SHARED
+from foreprop.config import LOGGER
 from foreprop.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,8 +106,10 @@ class ConnectedSnapshots:
             values = training.user.model.state_dict()
             remote = {name for name, value in values.items() if _is_meta(value)}
             state: State = {"model": copied(values), "optimizer": copied(optimizer.state_dict())}
-            if _has_masters(training.config):
-                state["masters"] = training.checkpoints.master_state_dict()
+            if _may_have_masters(training.config):
+                masters = training.checkpoints.master_state_dict()
+                if not all(_are_equal(values[name], value) for name, value in masters.items()):
+                    state["masters"] = masters
             if training.config.ema is not None:
                 state["ema"] = training.checkpoints.ema_state_dict()
         for name in ("model", "masters", "ema"):  # tables have files of their own
@@ -119,9 +122,27 @@ class ConnectedSnapshots:
             self._training.checkpoints.save_tables(folder)
 
 
-def _has_masters(config: Config) -> bool:
+def _may_have_masters(config: Config) -> bool:
     """Whether workers may see less of the parameters than servers have."""
     return config.wire_dtype is not None or config.compression is not None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or _is_meta(one):
+        return True
+    return torch.equal(one, other)
+
+
+def _averages_in(saved: State, config: Config, where: Path) -> State | None:
+    """None if none are wanted, or were saved, and that is said."""
+    if ("ema" in saved) != (config.ema is not None):
+        kept = "they begin with the parameters" if config.ema is not None else "they are dropped"
+        has = "has" if "ema" in saved else "has no"
+        LOGGER.warning(
+            "the checkpoint %s %s moving averages, and ema=%s: %s", where, has, config.ema, kept
+        )
+        return None
+    return saved.get("ema")
 
 
 def resume_connected(training: Training, found: Checkpoint, number: int) -> None:
@@ -134,10 +155,16 @@ def resume_connected(training: Training, found: Checkpoint, number: int) -> None
     if training.config.compression is not None:
         ranks = range(found.world_size)
         checkpoints.load_state_dict([found.rank_part(r)["sessions"][number] for r in ranks])
-    if "ema" in saved and training.config.ema is not None:
+    averages = _averages_in(saved, training.config, found.path)
+    if averages is not None:
         with checkpoints.tables_left_out():
-            checkpoints.load_ema_state_dict(saved["ema"])
-    if training.remote is not None and (tables := found.tables(number)) is not None:
+            checkpoints.load_ema_state_dict(averages)
+    if training.remote is not None:
+        if (tables := found.tables(number)) is None:
+            raise ConfigError(
+                f"the checkpoint {found.path} has no remote tables, and this model has: give"
+                " parallelize(..., resume=...) the folder of this model, or load_tables() yourself"
+            )
         checkpoints.load_tables(tables)
     # last: whoever uses a state_dict() is shown rank 0's
     if (rank := training.world.rank) < found.world_size:
@@ -208,5 +235,6 @@ def resume_alone(session: LoneSession, found: Checkpoint, number: int) -> None:
     """``number``: which session it is."""
     load_buffers(session._model, found.rank_part(0)["sessions"][number]["buffers"])
     saved = found.read(SHARED)["sessions"][number]
-    if "ema" in saved and session.config.ema is not None:
-        session.load_ema_state_dict(saved["ema"])
+    averages = _averages_in(saved, session.config, found.path)
+    if averages is not None:
+        session.load_ema_state_dict(averages)
