@@ -15,8 +15,11 @@ from tests.conformance.parity import (
     check_world_of_one,
     check_world_of_two,
     make_batches,
+    servers_only,
     with_sgd,
 )
+
+pytestmark = servers_only  # each test names the architecture that it needs
 
 Between = Callable[[nn.Module, torch.optim.Optimizer], object]
 

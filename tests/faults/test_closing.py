@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 
 TIMEOUT_S = 2.0
 MARGIN_S = 4.0
-LONGER_S = 12.0
-"""Of processes, whose servers load much for the first update."""
+LONGER_S = 5.0
+"""Of processes."""
 
 
 def train(world: World, steps: int = 2, **settings: Any) -> foreprop.Session:

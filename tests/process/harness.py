@@ -215,6 +215,7 @@ def workers(
     scenario: Scenario,
     *,
     local_size: int = 1,
+    script: Path = SCRIPT,
     **more: str,
 ) -> Iterator[Run]:
     """Ranks 0 to ``size`` - 1, started as torchrun does, but by nobody who would end the others.
@@ -226,7 +227,7 @@ def workers(
     with running(folder) as run:
         for rank in range(size):
             told = torchruns_variables(rank, store.port, size, local_size)
-            run.start(zygote, run.environment(scenario, **told, **more))
+            run.start(zygote, run.environment(scenario, **told, **more), script=script)
         yield run
     del store
 

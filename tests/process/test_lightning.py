@@ -18,6 +18,9 @@ LONG = pytest.mark.long
 
 CASES = ROOT / "tests" / "process" / "lightning_cases.py"
 WAIT_S = 500
+USUAL = "plain clip_value accumulated scheduled bf16 bf16_true fp16"
+UNUSUAL = "norms early averaged resumed rivals rivals_untoggled common fabric"
+"""Together, because to import Lightning takes longer than a case."""
 
 
 def variables(run: Run) -> dict[str, str]:
@@ -63,11 +66,8 @@ def differ(found: Any, expected: Any, where: str = "") -> str:
     ("ranks", "cases"),
     [
         (2, ["clip_norm"]),
-        pytest.param(2, ["plain", "clip_value", "accumulated", "scheduled"], marks=LONG),
-        pytest.param(2, ["bf16", "bf16_true", "fp16"], marks=LONG),
-        pytest.param(2, ["norms", "early", "averaged", "resumed"], marks=LONG),
-        pytest.param(2, ["rivals", "rivals_untoggled", "common"], marks=LONG),
-        pytest.param(2, ["fabric"], marks=LONG),
+        pytest.param(2, USUAL.split(), marks=LONG),
+        pytest.param(2, UNUSUAL.split(), marks=LONG),
         pytest.param(3, ["plain", "clip_norm", "accumulated", "rivals", "fabric"], marks=LONG),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else None,
