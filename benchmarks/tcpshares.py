@@ -117,14 +117,18 @@ def measure(
 def simulate(
     network: Network, size_bytes: int, pause_s: float, rounds: int, spread: float
 ) -> Shares:
-    """The same exchange in the simulator, with `Hosts.window_spread`."""
+    """The same exchange in the simulator, with `Kernel.window_spread`."""
     link, nodes = lab_link(network, latency_s=100e-6), range(network.nodes)
     crowds = plan_crowds(network.nodes, groups=None)
-    hosts = Hosts(window_spread=spread)
+    hosts = Hosts()
     cluster = SimulatedCluster(link, hosts, crowds=crowds, open_ports=False)
     buffer_bytes = SEND_BUFFER_BYTES // network.buffer_scale
     kernel = hosts.kernel(
-        link, connections=len(nodes) - 1, unsent_bytes=sys.maxsize, buffer_bytes=buffer_bytes
+        link,
+        connections=len(nodes) - 1,
+        unsent_bytes=sys.maxsize,
+        buffer_bytes=buffer_bytes,
+        window_spread=spread,
     )
     ended: list[list[float]] = [[] for _ in nodes]
 

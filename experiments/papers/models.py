@@ -60,7 +60,11 @@ def language_model(setting: LanguageSetting | None = None) -> ParallaxModel:
     words/s on 48 workers (Table 4) are 9.4 times one worker's (section 7.3).
     """
     setting = setting or LanguageSetting(
-        profile=lstm_profile(_WIDTH, _HIDDEN), systems=("hybrid",), nodes=WORKERS_PER_MACHINE
+        profile=lstm_profile(_WIDTH, _HIDDEN),
+        systems=("hybrid",),
+        nodes=WORKERS_PER_MACHINE,
+        width=_WIDTH,
+        hidden=_HIDDEN,
     )
     texts = [Text(setting, rank) for rank in range(setting.workers)]
     batches = [_rows_of(text) for text in texts]

@@ -67,8 +67,8 @@ class Clock:
 Sent = Callable[[int], None]
 Deliver = Callable[[Any], None]
 
-_PAUSE_S = 0.2
-"""Linux forgets a window after a retransmission timeout without bytes, which is at least this."""
+_UNEVEN_S = 0.5
+"""For so long a connection's share is smaller or larger than others'."""
 _WRITABLE_SHARE = 2 / 3
 """Of its buffer: Linux wakes who waits for room when no more than this is held."""
 
@@ -99,9 +99,10 @@ class Connection:
     """
 
     __slots__ = (
-        "_acknowledgements _back_egress _back_port _burst_bytes _clock _deliver _egress _end_bytes"
-        " _in_flight_bytes _kernel _latency_s _left_s _messages _peer _port _random _received_bytes"
-        " _sent _settling _unsent_bytes _untaken_bytes _waiting _window_bytes reverse"
+        "_acknowledgements _back_egress _back_port _burst_bytes _clock _deliver _drawn_until_s"
+        " _egress _end_bytes _in_flight_bytes _kernel _latency_s _messages _peer _port _random"
+        " _received_bytes _sent _settling _unsent_bytes _untaken_bytes _waiting _window_bytes"
+        " reverse"
     ).split()
 
     def __init__(self, clock: Clock, path: Path, way: Way) -> None:
@@ -122,7 +123,7 @@ class Connection:
         self._acknowledgements: deque[tuple[float, int]] = deque()  # when, bytes
         self._waiting = False  # for the first of them
         self._settling = False  # taken, and not yet sent
-        self._left_s = -math.inf  # when bytes have last left
+        self._drawn_until_s = 0.0
         self._random: random.Random | None = None
         if kernel.window_spread:
             self._random = random.Random(clock.number_connection())
@@ -139,14 +140,15 @@ class Connection:
         self._untaken_bytes = size_bytes
         self._messages.append((self._end_bytes, message))
         self._take_acknowledgements()
-        if self._random is not None and self._clock.now_s - self._left_s > _PAUSE_S:
+        if self._random is not None and self._clock.now_s >= self._drawn_until_s:
             self._draw_window(self._random)
         self._take(self._kernel.buffer_bytes)
         self._transmit()
 
     def _draw_window(self, drawn: random.Random) -> None:
-        """TCP begins anew after a pause, and ends up with a larger or smaller share."""
+        """Who loses packets has a smaller share for a while, and then somebody else has."""
         kernel = self._kernel
+        self._drawn_until_s = self._clock.now_s + _UNEVEN_S
         factor = math.exp(kernel.window_spread * drawn.gauss(0.0, 1.0))
         self._window_bytes = max(round(kernel.window_bytes * factor), kernel.burst_bytes)
 
@@ -189,8 +191,7 @@ class Connection:
         self._await_acknowledgement()
 
     def _leave(self, size: int) -> None:
-        self._left_s = self._clock.now_s
-        left_s = self._egress.accept(self._left_s, wire_bytes(size))
+        left_s = self._egress.accept(self._clock.now_s, wire_bytes(size))
         self._clock.at(left_s + self._latency_s, self._reach_port, size)
 
     def _reach_port(self, size: int) -> None:

@@ -223,15 +223,6 @@ def _kernels(
     if setting.dedicated_servers:  # one of them to or from each: a server's link has more
         connections = max(servers, pushers)
 
-    def kernel(buffer_bytes: int, settles: bool) -> Kernel:
-        return cluster.hosts.kernel(
-            cluster.link,
-            connections=connections + beside,
-            unsent_bytes=unsent_bytes,
-            buffer_bytes=buffer_bytes,
-            settles=settles,
-        )
-
     pushed_bytes = window_share_bytes(config.push_window_bytes, servers, config.order)
     if runs_ahead(config.order, servers):
         pushed_bytes = least_bytes(pushed_bytes)  # in the lab frames queue
@@ -240,6 +231,19 @@ def _kernels(
         pushed_bytes = replied_bytes
     if replies_wait:
         replied_bytes = window_share_bytes(config.push_window_bytes, pushers, config.order)
+    held_bytes = at_once(pushes_wait) * pushed_bytes + at_once(replies_wait) * replied_bytes
+    spread = 0.0 if cluster.is_symmetric else cluster.hosts.spread_of(cluster.link, held_bytes)
+
+    def kernel(buffer_bytes: int, settles: bool) -> Kernel:
+        return cluster.hosts.kernel(
+            cluster.link,
+            connections=connections + beside,
+            unsent_bytes=unsent_bytes,
+            buffer_bytes=buffer_bytes,
+            settles=settles,
+            window_spread=spread,
+        )
+
     return kernel(pushed_bytes, pushes_wait), kernel(replied_bytes, replies_wait)
 
 

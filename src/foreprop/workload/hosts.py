@@ -15,6 +15,9 @@ from foreprop.workload.network import LinkSetting
 
 _LEAST_BURST_BYTES = 2 * PACKET_BYTES
 _LEAST_WINDOW_BYTES = 2 * PACKET_BYTES
+_EVEN_RATIO, _LOSSY_RATIO = 1.3, 2.3
+"""Of what senders may hold over what a queue holds: until where shares are even, and from where on
+they differ most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class Kernel:
     window_bytes: int
     """Sent and not acknowledged."""
     window_spread: float
-    """Deviation of the logarithm of a window, drawn when it begins after a pause; 0: none is."""
+    """Deviation of the logarithm of a window, drawn anew every half second; 0: all are alike."""
     burst_bytes: int
     """What the simulation moves as one: more costs accuracy, less costs time."""
     latency_s: float
@@ -81,7 +84,8 @@ class Hosts:
     segment_bytes: int = 65_536
     """The kernel's largest segment, which it cuts into packets late (GSO)."""
     window_spread: float = 0.0
-    """How unevenly connections share a link (`Kernel.window_spread`, docs/simulator.md)."""
+    """How unevenly connections share a link that loses packets (`Kernel.window_spread`): 0.3 was
+    tried, see docs/simulator.md."""
     burst_s: float = 0.0005
     """What the simulation moves as one takes a link this long, but has at least two packets."""
 
@@ -97,6 +101,16 @@ class Hosts:
         """For a server to sum and update so many elements; ``workers`` 0: they are summed."""
         return self.update_s + elems * (self.update_elem_s + workers * self.sum_elem_s)
 
+    def spread_of(self, link: LinkSetting, held_bytes: float) -> float:
+        """Of windows, if senders may have so many bytes in one link's queue together.
+
+        What fits is shared evenly; what does not is lost, and whose packets those are has less for
+        a while (measured: `benchmarks.tcpshares`).
+        """
+        ratio = held_bytes * self.buffer_share / link.queue_bytes
+        share = (ratio - _EVEN_RATIO) / (_LOSSY_RATIO - _EVEN_RATIO)
+        return self.window_spread * min(1.0, max(0.0, share))
+
     def kernel(
         self,
         link: LinkSetting,
@@ -105,6 +119,7 @@ class Hosts:
         unsent_bytes: int,
         buffer_bytes: int,
         settles: bool = False,
+        window_spread: float = 0.0,
     ) -> Kernel:
         """``connections``: that share each link; ``buffer_bytes``: what `SO_SNDBUF` tells."""
         burst_bytes = int(link.rate_bits_per_s / 8 * self.burst_s)
@@ -115,7 +130,7 @@ class Hosts:
             settles=settles,
             segment_bytes=self.segment_bytes,
             window_bytes=window_bytes,
-            window_spread=self.window_spread,
+            window_spread=window_spread,
             burst_bytes=min(max(burst_bytes, _LEAST_BURST_BYTES), self.segment_bytes, window_bytes),
             latency_s=link.latency_s,
         )
