@@ -395,7 +395,7 @@ def test_what_waits_on_a_node_is_said() -> None:
     codecs = offered(made)
     assert codecs["lossless"].kept_bytes == 0
     assert codecs["dgc"].kept_bytes == pytest.approx(2 * 9.6e6, rel=0.01)  # momentum, and the sum
-    assert "Each node keeps 19.2 MB of it." in text(made)
+    assert "Each node keeps 19.2 MB from step to step." in text(made)
 
 
 def test_rows_of_tables_take_the_exact_codec_only() -> None:

@@ -303,7 +303,8 @@ def remedy_text(remedy: Remedy, chosen: Candidate) -> str:
 
 def _compression_text(made: Compressed, gain: str) -> str:
     exact = f"Not exact: {made.not_exact}." if made.not_exact else "The same bits as without."
-    kept = f" Each node keeps {made.kept_bytes / 1e6:.3g} MB of it." if made.kept_bytes else ""
+    kept_mb = made.kept_bytes / 1e6
+    kept = f" Each node keeps {kept_mb:.3g} MB from step to step." if kept_mb else ""
     return (
         f"{made.code} {gain} {made.shares[0].upper()}{made.shares[1:]}; a step takes"
         f" {time_text(made.step_s)}, with so many bytes no less than {time_text(made.limit_s)}."
