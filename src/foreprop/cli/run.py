@@ -140,6 +140,7 @@ def run(
         else:
             typer.echo(describe(plan))
         return
+    check_script(plan)
     outcome = Launcher(plan, sys.stdout.buffer, sys.stderr.buffer).run()
     if outcome.failure is not None:
         typer.echo(f"foreprop run: {outcome.failure}", err=True)
@@ -149,6 +150,13 @@ def run(
 
 def hosts_from(given: dict[str, Any]) -> Hosts:
     return Hosts(**given | {"env": tuple(given["env"] or ())})
+
+
+def check_script(plan: Plan) -> None:
+    """Whether it is there, as far as this machine can see; raises `ConfigError`."""
+    script = plan.script[0]
+    if plan.is_here(0) and not plan.module and not Path(plan.directory, script).is_file():
+        raise ConfigError(f"script is {script!r}; there is no such file in {plan.directory}")
 
 
 def _absolute(python: str) -> str:
