@@ -160,7 +160,7 @@ def show(to: Console, found: Comparison) -> None:
 
 def table(found: Comparison) -> Table:
     unit = "samples/s" if found.batch is not None else "steps/s"
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     headings = (unit, "over\nDDP", "ms/step\nmedian", "p10-p90", "waiting", "MB sent\nper step")
     shown.add_column("system", no_wrap=True)
     for heading in headings:
