@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+import foreprop
+from foreprop import Session
+from foreprop.cluster.world import World
+from tests.cluster import run_cluster
 from tests.conformance.averaging_by_hand import (
     Average,
     ReadingLoop,
@@ -19,7 +25,14 @@ from tests.conformance.averaging_by_hand import (
     check_contract,
     gradients,
 )
-from tests.conformance.parity import Batch, batches_of, servers_only, small_model, with_sgd
+from tests.conformance.parity import (
+    Batch,
+    batches_of,
+    build_seeded,
+    servers_only,
+    small_model,
+    with_sgd,
+)
 
 CLOSE = 1e-5
 """Norms are added up otherwise than torch does."""
@@ -242,3 +255,29 @@ def test_read_on_rank_0_only(settings: dict[str, Any]) -> None:
 @servers_only
 def test_a_wire_of_half_precision() -> None:
     check_contract(with_sgd(small_model), using(SEVERAL["clip"]), rtol=2e-2, wire_dtype="bfloat16")
+
+
+def test_the_wait_for_a_norm_is_counted_and_in_the_trace(tmp_path: Path) -> None:
+    """So `foreprop report` says of a loop that clips how long it waits."""
+    batches = batches_of(2)
+
+    def work(world: World) -> Session:
+        model, optimizer = build_seeded(with_sgd())
+        settings: Any = {"architecture": "p2p", "trace": str(tmp_path)}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            for batch in batches[world.rank]:
+                optimizer.zero_grad()
+                backward(model, batch)
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        return session
+
+    norms = set()
+    for rank, session in enumerate(run_cluster(2, work)):
+        (path,) = tmp_path.glob(f"worker-{rank}.*.trace.json")
+        events = json.loads(path.read_text())["traceEvents"]
+        waits = [event for event in events if event["ph"] == "X" and event["cat"] == "wait"]
+        norms |= {w["args"]["step"] for w in waits if w["name"] == "norm of the gradients"}
+        waited_s = sum(event["dur"] for event in waits) / 1e6
+        assert session.stats()["waited_s"] == pytest.approx(waited_s, abs=0.05)
+    assert norms == {1, 2, 3, 4}  # who is there first waits for the other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from foreprop.gradients.averaged import AveragedParameter
+from foreprop.path.asyncdevice import TorchAccelerator
+from foreprop.path.gpumemory import AsyncStagedMemory
 
 
 class _Session:
@@ -50,3 +53,30 @@ def test_answers_that_come_at_once_land_in_one_place(monkeypatch: pytest.MonkeyP
     first[:4] = b"\x01\x02\x03\x04"
     assert bytes(second[:4]) == b"\x01\x02\x03\x04"
     averaged.detach()
+
+
+def test_a_second_thread_gets_what_the_first_has_made() -> None:
+    """Since Python 3.12 both may be in `functools.cached_property`'s function at once."""
+    session: Any = _Session()
+    parameter = nn.Parameter(torch.zeros(4))
+    averaged = AveragedParameter(0, "weight", parameter, session, session, wanted=True)
+    make: Any = AveragedParameter._part.func  # type: ignore[attr-defined]
+    assert make(averaged) is make(averaged) is averaged._part
+    averaged.detach()
+
+
+def test_so_does_a_second_thread_that_lands_values_for_a_device() -> None:
+    class Device:
+        def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    memory: Any = AsyncStagedMemory.__new__(AsyncStagedMemory)
+    memory._parameter, memory._device = torch.zeros(4), Device()
+    make: Any = AsyncStagedMemory._values.func
+    assert make(memory) is make(memory) is memory._values
+
+    accelerator: Any = TorchAccelerator.__new__(TorchAccelerator)
+    accelerator.device = torch.device("cpu")
+    accelerator._module = SimpleNamespace(Stream=lambda device: object())
+    make = TorchAccelerator._copying.func
+    assert make(accelerator) is make(accelerator) is accelerator._copying

@@ -133,6 +133,12 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (["config", "xyz=1"], "no setting is called 'xyz'; there are architecture, "),
         (["report", "nowhere"], "directory: dir 'nowhere' does not exist; see"),
+        (["run", "nowhere.py"], "script is 'nowhere.py'; there is no such file in "),
+        (["run", "--dry-run", "--ssh", "", "x.py"], "--ssh is ''; it must begin with"),
+        (
+            ["compare", "--backend", "mpi", "x.py"],
+            "--backend is 'mpi'; it must be one of 'gloo', 'nccl'; see",
+        ),
         (["config", "slice_elems"], "'slice_elems' is not a setting; write it as NAME=VALUE"),
         (["config", "slice_elems=few"], "slice_elems is 'few'; it must be a whole number"),
         (["config", "slice_elems=0"], "slice_elems is 0; it must be at least 1"),

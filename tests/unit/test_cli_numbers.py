@@ -17,7 +17,7 @@ from foreprop.cli.registry import COMMANDS, command_of
 
 WORK = {
     "demo": ["foreprop.cli.demo.run_demo"],
-    "run": ["foreprop.cli.run.Restarts"],
+    "run": ["foreprop.cli.run.check_script"],
     "server": ["foreprop.cli.server.Supervisor"],
     "doctor": ["foreprop.cli.doctor.examine_hosts"],
     "compare": ["foreprop.cli.compare.check_request"],

@@ -184,6 +184,7 @@ def printed(width: int) -> list[str]:
 
 def test_a_table_that_does_not_fit_is_printed_row_by_row_with_nothing_cut() -> None:
     assert any("compute and a word" in line and "183.25" in line for line in printed(60))
+    assert printed(30)[0] == "p2p p3", "its last cell has room for its words, one by one"
     assert printed(20) == [
         "p2p p3",
         "  step ms: 183.25",

@@ -157,6 +157,22 @@ def test_a_process_that_dies_without_a_word_is_the_launchers_to_tell(tmp_path: P
     assert [row.error for row in found.rows] == ["rank 0 ended"] * 3
 
 
+@pytest.mark.parametrize("failing", [{"alone", "ddp", "p3"}, {"p3"}], ids=["all", "one"])
+def test_what_failed_is_shown_with_its_log(tmp_path: Path, failing: set[str]) -> None:
+    def ranks(system: str, rank: int) -> list[Told]:
+        if system in failing:
+            return [Ended(rank=rank, steps=3, error="ValueError: mine", is_ready=True)]
+        return told_by(rank, system)
+
+    shown = io.StringIO()
+    show(Console(file=shown, width=200), compare(REQUEST, Script(ranks), tmp_path))
+    text = shown.getvalue()
+    log = tmp_path / "1-p3.log"
+    assert f"p3 failed: rank 0: ValueError: mine; what it printed is in {log}\n" in text
+    assert log.read_text() == "[0] hello\n[1] hello\n"
+    assert ("median of all rounds" in text) == (len(failing) < 3)  # else there is no row to read
+
+
 def test_a_signal_ends_the_comparison(tmp_path: Path) -> None:
     def start(_: Task, lines: Lines) -> Outcome:
         return Outcome(130, "ended by SIGINT")

@@ -38,6 +38,13 @@ UP: set[str] = set()
 """Imports that go up, by file and folder."""
 TWICE: set[str] = set()
 """Names of files and classes that occur more than once in `RUNTIME`."""
+ONE_THREAD = {
+    "gradients/averaging.py:_stepper",  # the training thread
+    "path/gpumemory.py:_gradient",  # the training thread, or else the one that stages
+    "path/gpumemory.py:values",  # a view, of the one tensor that there is
+    "servers/served.py:state",  # the user's thread
+}
+"""Cached properties without a guard."""
 LONG: dict[str, int] = {}
 """Lines of files and functions that are too long; they must not grow."""
 
@@ -151,6 +158,26 @@ def test_no_file_and_no_function_is_long() -> None:
     assert LONG.keys() - found.keys() == set(), "no exception is needed any more"
 
 
+def find_caches_of_one_thread(src: Path) -> set[str]:
+    """``file:name`` of each cached property of which two threads could make two.
+
+    Since Python 3.12 `functools.cached_property` has no lock; ``setdefault`` keeps what came first.
+    """
+    return {
+        f"{path.relative_to(src / 'foreprop').as_posix()}:{node.name}"
+        for path in _files(src)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        if any("cached_property" in ast.unparse(found) for found in node.decorator_list)
+        if "setdefault" not in ast.unparse(node)
+    }
+
+
+def test_what_several_threads_make_is_kept_once() -> None:
+    """The others are asked for by one thread only, or make no difference."""
+    assert find_caches_of_one_thread(SRC) == ONE_THREAD
+
+
 def _make(root: Path, **files: str) -> Path:
     """A source tree; ``path__worker`` stands for path/worker.py."""
     for name, text in files.items():
@@ -207,3 +234,13 @@ def test_what_is_too_long_is_found(tmp_path: Path) -> None:
         core__functions=f"def right():\n{body * 59}\nasync def long():\n{body * 60}",
     )
     assert find_long(src) == {"path/long.py": 401, "core/functions.py:long": 61}
+
+
+def test_caches_without_a_guard_are_found(tmp_path: Path) -> None:
+    cached = "class A:\n    @functools.cached_property\n    def {}(self):\n        return {}\n"
+    src = _make(
+        tmp_path,
+        path__bare=cached.format("made", "object()"),
+        path__kept=cached.format("made", "vars(self).setdefault('_only', object())"),
+    )
+    assert find_caches_of_one_thread(src) == {"path/bare.py:made"}

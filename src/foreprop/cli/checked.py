@@ -177,6 +177,7 @@ def _say_what_was_typed(
     name = error.param.opts[-1] if error.param is not None else ""
     name = typed_as.get(name, name)
     error.message = error.message.replace("Input should be", "it must be")
+    error.message = re.sub(r"^Value error, .* is not one of ", "it must be one of ", error.message)
     error.param_hint = name
     for place, arg in enumerate(args):
         option, equals, value = arg.partition("=")

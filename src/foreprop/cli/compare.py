@@ -16,7 +16,7 @@ from rich.table import Table
 
 from foreprop.cli.options import Shown, filling, systems, writable
 from foreprop.cli.output import console, print_json, print_table, say
-from foreprop.cli.run import Hosts, asking_for_hosts, hosts_from
+from foreprop.cli.run import Hosts, asking_for_hosts, check_script, hosts_from
 from foreprop.compare.records import Task
 from foreprop.compare.result import Comparison, Row
 from foreprop.compare.run import Lines, Request, Start, Stopped
@@ -76,7 +76,7 @@ def compare(
       foreprop compare --resources hosts --batch 64 train.py --epochs 1
     """
     hosts = {name: given.pop(name) for name in [spec.name for spec in fields(Hosts)]}
-    plan = hosts_from(hosts).plan(grace_s=grace)
+    plan = hosts_from(hosts).plan(script, module=given["module"], grace_s=grace)
     request = Request(
         script=script[0],
         workers=sum(host.workers for host in plan.hosts),
@@ -124,11 +124,7 @@ def check_request(request: Request, plan: Plan) -> None:
             "FOREPROP_DEDICATED_SERVERS is set; a comparison starts every run by itself and cannot"
             " have dedicated servers: unset it"
         )
-    path = Path(plan.directory, request.script)
-    if plan.is_here(0) and not request.module and not path.is_file():
-        raise ConfigError(
-            f"script is {request.script!r}; there is no such file in {plan.directory}"
-        )
+    check_script(plan)
 
 
 def starting(plan: Plan, script: list[str], request: Request) -> Start:
@@ -152,7 +148,10 @@ def show(to: Console, found: Comparison) -> None:
     print_table(to, table(found))
     for row in found.rows:
         if row.error:
-            say(to, f"{row.system} failed: {row.error}", "red")
+            log = next(run.log for run in found.runs if run.system == row.system and run.error)
+            say(to, f"{row.system} failed: {row.error}; what it printed is in {log}", "red")
+    if all(row.step_s is None for row in found.rows):
+        return
     for notice in found.notices:
         say(to, f"Notice: {notice}", "yellow")
     for line in legend(found):
@@ -161,7 +160,7 @@ def show(to: Console, found: Comparison) -> None:
 
 def table(found: Comparison) -> Table:
     unit = "samples/s" if found.batch is not None else "steps/s"
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     headings = (unit, "over\nDDP", "ms/step\nmedian", "p10-p90", "waiting", "MB sent\nper step")
     shown.add_column("system", no_wrap=True)
     for heading in headings:

@@ -14,6 +14,8 @@ from rich.text import Text
 
 _UNLIMITED = 10_000
 """Characters per line where the output goes to no terminal."""
+_CUT = "\N{HORIZONTAL ELLIPSIS}"
+"""What rich leaves of a cell that does not fit."""
 
 
 def console(*, to_errors: bool = False) -> Console:
@@ -31,11 +33,12 @@ def print_table(to: Console, table: Table) -> None:
     title, caption, table.title, table.caption = table.title, table.caption, None, None
     if title:
         say(to, str(title), "bold")
-    width = to.measure(table, options=to.options.update(max_width=_UNLIMITED)).minimum
-    if width <= to.width:
+    with to.capture() as drawn:
         to.print(table)
-    else:
+    if _CUT in drawn.get():
         _print_rows(to, table)
+    else:
+        to.print(table)
     if caption:
         say(to, str(caption))
 

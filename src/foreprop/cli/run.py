@@ -156,6 +156,7 @@ def run(
         else:
             typer.echo(describe(plan))
         return
+    check_script(plan)
     streams = sys.stdout.buffer, sys.stderr.buffer
     restarts = Restarts(plan, *streams, say=_say, most=max_restarts, least_hosts=min_hosts)
     outcome = restarts.run()
@@ -171,6 +172,13 @@ def _say(text: str) -> None:
 
 def hosts_from(given: dict[str, Any]) -> Hosts:
     return Hosts(**given | {"env": tuple(given["env"] or ())})
+
+
+def check_script(plan: Plan) -> None:
+    """Whether it is there, as far as this machine can see; raises `ConfigError`."""
+    script = plan.script[0]
+    if plan.is_here(0) and not plan.module and not Path(plan.directory, script).is_file():
+        raise ConfigError(f"script is {script!r}; there is no such file in {plan.directory}")
 
 
 def _absolute(python: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -150,10 +150,11 @@ class AveragedParameter:
     # A round.
     @cached_property
     def _part(self) -> RoundPart:
-        """Its part in the last one; where servers come to update there is none."""
-        from foreprop.gradients.roundpart import RoundPart
+        """Its part in the last one; where servers come to update there is none. Any thread."""
+        from foreprop.gradients.roundpart import RoundPart  # made twice on Python 3.12, kept once
 
-        return RoundPart(self, self._session, self._together)
+        part = RoundPart(self, self._session, self._together)
+        return cast("RoundPart", vars(self).setdefault("_only_part", part))
 
     @property
     def left(self) -> bool:

@@ -178,9 +178,7 @@ class WorkerNorm:
             lambda: f"the norm of the gradients: {self._engine.inquiry.describe_incomplete()}",
             self._engine.inquiry.ask_about_incomplete,
         )
-        counters = self._progress.counters
-        counters.waits += 1
-        counters.waited_s += (time.perf_counter_ns() - started_ns) / 1e9
+        self._progress.count_wait("norm of the gradients", started_ns, round_)
 
     # Gradients that are only measured: the workers clip, or look at them.
     def square_sums(self, round_: int) -> Sequence[SquareSum]:

@@ -78,7 +78,8 @@ class TorchAccelerator:
 
     @functools.cached_property
     def _copying(self) -> Any:
-        return self._module.Stream(self.device)
+        """Threads may ask at once, and since Python 3.12 nothing holds the second: one is kept."""
+        return vars(self).setdefault("_only_copying", self._module.Stream(self.device))
 
     def host_memory(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty(tuple(shape), dtype=dtype)

@@ -12,7 +12,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -69,10 +69,13 @@ class AsyncStagedMemory:
         self._training: Any = None
         """The stream on which the parameter is trained: where its last gradient was computed."""
 
-    # Made when they are first needed: who only sends, or only receives, holds one of them.
+    # Made when they are first needed: who only sends, or only receives, holds one of them. Several
+    # servers' threads may ask for the values at once, and since Python 3.12 nothing holds the
+    # second one: what the first has made is kept.
     @functools.cached_property
     def _values(self) -> torch.Tensor:
-        return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
+        made = self._device.host_memory(self._parameter.shape, self._parameter.dtype)
+        return cast(torch.Tensor, vars(self).setdefault("_only_values", made))
 
     @functools.cached_property
     def _gradient(self) -> torch.Tensor:

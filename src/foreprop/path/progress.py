@@ -78,23 +78,20 @@ class Progress:
 
     def gradient_ready(self, parameter: int, step: int) -> None:
         """For the trace."""
-        if self._trace is not None:
-            self._mark(Stage.GRADIENT_READY, parameter, step)
+        self._mark(Stage.GRADIENT_READY, parameter, step)
 
     def parameter_complete(self, complete: CompleteParameter) -> None:
         """Wake who may wait for it."""
         parameter, step = complete
         if self._waiters > 1 or parameter == self.awaited:
             self.notify()
-        if self._trace is not None:
-            self._mark(Stage.PARAMETER_READY, parameter, step)
+        self._mark(Stage.PARAMETER_READY, parameter, step)
 
     def _mark(self, stage: Stage, parameter: int, step: int) -> None:
         """A moment in the life of a parameter, for the trace."""
         if self._trace is not None:
             now_ns = self._trace.now_ns()
-            name = self._names[parameter]
-            self._trace.span(stage.value, name, now_ns, stop_ns=now_ns, step=step)
+            self._trace.span(stage.value, self._names[parameter], now_ns, stop_ns=now_ns, step=step)
 
     def wait_for_parameter(
         self,
@@ -109,14 +106,18 @@ class Progress:
         self.awaited = parameter  # before the condition is looked at
         self.wait_until(condition, self._config.step_timeout_s, describe, on_stall)
         self.awaited = NOTHING
-        waited_s = (time.perf_counter_ns() - started_ns) / 1e9
-        counters = self.counters
-        counters.waits += 1
-        counters.waited_s += waited_s
-        by_parameter = counters.waited_s_by_parameter
+        waited_s = self.count_wait(self._names[parameter], started_ns, step + 1)
+        by_parameter = self.counters.waited_s_by_parameter
         by_parameter[parameter] = by_parameter.get(parameter, 0.0) + waited_s
+
+    def count_wait(self, what: str, started_ns: int, step: int) -> float:
+        """For the totals and the trace; seconds."""
+        waited_s = (time.perf_counter_ns() - started_ns) / 1e9
+        self.counters.waits += 1
+        self.counters.waited_s += waited_s
         if self._trace is not None:
-            self._trace.span("wait", self._names[parameter], started_ns, step=step + 1)
+            self._trace.span("wait", what, started_ns, step=step)
+        return waited_s
 
     def wait_until(
         self,

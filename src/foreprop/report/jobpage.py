@@ -132,7 +132,7 @@ def render_job(job: Job, *, command: str) -> str:
     """The whole page."""
     bars = _bars(job)
     longest_s = max(bar.step_s for bar in bars)
-    marks = {"work": "computing and other work", "wait": "waiting for parameters"}
+    marks = {"work": "computing and other work", "wait": "waiting for parameters or norms"}
     if any(bar.wait_s is None for bar in bars):
         marks["whole"] = "both, as predicted"
     count = "one worker" if len(job.timelines) == 1 else f"{len(job.timelines)} workers"
