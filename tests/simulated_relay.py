@@ -21,9 +21,8 @@ from foreprop.core.frames import (
     ReplyArrived,
     SendFrame,
     ValueArrived,
-    workers_of_node,
 )
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import RelayMachine, workers_of_node
 from foreprop.core.sendqueue import USUAL_TURNS
 from foreprop.core.wire import Flag, Kind
 

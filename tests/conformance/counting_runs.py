@@ -87,7 +87,7 @@ def dedicated(world: World, **own: Any) -> Iterator[None]:
 def die(session: Any) -> None:
     """As if the process were killed: its connections end without a word."""
     for engine in session._training.backends.engines:
-        for connection in engine._connections:
+        for connection in engine.connections:
             connection.stream.close()
     raise Died
 

@@ -392,10 +392,7 @@ def test_what_is_changed_by_hand_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"elastic": True},
-            "elastic is True, and servers are beside the workers.*dedicated_server",
-        ),
+        ({"elastic": True, "ema": 0.9}, "servers are beside the workers, and ema is 0.9: the ave"),
         ({**ELASTIC, "backup_workers": 1}, "elastic is True, and backup_workers is 1: leave out"),
         ({**BACKUPS, "counted_replay": "x"}, "backup_workers is 1, and counted_replay is 'x'"),
         ({**ELASTIC, "staleness": 2}, "elastic is True, and staleness is 2"),

@@ -17,15 +17,15 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 RUNTIME = (
     "core config observe link cluster path hooks compiled numerics compression gradients"
-    " tables relays staleness elastic stragglers servers collectives data auto checkpoints session"
-    " integrations"
+    " tables relays staleness elastic buddies stragglers servers collectives data auto checkpoints"
+    " session integrations"
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
     "errors quantities version datasets core config workload model simulate"
     " observe link cluster path hooks compiled numerics compression gradients tables relays"
-    " staleness elastic stragglers servers collectives data auto checkpoints session integrations"
-    " callbacks report run doctor compare lab demo cli"
+    " staleness elastic buddies stragglers servers collectives data auto checkpoints session"
+    " integrations callbacks report run doctor compare lab demo cli"
 ).split()
 BESIDE = {"experiments", "benchmarks", "tests"}
 """Folders that are in no wheel."""
@@ -41,6 +41,8 @@ TWICE: set[str] = set()
 ONE_THREAD = {
     "gradients/averaging.py:_stepper",  # the training thread
     "path/gpumemory.py:_gradient",  # the training thread, or else the one that stages
+    "path/gpumemory.py:_gradient_is_pinned",  # the same whoever asks
+    "path/gpumemory.py:_values_are_pinned",
     "path/gpumemory.py:values",  # a view, of the one tensor that there is
     "servers/served.py:state",  # the user's thread
 }

@@ -12,8 +12,8 @@ MOST_MODULES = 50
 MOST_LINES = 10_000
 
 NEVER = (
-    "numerics compression tables relays staleness elastic collectives data auto workload model"
-    " simulate integrations report run doctor compare lab demo cli callbacks"
+    "numerics compression tables relays staleness elastic buddies collectives data auto workload"
+    " model simulate integrations report run doctor compare lab demo cli callbacks"
 ).split()
 """Folders of which a plain training uses nothing."""
 

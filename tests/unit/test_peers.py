@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foreprop.core.frames import each_worker, nodes, workers_of_node
+from foreprop.core.frames import each_worker, nodes
+from foreprop.core.relay_machine import workers_of_node
 from foreprop.errors import RemoteProtocolError
 
 

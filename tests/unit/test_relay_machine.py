@@ -22,9 +22,8 @@ from foreprop.core.frames import (
     ReplyArrived,
     SendFrame,
     ValueArrived,
-    workers_of_node,
 )
-from foreprop.core.relay_machine import RelayMachine
+from foreprop.core.relay_machine import RelayMachine, workers_of_node
 from foreprop.core.sendqueue import Order, Reply
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind

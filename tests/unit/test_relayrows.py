@@ -10,8 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from foreprop.core.frames import SERVER, workers_of_node
+from foreprop.core.frames import SERVER
 from foreprop.core.manifest import Manifest, ParameterInfo
+from foreprop.core.relay_machine import workers_of_node
 from foreprop.core.shards import Shard
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.errors import RemoteProtocolError

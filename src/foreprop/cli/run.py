@@ -158,8 +158,7 @@ def run(
         return
     check_script(plan)
     streams = sys.stdout.buffer, sys.stderr.buffer
-    restarts = Restarts(plan, *streams, say=_say, most=max_restarts, least_hosts=min_hosts)
-    outcome = restarts.run()
+    outcome = Restarts(plan, *streams, say=_say, most=max_restarts, least_hosts=min_hosts).run()
     if outcome.failure is not None:
         _say(outcome.failure)
     if outcome.code:

@@ -62,7 +62,7 @@ def check_settings(config: Config) -> None:
         )
     _check_architecture(config)
     _check_staleness(config)
-    if config.counts_some:
+    if config.counts_some or config.buddy_steps is not None:
         from foreprop.config.countingchecks import check_counting
 
         check_counting(config)

@@ -21,7 +21,7 @@ _VALUES = {
 _GIVEN = "clip_grad_norm compression sparse_parameters rebalance_s".split()
 """The same of settings that are there at all."""
 _INSTEAD = {
-    "architecture": "servers alone can leave a worker out: use 'ps' (or 'p2p' without elastic)",
+    "architecture": "servers alone can leave a worker out: use 'ps' or 'p2p'",
     "update": "leave update out: servers update",
     "reply": "use a preset that broadcasts, as p3",
     "local_aggregation": "a node's sum has all its workers: use 'off'",
@@ -36,6 +36,11 @@ _INSTEAD = {
 
 def check_counting(config: Config) -> None:
     """Raises `ConfigError`."""
+    if config.buddy_steps is not None and config.state_kept_every is None:
+        raise ConfigError(
+            f"buddy_steps is {config.buddy_steps!r}, which is for elastic=True with servers beside"
+            " the workers: dedicated servers do not die with one"
+        )
     given = _given(config)
     name, value = given[0]
     text = f"{name} is {value!r}"
@@ -47,17 +52,35 @@ def check_counting(config: Config) -> None:
             " steps anyway: leave out one of them"
         )
     if config.elastic and not config.dedicated_servers:
-        raise ConfigError(
-            "elastic is True, and servers are beside the workers: with a worker's process its"
-            " server's part of the parameters would go. Set dedicated_servers, and start them with"
-            " `foreprop server`"
-        )
+        _check_beside(config)
     refused = [key for key, values in _VALUES.items() if getattr(config, key) in values]
     refused += [key for key in _GIVEN if getattr(config, key) is not None]
     for key in refused[:1]:
         raise ConfigError(f"{text}, and {key} is {getattr(config, key)!r}: {_INSTEAD[key]}")
     if config.counted_replay is not None and not Path(config.counted_replay).is_dir():
         raise ConfigError(f"counted_replay is {config.counted_replay!r}, which is no folder")
+
+
+_BESIDE = {
+    "servers_per_node": "a node has one server: leave it out",
+    "workers_per_node": "a node that dies has one worker: use dedicated_servers",
+    "wire_dtype": "servers have more of the values than workers: use dedicated_servers",
+    "ema": "the averages are nowhere else: average in the loop with"
+    " torch.optim.swa_utils.AveragedModel, or use dedicated_servers",
+    "link_rate_bits_per_s": "a substitute is not on the emulated link: leave it out",
+}
+
+
+def _check_beside(config: Config) -> None:
+    """With servers beside the workers: what would die with a node."""
+    usual = {"servers_per_node": (1,), "workers_per_node": (None, 1)}
+    for key, instead in _BESIDE.items():
+        value = getattr(config, key)
+        if value not in usual.get(key, (None,)):
+            raise ConfigError(
+                f"elastic is True, servers are beside the workers, and {key} is {value!r}:"
+                f" {instead}"
+            )
 
 
 def _given(config: Config) -> list[tuple[str, object]]:

@@ -51,7 +51,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 _FEW = (
-    "architecture clip_grad_norm clip_grad_value counted_replay delay_compensation ema"
+    "architecture buddy_steps clip_grad_norm clip_grad_value counted_replay delay_compensation ema"
     " encryption late_nodes node_rates port_range rebalance_s table_init trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
@@ -193,10 +193,13 @@ class Config:
     )
     delay_compensation: float | None = _setting(None, "with staleness: DC-ASGD's lambda", 0)
     elastic: bool = _setting(
-        False, "with dedicated_servers: a worker that dies leaves, and the others go on"
+        False, "a worker that dies leaves, with the server beside it, and the others go on"
     )
     backup_workers: int = _setting(
         0, "close each slice of a step without its so many latest pushes: not exact if not 0", 0
+    )
+    buddy_steps: int | None = _setting(
+        None, "elastic p2p: steps from copy to copy of servers' state; 1: none is lost; 0: none", 0
     )
     counted_log: str | None = _setting(
         None, "folder where servers write whose pushes they have counted, if not all workers'"
@@ -330,8 +333,15 @@ class Config:
             delay_compensation=self.delay_compensation or 0.0,
             elastic=self.elastic,
             backup_workers=self.backup_workers,
+            buddy_steps=self.state_kept_every,
             counted_replay=self.counted_replay is not None,
         )
+
+    @property
+    def state_kept_every(self) -> int | None:
+        """``buddy_steps``, where the session outlives a node."""
+        beside = self.elastic and not self.dedicated_servers
+        return (50 if self.buddy_steps is None else self.buddy_steps) if beside else None
 
     @property
     def counts_some(self) -> bool:

@@ -50,6 +50,7 @@ from foreprop.core.membership import (
 )
 from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
+from foreprop.core.takeover import SliceTakenOver
 from foreprop.core.wire import Flag
 from foreprop.errors import InternalError, RemoteProtocolError
 
@@ -129,6 +130,7 @@ class CountingServer:
             FrameSent: self._on_frame_sent,
             PeerLeft: self._on_peer_left,
             PeerDropped: self._on_peer_dropped,
+            SliceTakenOver: self._on_slice_taken_over,
         }
 
     def handle(self, event: Any) -> Sequence[CountingInstruction]:
@@ -304,6 +306,15 @@ class CountingServer:
         each.done = 0
         others = tuple(sorted(self._members.here - {0}))
         return [InstallValue(slice_), AnswerSlice(slice_, 0, priority, others)]
+
+    def _on_slice_taken_over(self, event: SliceTakenOver) -> Sequence[CountingInstruction]:
+        """On a substitute (`core.takeover`). Pushes of the step after it may be here already."""
+        slice_, step, priority, owed = event
+        each = self._of(slice_)
+        if each.done != _NO_VALUES:
+            raise RemoteProtocolError(f"slice {slice_} is taken over twice")
+        each.done = step
+        return [InstallValue(slice_), AnswerSlice(slice_, step, priority, owed)]
 
     def _on_pull_arrived(self, event: PullArrived) -> Sequence[CountingInstruction]:
         rank, slice_, step, priority, _ = event

@@ -57,10 +57,17 @@ class Peers:
     ranks: tuple[range, ...]
     """By number: the ranks that it stands for."""
     are_nodes: bool = False
+    absent: frozenset[int] = frozenset()
+    """Those that do not come: they had gone before (`core.takeover`)."""
 
     @property
     def count(self) -> int:
         return len(self.ranks)
+
+    @property
+    def present(self) -> list[int]:
+        """The numbers of who comes."""
+        return [peer for peer in range(len(self.ranks)) if peer not in self.absent]
 
     def first_rank(self, peer: int) -> int:
         return self.ranks[peer].start
@@ -107,14 +114,6 @@ def nodes(world_size: int, workers_per_node: int) -> Peers:
         tuple(range(start, min(start + workers_per_node, world_size)) for start in starts),
         are_nodes=True,
     )
-
-
-def workers_of_node(node: int, world_size: int, workers_per_node: int) -> Peers:
-    """A relay's: the workers of its node."""
-    ranks = nodes(world_size, workers_per_node).ranks
-    if not 0 <= node < len(ranks):
-        raise RemoteProtocolError(f"there is no node {node} among {len(ranks)}")
-    return Peers(tuple(range(rank, rank + 1) for rank in ranks[node]))
 
 
 # Events: what has happened.

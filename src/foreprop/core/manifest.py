@@ -118,6 +118,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     delay_compensation: float = 0.0
     elastic: bool = False
     backup_workers: int = 0
+    buddy_steps: int | None = None
+    """Of `core.buddy`; None: a lost server is not outlived."""
     counted_replay: bool = False
 
 

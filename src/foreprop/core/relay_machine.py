@@ -35,6 +35,7 @@ from foreprop.core.frames import (
     ReplyArrived,
     SendFrame,
     ValueArrived,
+    nodes,
 )
 from foreprop.core.sendqueue import Order, Reply, SendLanes
 from foreprop.core.server_machine import ServerInstruction, ServerMachine
@@ -50,6 +51,14 @@ RelayInstruction = ServerInstruction | Finish
 
 _COMMON = Flag.VALUE_CHANGED | Flag.GRADIENT | Flag.MEASURE | -1 << ROUND_SHIFT
 """Flags that are the same on all of a slice's pushes; one worker's ``EXPOSED`` is the node's."""
+
+
+def workers_of_node(node: int, world_size: int, workers_per_node: int) -> Peers:
+    """A relay's: the workers of its node."""
+    ranks = nodes(world_size, workers_per_node).ranks
+    if not 0 <= node < len(ranks):
+        raise RemoteProtocolError(f"there is no node {node} among {len(ranks)}")
+    return Peers(tuple(range(rank, rank + 1) for rank in ranks[node]))
 
 
 class _Awaited:

@@ -62,6 +62,13 @@ class Kind(IntEnum):
     PACE = 29  # W: how long its last steps took
     PACE_REPORT = 30  # S: who was late in them
     LEFT = 31  # S: a worker has left, and the others go on
+    SNAPSHOT = 32  # S: a slice's optimizer state after `step`, for its buddy to keep
+    SNAPSHOT_HELD = 33  # W: it is kept
+    TAKEOVER = 34  # W to its node's server, and S to all: a substitute for server `slice`
+    CLAIM = 35  # W: the steps of the slices' values that it has
+    SETTLED = 36  # S: by slice the step that it goes on from, and who is to send the values
+    TAKEN_OVER = 37  # W: a slice's values after `step`, from who is to send them
+    STATE_TAKEN_OVER = 38  # W (the buddy): its optimizer state after `step`
 
 
 class Flag(IntEnum):

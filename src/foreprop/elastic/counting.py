@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from foreprop.config import LOGGER, Config
+from foreprop.core.buddy import BuddiedServer
 from foreprop.core.collect import UpdateSlice
 from foreprop.core.counting_server import CountingServer
 from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
@@ -56,11 +57,11 @@ class Counting:
         self._manifest = manifest
         self._elastic = knobs.elastic
         self._limit_s = _SILENT_SHARE * config.step_timeout_s
-        self._members = Members(workers, backups=knobs.backup_workers)
-        self.machine = CountingServer(
+        self.members = Members(workers, backups=knobs.backup_workers)
+        self.machine: CountingServer | BuddiedServer = CountingServer(
             slices,
             index=index,
-            members=self._members,
+            members=self.members,
             order=knobs.order,
             names=[info.name for info in manifest.parameters],
             replay=_maybe_replay(config, index, workers, own),
@@ -128,11 +129,11 @@ class Counting:
         rank, step, counted, slices = left
         reason = self._reasons.get(rank, "")
         with self._lock:
-            here = sorted(self._members.here)
+            here = sorted(self.members.here)
         LOGGER.warning(
             "server %d goes on without rank %d, which has left within step %d (%d of %d slices"
             " here count it): %s; %d of %d workers are left",
-            *(self._index, rank, step, counted, slices, reason, len(here), self._members.workers),
+            *(self._index, rank, step, counted, slices, reason, len(here), self.members.workers),
         )
         told = Departure(rank, step, counted, slices, reason)
         data = msgspec.json.encode(told)

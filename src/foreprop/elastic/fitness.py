@@ -7,7 +7,7 @@ from foreprop.core.manifest import Manifest
 from foreprop.errors import ConfigError
 
 
-def check_fitness(config: Config, manifest: Manifest) -> None:
+def check_fitness(config: Config, manifest: Manifest, workers_per_node: int) -> None:
     """Raises `ConfigError` for tables by rows, scalers and too few workers, with the way round."""
     names = ("elastic", "backup_workers", "counted_replay")
     given = next(f"{each} is {value!r}" for each in names if (value := getattr(config, each)))
@@ -21,6 +21,11 @@ def check_fitness(config: Config, manifest: Manifest) -> None:
         raise ConfigError(
             f"{given}, and a scaler was given, which leaves out steps of all ranks together: train"
             " in bfloat16, which needs none, or leave out the first"
+        )
+    if manifest.knobs.buddy_steps is not None and workers_per_node > 1:
+        raise ConfigError(
+            f"{given}, servers are beside the workers, and there are {workers_per_node} on a node:"
+            " a node that dies has one worker. Use dedicated_servers"
         )
     if config.backup_workers >= manifest.world_size > 0:
         raise ConfigError(

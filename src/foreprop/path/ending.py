@@ -52,6 +52,8 @@ class Ending:
         stop_sending: Callable[[], None],
     ) -> None:
         self.finished = threading.Event()
+        self.outlives: Callable[[Connection], bool] = lambda _: False
+        """Whether the session goes on although this server is gone."""
         self._connections = connections
         self._servers = names
         self._progress = progress
@@ -65,7 +67,7 @@ class Ending:
         """What kept the others from leaving, too."""
         self._failed = threading.Event()
         self._goodbyes: list[threading.Thread] = []
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=peer.receive,
                 args=(self,),
@@ -77,7 +79,7 @@ class Ending:
 
     def start(self) -> None:
         """Receive from now on."""
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     # What becomes of connections. In their receiving threads.
@@ -95,7 +97,7 @@ class Ending:
 
     def on_lost(self, peer: Connection, why: str) -> None:
         """A server has gone; if it went with its worker, the other servers name that."""
-        if self._closing or self._failed.wait(_CAUSE_S):
+        if self._closing or self.outlives(peer) or self._failed.wait(_CAUSE_S):
             return
         why = why or f"its connection to rank {self._rank} closed"
         awaited = self._progress.awaited
@@ -184,16 +186,16 @@ class Ending:
 
     def _join_receivers(self, deadline: float) -> list[int]:
         """The servers whose connections are still there."""
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return [server for server, thread in enumerate(self._threads) if thread.is_alive()]
+        return [server for server, thread in enumerate(self.threads) if thread.is_alive()]
 
     def abort(self) -> None:
         self._closing = True
         for peer in self._connections:
             peer.stream.close()
         self._stop_sending()
-        for thread in self._threads:
+        for thread in self.threads:
             if thread.ident is not None:
                 thread.join()
 

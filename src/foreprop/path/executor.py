@@ -202,7 +202,7 @@ class Executor:
         self.send(peer, kind, about.step, CONTROL_PRIORITY, about.slice, data)
 
     def answer_all(self, kind: int, about: Header, data: bytes | memoryview = b"") -> None:
-        for peer in range(self.peers.count):
+        for peer in self.peers.present:
             self.answer(peer, kind, about, data)
 
     def send(

@@ -204,13 +204,14 @@ class Joining:
                 peer.stream = self._wrap(peer.stream, peer.rank)
             self._connections[number] = peer
             self._manifests[number] = manifest
-            zero = self._manifests.get(0)
+            first = self._composer.peers(manifest).present[0]
+            zero = self._manifests.get(first)
             if zero is None:
                 return
             self.known = self._composer.peers(zero)
-            refused = self._compare_all(zero)
+            refused = self._compare_all(zero, first)
             work = None
-            if not refused and len(self._connections) == self.known.count:
+            if not refused and len(self._connections) == len(self.known.present):
                 work = self._begin(zero, self.known.count)
         if refused:
             self._host.fail(Failure(kind="HandshakeError", message=refused))
@@ -228,12 +229,12 @@ class Joining:
             peer.owners = {**self._members, **self.work.owners}
         return self.work
 
-    def _compare_all(self, zero: Manifest) -> str | None:
+    def _compare_all(self, zero: Manifest, number: int) -> str | None:
         """How the first peer and the others, or this process, differ."""
         why_not = self._composer.why_not(zero)
         if why_not is not None:
             return why_not
-        first = f"rank {self._connections[0].rank}"
+        first = f"rank {self._connections[number].rank}"
         ours = (__version__, torch.__version__.partition("+")[0], sys.byteorder)
         theirs = (zero.foreprop, zero.torch, zero.byteorder)
         for name, mine, other in zip(("foreprop", "torch", "byteorder"), ours, theirs, strict=True):

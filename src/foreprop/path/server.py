@@ -179,7 +179,7 @@ class Server:
             what, met = "rank 0", f"ranks {sorted(peer.rank for peer in joined.values())}"
             known = self._joining.known
             if known is not None:
-                missing = [peer for peer in range(known.count) if peer not in joined]
+                missing = [peer for peer in known.present if peer not in joined]
                 what = ", ".join(map(known.name, missing)) or what
                 met = known.listed(sorted(joined))
             self.fail(

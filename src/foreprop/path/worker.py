@@ -114,7 +114,7 @@ class WorkerEngine:
 
     def _connect(self, streams: Sequence[Stream]) -> None:
         self.owners: dict[int, FrameOwner] = {}
-        self._connections = [
+        self.connections = [
             Connection(
                 stream,
                 self.owners,
@@ -130,7 +130,7 @@ class WorkerEngine:
             self._machine,
             self,
             Peers(()),
-            dict(enumerate(self._connections)),
+            dict(enumerate(self.connections)),
             "foreprop-send",
             undelivered=self.broke,
         )
@@ -139,8 +139,8 @@ class WorkerEngine:
         self.executor.on_sent = self._on_sent
         self._requests = Later({Kind.BLOB_REPLY, Kind.STATE_REPLY}, self._make_requests)
         self._inquiry = Later({Kind.STATUS_REPLY}, self._make_inquiry)
-        self._ending = Ending(
-            self._connections,
+        self.ending = Ending(
+            self.connections,
             self._servers,
             self.progress,
             self._inquiry,
@@ -152,8 +152,8 @@ class WorkerEngine:
         self._services: list[Service] = []
         failures = FailureReports(lambda _, failure: self.fail(failure))
         # what a session asks of its engine, and others do
-        self.give_up, self.close = self._ending.give_up, self._ending.close
-        self.end = self._ending.finished.set
+        self.give_up, self.close = self.ending.give_up, self.ending.close
+        self.end = self.ending.finished.set
         self.use(self, self._requests, self._inquiry, failures)
 
     def use(self, *services: Service) -> None:
@@ -171,7 +171,7 @@ class WorkerEngine:
     def _make_inquiry(self) -> Inquiry:
         from foreprop.path.requests import Inquiry  # when something does not come
 
-        about = (self._machine, self._connections, self._servers)
+        about = (self._machine, self.connections, self._servers)
         return Inquiry(self, *about, self.executor.sending_to)
 
     @property
@@ -196,7 +196,7 @@ class WorkerEngine:
 
         ``look`` is called now and then, and may raise what came to be known on another way.
         """
-        self._ending.start()
+        self.ending.start()
         self.send_to_all(Kind.MANIFEST, 0, CONTROL_PRIORITY, self.manifest.encode())
 
         def welcomed() -> bool:
@@ -295,10 +295,10 @@ class WorkerEngine:
         self.counters.max_queue_depth = self._machine.most_queued
 
     def fail(self, failure: Failure) -> None:
-        self._ending.fail(failure.as_error())
+        self.ending.fail(failure.as_error())
 
     def broke(self, error: BaseException) -> None:
-        self._ending.broke(error)
+        self.ending.broke(error)
 
     def send_message(
         self,
@@ -316,7 +316,7 @@ class WorkerEngine:
         self.executor.send(server, kind, step, priority, slice_, data, flags)
 
     def send_to_all(self, kind: Kind, step: int, priority: int, data: bytes) -> None:
-        for server in range(len(self._connections)):
+        for server in range(len(self.connections)):
             self.send_message(server, kind, step, priority, data)
 
     # The sending threads.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from foreprop.config import Config
@@ -34,6 +35,8 @@ from foreprop.path.slices import CheckGradient, Slices, Updates
 from foreprop.path.slicestore import SliceStore
 
 if TYPE_CHECKING:
+    from foreprop.buddies.recovery import Recovery
+    from foreprop.buddies.substitutes import Substitution
     from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
     from foreprop.elastic.countednumbers import CountedNumbers
@@ -59,6 +62,8 @@ class ServerWork:
     waits: Waits
     counting: Counting | None = None
     """If not all workers always count."""
+    recovery: Recovery | None = None
+    """If the session outlives a node."""
 
     def start(self) -> None:
         """Welcome everybody."""
@@ -77,22 +82,32 @@ class ServerWork:
     def close(self, failure: Failure | None) -> None:
         if self.counting is not None:
             self.counting.close()
+        if self.recovery is not None and failure is not None:
+            self.recovery.stop(failed=True)
 
     def stop(self) -> None:
         self.executor.stop()
+        if self.recovery is not None:
+            self.recovery.stop(failed=False)
 
 
 class ServerComposer:
     """Composes a server of the workers, or of their relays."""
 
     def __init__(
-        self, store_class: type[SliceStore] = SliceStore, config: Config | None = None
+        self,
+        store_class: type[SliceStore] = SliceStore,
+        config: Config | None = None,
+        substitution: Substitution | None = None,
     ) -> None:
         self._store_class = store_class
         self._config = config or Config()
+        self._substitution = substitution
+        """Of a substitute's: whom it stands in for."""
 
     def peers(self, manifest: Manifest) -> Peers:
-        return manifest.peers()
+        peers, stands_in = manifest.peers(), self._substitution
+        return peers if stands_in is None else stands_in.survivors(peers)
 
     def why_not(self, manifest: Manifest) -> str | None:
         if manifest.knobs.compression:
@@ -109,7 +124,8 @@ class ServerComposer:
     def compose(
         self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
     ) -> ServerWork:
-        return _Composition(manifest, host, connections, self._store_class, self._config).work
+        about = (self._store_class, self._config, self._substitution)
+        return _Composition(manifest, host, connections, *about).work
 
 
 class _Composition:
@@ -122,12 +138,17 @@ class _Composition:
         connections: Mapping[int, Connection],
         store_class: type[SliceStore],
         config: Config,
+        substitution: Substitution | None,
     ) -> None:
         self._manifest = manifest
+        self._store_class = store_class
         self._config = config
+        self._substitution = substitution
+        self._recovery: Recovery | None = None
         self._rows = Later(_ROW_FRAMES, self._make_rows)
         self._norm = Later({Kind.NORM}, self._make_norm)
-        slices, peers = manifest.slices(), manifest.peers()
+        slices = manifest.slices()
+        peers = ServerComposer(store_class, config, substitution).peers(manifest)
         self._shards = manifest.shards(len(slices))
         names = slice_names(manifest)
         self._barrier: StepBarrier | None = None
@@ -160,7 +181,7 @@ class _Composition:
         self._goodbyes = Goodbyes(self._executor)
         if counting is not None:
             counting.begin(self._executor, connections)
-        about_all = (names, self._executor, self._waits, counting)
+        about_all = (names, self._executor, self._waits, counting, self._recovery)
         self.work = ServerWork(owners_of(self._services()), *about_all)
 
     def _make_machine(self, slices: Sequence[Slice], index: int) -> ServerMachine:
@@ -182,7 +203,12 @@ class _Composition:
         yield self._frames
         yield self._settings
         yield Blobs(manifest, executor, readers=executor.peers.count - 1)
-        yield States(executor, self._store_of, self._export_gradient)
+        states = States(executor, self._store_of, self._export_gradient)
+        if self._recovery is None:
+            yield states
+        else:
+            make = partial(ServerComposer, self._store_class, self._config)
+            yield from self._recovery.services(executor, states, self._config, make)
         yield Statuses(executor, self._waits)
         yield self._goodbyes
         yield self._rows.service if self._shards else self._rows
@@ -211,7 +237,10 @@ class _Composition:
             return None
         from foreprop.elastic.counting import Counting
 
-        return Counting(self._manifest, slices, index, self._config)
+        counting = Counting(self._manifest, slices, index, self._config)
+        if knobs.buddy_steps is not None:
+            self._recovery = self._make_recovery(counting, slices, index)
+        return counting
 
     def _maybe_apart(self, slices: Sequence[Slice], index: int) -> Apart | None:
         if not self._manifest.knobs.staleness:
@@ -219,6 +248,14 @@ class _Composition:
         from foreprop.staleness.apart import Apart
 
         return Apart(self._manifest, slices, index)
+
+    def _make_recovery(self, counting: Counting, slices: Sequence[Slice], index: int) -> Recovery:
+        from foreprop.buddies.recovery import Recovery, keeps_state
+
+        every = self._manifest.knobs.buddy_steps or 0
+        every = every if keeps_state(self._manifest.optimizer) else 0
+        own = [piece.number for piece in slices if piece.server == index]
+        return Recovery(counting, own, index, self._substitution, every=every)
 
     def _make_codecs(self, images: ImageStore) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs

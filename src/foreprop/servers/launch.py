@@ -151,7 +151,12 @@ class Connections:
         """To a server, or to this node's relay to it."""
         direct = self.workers_per_push == 1
         sock = self.reach(server) if direct else self._reach_relay(server)
+        return self.stream_over(sock, server)
+
+    def stream_over(self, sock: socket.socket, server: int) -> Stream:
+        """A connection that has greeted, as it is used from now on."""
         self._sockets.append(sock)
+        direct = self.workers_per_push == 1
         try:
             window_bytes = self._window_bytes(sock)
         except OSError as error:
@@ -203,7 +208,7 @@ class Connections:
     def _greeted(self, sock: socket.socket) -> socket.socket:
         """At once: servers do not keep for long who says nothing."""
         try:
-            tuned = self._tuned(sock)
+            tuned = self.tuned(sock)
             tuned.sendall(greeting(self.session_id, self._world.rank))
         except OSError as error:
             raise self._ended(sock, error) from error
@@ -216,7 +221,7 @@ class Connections:
         text = f"rank {self._world.rank}'s connection to a server ended at once: {error}"
         return TransportError(text)
 
-    def _tuned(self, sock: socket.socket) -> socket.socket:
+    def tuned(self, sock: socket.socket) -> socket.socket:
         tune(
             sock,
             unsent_bytes=None if self._config.lanes == "one" else self._config.unsent_bytes,

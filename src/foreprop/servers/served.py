@@ -19,6 +19,7 @@ from foreprop.servers.launch import Connections
 from foreprop.servers.setup import Setup, check_frames
 
 if TYPE_CHECKING:
+    from foreprop.buddies.survival import Survival
     from foreprop.compression.pushcodecs import PushCodecs
     from foreprop.core.lateness import Straggler
     from foreprop.elastic.departure import LatePushes, MemberNotices
@@ -60,7 +61,7 @@ class ServedBackend:
         if setup.config.counts_some:
             from foreprop.elastic.fitness import check_fitness
 
-            check_fitness(setup.config, manifest)
+            check_fitness(setup.config, manifest, self.connections.workers_per_node)
         self.connections.open()
         self.session_id = self.connections.session_id
         self.engine = WorkerEngine(
@@ -80,11 +81,11 @@ class ServedBackend:
             self.codecs = PushCodecs(self.engine)
         self.late: LatePushes | None = None
         self.notices: MemberNotices | None = None
+        self.survival: Survival | None = None
         if manifest.knobs.elastic or manifest.knobs.backup_workers:
-            from foreprop.elastic.departure import LatePushes, MemberNotices
+            from foreprop.servers.surviving import add_members
 
-            self.notices = MemberNotices(self.engine) if manifest.knobs.elastic else None
-            self.late = LatePushes(self.engine) if manifest.knobs.backup_workers else None
+            add_members(self)
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
         alone = setup.world.size == 1 or self.connections.workers_per_push > 1
         alone = alone or setup.config.counts_some

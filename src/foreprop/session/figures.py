@@ -166,7 +166,8 @@ def _counting_of(backends: Backends) -> dict[str, Any]:
     """Who has left, or came late, where servers may count some workers only."""
     found: dict[str, Any] = {}
     for backend in backends.all:
-        for part in (getattr(backend, "notices", None), getattr(backend, "late", None)):
+        for name in ("notices", "late", "survival"):
+            part = getattr(backend, name, None)
             found |= {} if part is None else part.stats()
     return found
 

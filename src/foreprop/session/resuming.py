@@ -19,8 +19,8 @@ from foreprop.cluster.world import World, current_world
 from foreprop.config import LOGGER, Config
 from foreprop.errors import ConfigError
 from foreprop.session.alone import LoneSession
+from foreprop.session.savedstates import load_model_and_optimizer, resume_alone, resume_connected
 from foreprop.session.session import ConnectedSession, Session, connect
-from foreprop.session.snapshots import load_model_and_optimizer, resume_alone, resume_connected
 
 Owner = Any
 """A `session.training.Training`, or a `LoneSession`."""

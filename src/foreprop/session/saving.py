@@ -14,8 +14,8 @@ from foreprop.errors import ConfigError
 from foreprop.session import lifetime
 from foreprop.session.alone import LoneSession, open_lone_sessions
 from foreprop.session.resuming import origin_of
+from foreprop.session.savedstates import ConnectedSnapshots, LoneSnapshots
 from foreprop.session.session import ConnectedSession, Session
-from foreprop.session.snapshots import ConnectedSnapshots, LoneSnapshots
 
 _loops: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many there have been, by session."""

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from foreprop.config import Config
-from foreprop.core.frames import SERVER, Peers, workers_of_node
+from foreprop.core.frames import SERVER, Peers
 from foreprop.core.manifest import ITEMSIZE_BYTES, wire_dtype_of
+from foreprop.core.relay_machine import workers_of_node
 from foreprop.core.sendbound import least_bytes
 from foreprop.core.sendqueue import AT_ONCE, runs_ahead, takes_turns, window_share_bytes
 from foreprop.core.slicing import Partition, plan_slices
@@ -20,10 +21,11 @@ from foreprop.errors import ConfigError
 from foreprop.simulate.cluster import Cluster, End, Kernels, SimulatedSteps, connect_nodes, join
 from foreprop.simulate.coder import of_relays, of_workers
 from foreprop.simulate.device import Synchronisation
+from foreprop.simulate.processor import Processor
 from foreprop.simulate.relayed import Relay
 from foreprop.simulate.relayedrows import RowRelay
 from foreprop.simulate.rowtables import RowServer, RowWorker, Tables, tables_of
-from foreprop.simulate.served import Agreement, Processor, ServedWorker, Server, Site
+from foreprop.simulate.served import Agreement, ServedWorker, Server, Site
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.simulate.symmetric import Links, connect_crowd
 from foreprop.workload.hosts import Kernel
@@ -177,6 +179,7 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         at_once=_at_once(setting),
         needs_norm=config.aggregation.needs_norm,
         staleness=setting.staleness,
+        buddy_steps=config.state_kept_every or 0,
         tables=tables,
     )
 

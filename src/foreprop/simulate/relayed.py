@@ -23,7 +23,8 @@ from foreprop.core.frames import (
 from foreprop.core.relay_machine import RelayMachine
 from foreprop.core.wire import Kind
 from foreprop.errors import InternalError
-from foreprop.simulate.served import Exchange, Message, Processor, Site
+from foreprop.simulate.processor import Processor
+from foreprop.simulate.served import Exchange, Message, Site
 
 
 class Relay:

@@ -14,9 +14,10 @@ from foreprop.core.frames import SERVER, MessageReady, Peers, PushArrived, SendF
 from foreprop.core.rows_machine import RowsMachine, RowsUpdated, UpdateRows
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError
+from foreprop.simulate.processor import Processor
 from foreprop.simulate.relayed import Relay
 from foreprop.simulate.rowtables import Tables
-from foreprop.simulate.served import Message, Processor, Site
+from foreprop.simulate.served import Message, Site
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ from foreprop.core.rows_machine import (
 from foreprop.core.shards import COUNT_BYTES, Shard, numbers_bytes, part_rows, plan_shards
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import InternalError
-from foreprop.simulate.served import Message, Processor, ServedWorker, Server, Site
+from foreprop.simulate.processor import Processor
+from foreprop.simulate.served import Message, ServedWorker, Server, Site
 from foreprop.simulate.setting import SimulatedSetting
 
 _ABOUT_ROWS = frozenset({Kind.ROWS_PUSH, Kind.ROWS_PULL, Kind.ROWS_REPLY})

@@ -36,13 +36,14 @@ from foreprop.core.slicing import Slice
 from foreprop.core.staleness import Staleness, StaleServer
 from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
-from foreprop.errors import InternalError
+from foreprop.simulate import buddied
 from foreprop.simulate.connection import Clock, Connection, Loopback
 from foreprop.simulate.device import no_device
+from foreprop.simulate.processor import Processor
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.network import wire_bytes
 
 if TYPE_CHECKING:
+    from foreprop.core.buddy import BuddiedServer
     from foreprop.core.codecfacts import Coded
     from foreprop.simulate.coder import Coder
     from foreprop.simulate.rowtables import Tables
@@ -74,6 +75,10 @@ class Agreement:
     """Updates wait for the norm of all gradients (`core.barrier`)."""
     staleness: Staleness = 0
     """How many steps a worker may be ahead (`core.staleness`)."""
+    buddy_steps: int = 0
+    """How often servers send their optimizer's state to a buddy (`core.buddy`); 0: never."""
+    state_bytes_per_elem: int = 4
+    """Of that state: momentum's."""
     coded: Sequence[Coded] | None = None
     """By slice, what its codec makes of it; None: no codec, elements as they are."""
     tables: Tables | None = None
@@ -108,7 +113,9 @@ class Agreement:
         return PushWindow(sizes_bytes, self.push_window_bytes, servers=self.servers)
 
     def frame_bytes(self, frame: SendFrame) -> int:
-        """With its header; the payload is a slice, rows or nothing."""
+        """With its header; the payload is a slice, rows, state or nothing."""
+        if self.buddy_steps and frame.kind in (Kind.SNAPSHOT, Kind.SNAPSHOT_HELD):
+            return buddied.snapshot_bytes(self, frame)
         is_empty = frame.flags & (Flag.NO_GRADIENT | Flag.UNCHANGED)
         if is_empty or frame.kind not in (Kind.PUSH, Kind.REPLY):
             rows_bytes = 0 if self.tables is None else self.tables.payload_bytes(frame)
@@ -130,41 +137,6 @@ class Site(NamedTuple):
     clock: Clock
     hosts: Hosts
     agreement: Agreement
-
-
-class Processor:
-    """A process's: frames take turns, whoever's thread they are for.
-
-    Each takes ``frame_s``, and ``byte_s`` for every byte.
-    """
-
-    def __init__(
-        self, clock: Clock, frame_s: float, link_byte_s: float, *, byte_s: float = 0.0
-    ) -> None:
-        self._clock = clock
-        self._frame_s = frame_s
-        self._byte_s = byte_s
-        self._link_byte_s = link_byte_s
-        self._busy_until_s = 0.0
-
-    def received_s(self, copies: int, size_bytes: int) -> float:
-        """When it has seen the last of so many frames, which have come in one after the other."""
-        begins_s = self._clock.now_s - self._passing_s(copies, size_bytes)
-        return self._take(begins_s, copies, size_bytes)
-
-    def leaves_s(self, copies: int, size_bytes: int) -> float:
-        """When to send so many frames, so that the last one leaves when it has got there."""
-        ends_s = self._take(self._clock.now_s, copies, size_bytes)
-        return max(self._clock.now_s, ends_s - self._passing_s(copies, size_bytes))
-
-    def _take(self, begins_s: float, copies: int, size_bytes: int) -> float:
-        takes_s = copies * (self._frame_s + size_bytes * self._byte_s)
-        self._busy_until_s = max(self._busy_until_s, begins_s) + takes_s
-        return self._busy_until_s
-
-    def _passing_s(self, copies: int, size_bytes: int) -> float:
-        """From the first frame to the last one."""
-        return (copies - 1) * wire_bytes(size_bytes) * self._link_byte_s
 
 
 class Exchange:
@@ -290,6 +262,9 @@ class ServedWorker:
         if frame.kind == Kind.NORM_PART:
             self._on_norm_part(server, frame.step)
             return
+        if frame.kind == Kind.SNAPSHOT:
+            self._handle(buddied.held(server, frame))
+            return
         event: Any = ReplyArrived(frame.slice, frame.step, server)
         if frame.kind == Kind.NOTIFY:
             event = NotifyArrived(frame.slice, frame.step, server, frame.flags)
@@ -335,6 +310,8 @@ class Server:
             event = PushArrived(rank, slice_, step, priority, flags)
         elif kind == Kind.NORM:
             event = NormArrived(rank, step)
+        elif kind == Kind.SNAPSHOT_HELD:
+            event = buddied.holds(*message)
         self._handle(event)
 
     def _handle(self, event: Any) -> None:
@@ -342,9 +319,7 @@ class Server:
             if type(instruction) is SendFrame:
                 self.exchange.send(self._index, instruction)
             elif type(instruction) is UpdateSlice:
-                pushes = self._pushes_in(instruction)
-                takes_s = self._hosts.updating_s(self._elems(instruction.slice), pushes)
-                self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
+                self._update(instruction)
             elif type(instruction) is SumSlice:
                 elems = self._elems(instruction.slice)
                 takes_s = self._hosts.measuring_s(elems, self._workers)
@@ -353,7 +328,12 @@ class Server:
                 told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)
                 self._handle(MessageReady(0, *told))
             else:
-                raise InternalError(f"a simulated server cannot do {instruction!r}")
+                buddied.do(instruction, self._handle, self._update)
+
+    def _update(self, update: UpdateSlice) -> None:
+        pushes = self._pushes_in(update)
+        takes_s = self._hosts.updating_s(self._elems(update.slice), pushes)
+        self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
 
     def _pushes_in(self, update: UpdateSlice) -> int:
         """That it has to sum: none, if that was done before."""
@@ -365,7 +345,11 @@ class Server:
         return self._agreement.slices[slice_].elems
 
 
-def _server_machine(agreement: Agreement, index: int) -> ServerMachine | StaleServer:
+def _server_machine(
+    agreement: Agreement, index: int
+) -> ServerMachine | StaleServer | BuddiedServer:
+    if agreement.buddy_steps:
+        return buddied.buddied_machine(agreement, index)
     workers = len(agreement.members)
     names = [f"parameter {number}" for number in range(agreement.parameters)]
     turns = agreement.turns(index, workers)

@@ -1,0 +1,1 @@
+"""A node dies with its server, and the others go on: docs/buddies.md."""

@@ -1,0 +1,68 @@
+"""A server's half of buddies: it copies slices' states, sends them, and hears what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from foreprop.core.buddy import KeepState, SnapshotHeld, StateKept, StateReplaced
+from foreprop.core.frames import SendFrame
+from foreprop.core.wire import Flag, Header, Kind
+from foreprop.link.connection import Connection, FrameOwner, nothing
+
+if TYPE_CHECKING:
+    from foreprop.path.executor import Executor
+
+
+class Snapshots:
+    """Owns word of what the buddy holds; ``export_state`` copies a slice's state."""
+
+    kinds = frozenset({Kind.SNAPSHOT_HELD})
+
+    def __init__(self, executor: Executor, export_state: Callable[[int], bytes]) -> None:
+        self._executor = executor
+        self._export_state = export_state
+        self._kept: dict[int, tuple[int, bytes]] = {}  # by slice, until it is held: step and state
+        self._others_payload = executor.payload_of
+        executor.payload_of = self._payload_of
+        executor.doers[KeepState] = self._keep
+
+    def _keep(self, kept: KeepState) -> None:
+        """In the thread that has updated the slice; it is not updated again before this ends."""
+        self._kept[kept.slice] = kept.step, self._export_state(kept.slice)
+        self._executor.dispatch(StateKept(*kept))
+
+    def _payload_of(self, frame: SendFrame) -> memoryview:
+        if frame.kind != Kind.SNAPSHOT:
+            return self._others_payload(frame)
+        step, state = self._kept.get(frame.slice, (frame.step, b""))
+        # a frame that a later one follows is empty
+        return memoryview(state if step == frame.step else b"")
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return nothing(header)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        slice_, step = header.slice, header.step
+        self._executor.dispatch(SnapshotHeld(peer.number, slice_, step))
+        with self._executor.lock:
+            if self._kept.get(slice_, (-1, b""))[0] == step:
+                del self._kept[slice_]
+
+
+class LoadedStates:
+    """Owns optimizer state that workers send, and passes it on: the buddy needs that, too."""
+
+    kinds = frozenset({Kind.STATE, Kind.STATE_PULL})
+
+    def __init__(self, executor: Executor, inner: FrameOwner) -> None:
+        self._executor = executor
+        self._inner = inner
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return self._inner.room(peer, header)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        self._inner.on_frame(peer, header, payload)
+        if header.kind == Kind.STATE and not header.flags & Flag.AVERAGES:
+            self._executor.dispatch(StateReplaced(header.slice))

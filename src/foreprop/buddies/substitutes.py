@@ -1,0 +1,234 @@
+"""A substitute: a server that goes on with the slices of one whose node is gone.
+
+It runs in a thread of the server process on the buddy's node, under the lost server's number, with
+connections, machine and store of its own. The survivors connect to it as they did to the lost one,
+say what they have, and bring values and optimizer state: see `core.takeover`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from foreprop.config import LOGGER, Config
+from foreprop.core.frames import CONTROL_PRIORITY, Peers
+from foreprop.core.takeover import Settled, Settlement, SliceTakenOver
+from foreprop.core.wire import Header, Kind
+from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import Connection, bounded
+from foreprop.link.stream import listen
+from foreprop.path.executor import Executor, Machine
+from foreprop.path.joining import Composer
+from foreprop.path.server import Server
+
+if TYPE_CHECKING:
+    from foreprop.path.slicestore import SliceStore
+    from foreprop.path.sums import GradientBuffer
+
+_LIMIT_BYTES = 1 << 24
+_LEAVE_S = 3.0
+"""Who has left one server of a node leaves the other one, too."""
+
+
+class Substitution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who takes over from which server, and where."""
+
+    server: int
+    """The lost one's number, and the substitute's."""
+    node: int
+    """Where the substitute is."""
+    members: tuple[int, ...]
+    """The ranks that go on."""
+    session: str
+    """The id by which workers greet it."""
+    address: str
+    port: int
+    """0: it is still to be started."""
+
+    def survivors(self, peers: Peers) -> Peers:
+        """Of a session's, those who come."""
+        return dataclasses.replace(peers, absent=frozenset(range(peers.count)) - set(self.members))
+
+
+_SUBSTITUTION = msgspec.json.Decoder(Substitution)
+_CLAIM = msgspec.json.Decoder(tuple[int, ...])
+_SETTLED = msgspec.json.Decoder(list[Settled])
+
+
+def decode_substitution(payload: memoryview) -> Substitution:
+    try:
+        return _SUBSTITUTION.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not word of a substitute: {error}") from error
+
+
+def decode_settled(payload: memoryview) -> list[Settled]:
+    try:
+        return _SETTLED.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not what was settled: {error}") from error
+
+
+def room_for_words(header: Header) -> memoryview:
+    return bounded(header, _LIMIT_BYTES)
+
+
+class Substitutes:
+    """Owns the wish for a substitute, which only the worker on its node may have.
+
+    ``index``: this server's number; ``composer_of`` composes a substitute.
+    """
+
+    kinds = frozenset({Kind.TAKEOVER})
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: Config,
+        index: int,
+        composer_of: Callable[[Substitution], Composer],
+    ) -> None:
+        self._executor = executor
+        self._config = config
+        self._index = index
+        self._composer_of = composer_of
+        self._servers: dict[int, Server] = {}
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def servers(self) -> list[Server]:
+        return list(self._servers.values())
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return room_for_words(header)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        told = decode_substitution(payload)
+        peers = self._executor.peers
+        if peer.number != told.node or told.server in self._servers:
+            raise RemoteProtocolError(
+                f"rank {peer.number} wants a substitute for server {told.server} on node"
+                f" {told.node}, out of turn"
+            )
+        if not set(told.members) <= set(range(peers.count)) or peer.number not in told.members:
+            raise RemoteProtocolError(f"a substitute for ranks {list(told.members)}")
+        listener = listen(told.address, self._config.port_range)
+        port = listener.getsockname()[1]
+        server = Server(
+            index=told.server,
+            session_id=told.session,
+            config=self._config,
+            composer=self._composer_of(told),
+            world_size=peers.count,
+            name=f"server {told.server} (substitute on node {told.node})",
+            process=f"server {told.server}",
+        )
+        self._servers[told.server] = server
+        thread = threading.Thread(
+            target=server.run,
+            args=(listener,),
+            name=f"foreprop-substitute{told.server}",
+            daemon=True,
+        )
+        self._threads.append(thread)
+        thread.start()
+        LOGGER.warning("server %d starts a substitute for server %d", self._index, told.server)
+        data = msgspec.json.encode(msgspec.structs.replace(told, port=port))
+        about = Header(Kind.TAKEOVER, 0, 0, 0, told.server, CONTROL_PRIORITY, 0)
+        for rank in told.members:
+            self._executor.answer(rank, Kind.TAKEOVER, about, data)
+
+    def stop(self, *, failed: bool) -> None:
+        """The session is over here: its workers have left the substitutes, or are about to."""
+        deadline = time.monotonic() + (0.0 if failed else _LEAVE_S)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for server in self._servers.values():
+            server.cancel()
+        for thread in self._threads:
+            thread.join()
+
+
+class Adoption:
+    """Owns what survivors bring to a substitute: claims, values and optimizer state."""
+
+    kinds = frozenset({Kind.CLAIM, Kind.TAKEN_OVER, Kind.STATE_TAKEN_OVER})
+
+    def __init__(
+        self,
+        machine: Machine,
+        executor: Executor,
+        store: SliceStore,
+        slices: Sequence[int],
+        told: Substitution,
+    ) -> None:
+        self._machine = machine
+        self._executor = executor
+        self._lock = executor.lock
+        self._store = store
+        self._told = told
+        self._settlement = Settlement(slices, told.members, buddy=told.node)
+        self._settled: dict[int, Settled] = {}
+        self._incoming: dict[int, GradientBuffer] = {}  # by peer
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if header.kind == Kind.CLAIM:
+            return bounded(header, _LIMIT_BYTES)
+        slice_ = header.slice
+        settled = self._settled.get(slice_)
+        giver = self._told.node
+        if settled is not None and header.kind == Kind.TAKEN_OVER:
+            giver = settled.giver
+        if settled is None or peer.number != giver:
+            raise RemoteProtocolError(
+                f"rank {peer.number} sent {Kind(header.kind).name} of slice {slice_}, out of turn"
+            )
+        if header.kind == Kind.STATE_TAKEN_OVER:
+            return bounded(header, self._store.state_limit_bytes(slice_))
+        with self._lock:
+            buffer = self._store.take_buffer(slice_, value=True)
+        if len(buffer.view) != header.payload_bytes or header.step != settled.step:
+            raise RemoteProtocolError(
+                f"rank {peer.number} sent {header.payload_bytes} bytes of slice {slice_} after"
+                f" step {header.step}, not {len(buffer.view)} after {settled.step}"
+            )
+        self._incoming[peer.number] = buffer
+        return buffer.view
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.CLAIM:
+            self._on_claim(peer, payload)
+        elif header.kind == Kind.STATE_TAKEN_OVER:
+            with self._lock:
+                self._store.import_state(header.slice, payload)
+        else:
+            self._on_values(peer, header)
+
+    def _on_claim(self, peer: Connection, payload: memoryview) -> None:
+        try:
+            steps = _CLAIM.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"not a claim: {error}") from error
+        with self._lock:
+            settled = self._settlement.add(peer.number, steps)
+            self._settled = {each.slice: each for each in settled}
+        if not settled:
+            return
+        data = msgspec.json.encode(settled)
+        about = Header(Kind.SETTLED, 0, 0, 0, 0, CONTROL_PRIORITY, 0)
+        for rank in self._told.members:
+            self._executor.answer(rank, Kind.SETTLED, about, data)
+
+    def _on_values(self, peer: Connection, header: Header) -> None:
+        slice_, settled = header.slice, self._settled[header.slice]
+        event = SliceTakenOver(slice_, settled.step, header.priority, settled.owed)
+        with self._lock:
+            self._store.put_value(slice_, self._incoming.pop(peer.number))
+            self._store.install_value(slice_)
+            instructions = self._machine.handle(event)
+        self._executor.execute(instructions)

@@ -1,0 +1,354 @@
+"""A worker's half of buddies: it keeps others' snapshots, and outlives the loss of a server.
+
+A lost server's connection ends. Then nothing is sent to it any more, and what it has not answered
+stays kept (`buddies.replaceable`). The worker on its buddy's node has its own server start a
+substitute, and that server tells all where it is. Each survivor connects, claims what it has, hears
+where each slice goes on, and sends what is lost. The machines of training know nothing of this: a
+reply comes a little later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from foreprop.buddies.replaceable import ReplaceableStream, SentFrame
+from foreprop.buddies.substitutes import (
+    Substitution,
+    decode_settled,
+    decode_substitution,
+    room_for_words,
+)
+from foreprop.config import LOGGER
+from foreprop.core.buddy import HeldStates, buddy_of
+from foreprop.core.frames import CONTROL_PRIORITY
+from foreprop.core.takeover import Settled
+from foreprop.core.wire import Header, Kind, encode_header
+from foreprop.errors import Failure, ForepropError, RemoteProtocolError, failure_of
+from foreprop.link.connection import EMPTY, Connection, FrameOwner, bounded
+from foreprop.link.stream import Stream
+from foreprop.path.tensors import state_limit_bytes
+
+if TYPE_CHECKING:
+    from foreprop.path.worker import WorkerEngine
+
+Reach = Callable[[Substitution], Stream]
+"""Connects to a substitute and greets it; raises `ForepropError`."""
+
+
+class HeldSnapshots:
+    """Owns snapshots of other nodes' slices, on the worker that is their buddy."""
+
+    kinds = frozenset({Kind.SNAPSHOT})
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self.states: HeldStates[memoryview] = HeldStates()
+        self.count = 0
+        self._engine = engine
+        self._slices = engine.slices
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if header.slice >= len(self._slices) or self._slices[header.slice].server != peer.number:
+            raise RemoteProtocolError(
+                f"server {peer.number} sent a snapshot of slice {header.slice}, which is not its"
+            )
+        return bounded(header, state_limit_bytes(self._slices[header.slice].elems))
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if not payload:
+            return  # it was dropped before it left
+        with self._engine.lock:
+            self.states.put(header.slice, header.step, payload)
+            self.count += 1
+        place = (header.step, CONTROL_PRIORITY, b"")
+        self._engine.send_message(peer.number, Kind.SNAPSHOT_HELD, *place, slice_=header.slice)
+
+    @property
+    def bytes(self) -> int:
+        with self._engine.lock:
+            return sum(len(data) for _, _, data in self.states.all())
+
+
+class WholeReplies:
+    """Owns what servers answer, and hands it on when it is whole.
+
+    A reply that ends in the middle leaves the values before it as they were. So it is received
+    beside them and then copied, once.
+    """
+
+    kinds = frozenset({Kind.REPLY, Kind.STATE_REPLY, Kind.BLOB_REPLY})
+
+    def __init__(self, engine: WorkerEngine, streams: Sequence[ReplaceableStream]) -> None:
+        self.steps = [0] * len(engine.slices)
+        """By slice, the last one whose values are here."""
+        self._inner: dict[int, FrameOwner] = {kind: engine.owners[kind] for kind in self.kinds}
+        self._streams = streams
+        self._beside = [bytearray() for _ in streams]
+        self._rooms: list[memoryview] = [EMPTY for _ in streams]
+        engine.owners |= dict.fromkeys(self.kinds, self)
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        server = peer.number
+        room = self._inner[header.kind].room(peer, header)
+        if header.kind != Kind.REPLY or not len(room):
+            return room
+        if len(room) > len(self._beside[server]):
+            self._beside[server] = bytearray(len(room))
+        self._rooms[server] = room
+        return memoryview(self._beside[server])[: len(room)]
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.REPLY:
+            if len(payload):
+                room, self._rooms[peer.number] = self._rooms[peer.number], EMPTY
+                room[:] = payload
+                payload = room
+            self.steps[header.slice] = header.step
+        self._streams[peer.number].answered(header.kind, header.slice)
+        self._inner[header.kind].on_frame(peer, header, payload)
+
+
+class Loss:
+    """One server's, until its substitute has gone on."""
+
+    def __init__(self, server: int, node: int) -> None:
+        self.server = server
+        self.node = node
+        self.since_s = time.monotonic()
+        self.joining = False
+        self.welcomed = threading.Event()
+        self.settled: dict[int, Settled] = {}
+        self.is_settled = threading.Event()
+
+
+class Survival:
+    """Owns word of substitutes, and goes on with them.
+
+    ``reach`` connects to one; ``address`` is where this node's would listen; ``members_now`` are
+    the ranks that have not been dropped. One worker and one server to a node: they have the same
+    number at the start.
+    """
+
+    kinds = frozenset({Kind.TAKEOVER, Kind.SETTLED, Kind.WELCOME})
+
+    def __init__(
+        self,
+        engine: WorkerEngine,
+        reach: Reach,
+        address: str,
+        members_now: Callable[[], Sequence[int]],
+    ) -> None:
+        self._engine = engine
+        self._reach = reach
+        self._address = address
+        self._members_now = members_now
+        self._ending = engine.ending
+        self._lock = engine.lock
+        self._timeout_s = engine.config.step_timeout_s
+        self._streams = []
+        for connection in engine.connections:
+            connection.stream = stream = ReplaceableStream(connection.stream)
+            self._streams.append(stream)
+        self._node_of = list(range(len(self._streams)))  # by server
+        self._losses: dict[int, Loss] = {}
+        self._told: dict[int, Substitution] = {}  # by server, of losses
+        self._takeovers: list[dict[str, Any]] = []
+        self._own: dict[int, list[int]] = {server: [] for server in self._node_of}
+        for piece in engine.slices:
+            self._own[piece.server].append(piece.number)
+        self._welcomes = engine.owners[Kind.WELCOME]
+        self.held = HeldSnapshots(engine)
+        engine.use(self.held)
+        self._replies = WholeReplies(engine, self._streams)
+        engine.owners |= dict.fromkeys(self.kinds, self)
+        self._ending.outlives = self.outlives
+
+    # A loss.
+    def outlives(self, peer: Connection) -> bool:
+        """Whether this worker goes on although a server is gone. In its receiving thread."""
+        engine, server = self._engine, peer.number
+        with self._lock:
+            node = self._node_of[server]
+            others = [loss for loss in self._losses.values() if loss.node != node]
+            if node == engine.rank or server in self._losses or others or engine.progress.failed:
+                return False  # this node is going itself, or a second one
+            self._streams[server].lose()
+            loss = self._losses[server] = Loss(server, node)
+            members = tuple(rank for rank in self._members_now() if rank != node)
+            successor = buddy_of(node, members)
+        if successor == engine.rank:
+            self._ask_for(
+                Substitution(
+                    server,
+                    successor,
+                    members,
+                    f"{engine.manifest.session}-{server}-{node}",
+                    self._address,
+                    0,
+                )
+            )
+        LOGGER.warning(
+            "rank %d: server %d is gone with node %d; it is to go on beside rank %d",
+            *(engine.rank, server, node, successor),
+        )
+        self._join_if_told(loss)
+        return True
+
+    def _ask_for(self, wish: Substitution) -> None:
+        """Have this node's server start a substitute."""
+        own, data = self._engine.rank, msgspec.json.encode(wish)
+        about = (own, Kind.TAKEOVER, 0, CONTROL_PRIORITY, data)
+        self._engine.send_message(*about, slice_=wish.server)
+
+    def _join_if_told(self, loss: Loss) -> None:
+        with self._lock:
+            told = self._told.get(loss.server)
+            if told is None or loss.joining:
+                return
+            loss.joining = True
+        name = f"foreprop-takeover-{loss.server}"
+        threading.Thread(target=self._go_on, args=(loss, told), name=name, daemon=True).start()
+
+    # Frames.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if header.kind == Kind.WELCOME:
+            return self._welcomes.room(peer, header)
+        return room_for_words(header)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.TAKEOVER:
+            self._on_substitution(peer, decode_substitution(payload))
+            return
+        loss = self._losses.get(peer.number)
+        if header.kind == Kind.WELCOME and loss is None:
+            self._welcomes.on_frame(peer, header, payload)
+        elif loss is None or not loss.joining:
+            kind = Kind(header.kind).name
+            raise RemoteProtocolError(f"server {peer.number} sent {kind}, and was not lost")
+        elif header.kind == Kind.WELCOME:
+            loss.welcomed.set()
+        else:
+            loss.settled = {each.slice: each for each in decode_settled(payload)}
+            loss.is_settled.set()
+
+    def _on_substitution(self, peer: Connection, told: Substitution) -> None:
+        with self._lock:
+            known = 0 <= told.server < len(self._node_of)
+            if not known or self._node_of[peer.number] != told.node:
+                raise RemoteProtocolError(
+                    f"server {peer.number} tells of a substitute for server {told.server} on node"
+                    f" {told.node}"
+                )
+            self._told[told.server] = told
+            loss = self._losses.get(told.server)
+        if loss is not None:
+            self._join_if_told(loss)
+        else:  # others have seen it first: the receiving thread follows
+            self._streams[told.server].lose()
+
+    # Going on. In a thread of its own.
+    def _go_on(self, loss: Loss, told: Substitution) -> None:
+        try:
+            self._take_part(loss, told)
+        except ForepropError as error:
+            self._engine.fail(failure_of(error))
+        except BaseException as error:
+            self._engine.broke(error)
+
+    def _take_part(self, loss: Loss, told: Substitution) -> None:
+        engine, server = self._engine, loss.server
+        peer, stream = engine.connections[server], self._streams[server]
+        self._ending.threads[server].join(self._timeout_s)  # what had come is read
+        new = self._reach(told)
+        manifest = msgspec.structs.replace(engine.manifest, session=told.session).encode()
+        new.send(*self._frame(Kind.MANIFEST, 0, 0, CONTROL_PRIORITY, memoryview(manifest)))
+        stream.receive_from(new)
+        receiver = threading.Thread(
+            target=peer.receive,
+            args=(self._ending,),
+            name=f"foreprop-receive-{server}",
+            daemon=True,
+        )
+        self._ending.threads[server] = receiver
+        receiver.start()
+        self._await(loss.welcomed, loss, "all survivors to join it")
+        slices = self._own[server]
+        claim = msgspec.json.encode([self._replies.steps[number] for number in slices])
+        new.send(*self._frame(Kind.CLAIM, 0, 0, CONTROL_PRIORITY, memoryview(claim)))
+        self._await(loss.is_settled, loss, "it to say where slices go on")
+        behind: list[int] = []
+        first = self._brought(loss, told, behind)
+        again = stream.resume(first, {n: each.step for n, each in loss.settled.items()})
+        self._finish(loss, told, again, behind)
+
+    def _frame(
+        self, kind: Kind, step: int, slice_: int, priority: int, payload: memoryview
+    ) -> SentFrame:
+        place = (kind, 0, self._engine.rank, step, slice_, priority, len(payload))
+        return SentFrame(encode_header(*place), payload)
+
+    def _await(self, event: threading.Event, loss: Loss, what: str) -> None:
+        if not event.wait(self._timeout_s):
+            text = (
+                f"rank {self._engine.rank} waited {self._timeout_s:g} s (step_timeout_s) at the"
+                f" substitute for server {loss.server} for {what}"
+            )
+            self._engine.fail(Failure(kind="StepTimeout", message=text))
+            self._engine.progress.raise_if_failed()
+
+    def _brought(self, loss: Loss, told: Substitution, behind: list[int]) -> Iterator[SentFrame]:
+        """States before values: once all have pushed a slice, it is updated."""
+        engine = self._engine
+        for number in self._own[loss.server] if told.node == engine.rank else ():
+            with self._lock:
+                found = self.held.states.newest(number, loss.settled[number].step)
+            step, data = found or (0, EMPTY)
+            behind.append(loss.settled[number].step - step)
+            if found is not None:
+                yield self._frame(Kind.STATE_TAKEN_OVER, step, number, CONTROL_PRIORITY, data)
+        for number in self._own[loss.server]:
+            settled = loss.settled[number]
+            if settled.giver == engine.rank:
+                priority = engine.priority_of(engine.slices[number].parameter)
+                values = engine.memory.values(number)
+                yield self._frame(Kind.TAKEN_OVER, settled.step, number, priority, values)
+
+    def _finish(self, loss: Loss, told: Substitution, again: int, behind: list[int]) -> None:
+        took_s = time.monotonic() - loss.since_s
+        steps = sorted({each.step for each in loss.settled.values()})
+        done: dict[str, Any] = {
+            "server": loss.server,
+            "lost_node": loss.node,
+            "node": told.node,
+            "steps": steps,
+            "pushed_again": again,
+            "seconds": took_s,
+        }
+        if behind:
+            done["most_state_steps_lost"] = max(behind)
+        with self._lock:
+            self._node_of[loss.server] = told.node
+            del self._losses[loss.server], self._told[loss.server]
+            self._takeovers.append(done)
+        LOGGER.warning(
+            "rank %d: server %d goes on beside rank %d after %.2f s, from step %s; %d pushes were"
+            " sent again%s",
+            *(self._engine.rank, loss.server, told.node, took_s),
+            "/".join(map(str, steps)),
+            again,
+            f"; optimizer state is up to {max(behind)} steps older" if any(behind) else "",
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """For `Session.stats`."""
+        with self._lock:
+            takeovers = [dict(each) for each in self._takeovers]
+        return {
+            "snapshots": self.held.count,
+            "snapshot_bytes": self.held.bytes,
+            "takeovers": takeovers,
+        }

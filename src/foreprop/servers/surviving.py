@@ -1,0 +1,59 @@
+"""What a worker has where others may leave, and its way to a substitute of a lost server.
+
+That does without the rendezvous, whose store may have gone with the node: what a worker has to know
+comes over connections that it has.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from foreprop.buddies.survival import Survival
+from foreprop.elastic.departure import LatePushes, MemberNotices
+from foreprop.errors import TransportError
+from foreprop.link.connection import greeting
+from foreprop.link.stream import Stream, connect
+
+if TYPE_CHECKING:
+    from foreprop.buddies.substitutes import Substitution
+    from foreprop.path.worker import WorkerEngine
+    from foreprop.servers.launch import Connections
+    from foreprop.servers.served import ServedBackend
+
+
+def add_members(backend: ServedBackend) -> None:
+    """What a worker has where not all workers always count."""
+    engine, knobs = backend.engine, backend.engine.manifest.knobs
+    if knobs.backup_workers:
+        backend.late = LatePushes(engine)
+    if knobs.elastic:
+        backend.notices = MemberNotices(engine)
+        if knobs.buddy_steps is not None:
+            backend.survival = survival_of(engine, backend.connections, backend.notices)
+
+
+def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberNotices) -> Survival:
+    """Of a worker with a server beside it."""
+
+    def reach(told: Substitution) -> Stream:
+        timeout_s, rank = engine.config.join_timeout_s, engine.rank
+        sock = connect(told.address, told.port, timeout_s=timeout_s)
+        try:
+            if engine.config.secret_file is not None:
+                from foreprop.link.secret import authenticate
+
+                about = (told.session, f"server {told.server}", rank)
+                deadline = time.monotonic() + timeout_s
+                channel = authenticate(sock, engine.config, *about, deadline, lambda: None)
+                connections.channel = channel
+            connections.tuned(sock).sendall(greeting(told.session, rank))
+        except OSError as error:
+            sock.close()
+            raise TransportError(
+                f"rank {rank}'s connection to the substitute for server {told.server} on node"
+                f" {told.node} ended at once: {error}"
+            ) from error
+        return connections.stream_over(sock, told.server)
+
+    return Survival(engine, reach, connections.address, lambda: notices.members)

@@ -1,0 +1,393 @@
+"""One server's life under a schedule, from its first step past its node's loss: core machines only.
+
+All slices belong to one server, whose node ``lost`` has a worker, too. Links are queues in order.
+At some moment the node is gone: what it had sent arrives up to some point, and what was sent to it
+is lost. The survivors settle with a substitute where its slices go on, and train to the end. A
+slice's values and its optimizer state are the stories of their updates.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from foreprop.core.buddy import (
+    BuddiedServer,
+    HeldStates,
+    KeepState,
+    SnapshotHeld,
+    StateKept,
+    buddy_of,
+    most_lost,
+)
+from foreprop.core.collect import SliceUpdated, UpdateSlice
+from foreprop.core.counting_server import CountingServer
+from foreprop.core.frames import (
+    CompleteParameter,
+    FrameSent,
+    GradientReady,
+    InstallValue,
+    MessageReady,
+    PushArrived,
+    ReplyArrived,
+    SendFrame,
+    ValueArrived,
+)
+from foreprop.core.membership import AnswerSlice, Members, UpdateCounted
+from foreprop.core.slicing import Partition, plan_slices
+from foreprop.core.takeover import Settled, Settlement, SliceTakenOver, pushed_again
+from foreprop.core.wire import Kind
+from foreprop.core.worker_machine import WorkerMachine
+
+Story = tuple[tuple[int, tuple[int, ...]], ...]
+"""The updates of a slice: step, and the ranks that were counted."""
+Message = tuple[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """``lost`` is None: no node is lost. ``kill_after`` so many actions it is."""
+
+    workers: int
+    sizes_elems: Sequence[int] = (2, 1)
+    steps: int = 6
+    every: int = 2
+    lost: int | None = 0
+    kill_after: int = 10**9
+
+
+@dataclass
+class Worker:
+    rank: int
+    machine: WorkerMachine
+    stories: list[Story]
+    held: HeldStates[Story] = field(default_factory=HeldStates)
+    step: int = 0  # of the gradients that are ready, or the last that were
+    to_compute: list[int] = field(default_factory=list)
+    unanswered: dict[int, int] = field(default_factory=dict)  # by slice
+    priorities: dict[int, int] = field(default_factory=dict)
+    sees_loss: bool = False
+    claimed: bool = False
+    resumed: bool = False
+
+
+class ServedLife:
+    """Runs a plan under the schedule of a seed; raises `AssertionError` when a rule is broken."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        self.plan = plan
+        self.random = random.Random(seed)
+        partition = Partition(servers=1, slice_elems=1)
+        self.slices = plan_slices(plan.sizes_elems, [4] * len(plan.sizes_elems), partition)
+        self.numbers = [piece.number for piece in self.slices]
+        self.undone = 0
+        """Updates that the lost server had made, and no survivor has seen."""
+        self.behind: list[int] = []
+        """By slice that was taken over, how many steps older its state was than its values."""
+        self.settled: dict[int, Settled] = {}
+        self.members = list(range(plan.workers))
+        self.is_lost = False
+        self.workers = [self._worker(rank) for rank in self.members]
+        self.to_server: dict[int, deque[Message]] = {rank: deque() for rank in self.members}
+        self.to_worker: dict[int, deque[Message]] = {rank: deque() for rank in self.members}
+        host = plan.lost if plan.lost is not None else 0
+        self.buddy = buddy_of(host, self.members)
+        self.server = self._server(host, epoch=0)
+        self.settlement: Settlement | None = None
+        self.actions_done = 0
+
+    # Making them.
+    def _worker(self, rank: int) -> Worker:
+        machine = WorkerMachine(
+            self.slices,
+            parameters=len(self.plan.sizes_elems),
+            order="priority",
+            reply="broadcast",
+        )
+        return Worker(rank, machine, [((0, ()),) for _ in self.slices])
+
+    def _server(self, node: int, *, epoch: int) -> Server:
+        return Server(self, list(self.members), node, epoch)
+
+    # The schedule.
+    def run(self) -> ServedLife:
+        while not self._is_over():
+            actions = self._actions()
+            assert actions, self._describe()
+            self.random.choice(actions)()
+            self.actions_done += 1
+            if self.actions_done == self.plan.kill_after and self.plan.lost is not None:
+                self._lose(self.plan.lost)
+        self._check_end()
+        return self
+
+    def _is_over(self) -> bool:
+        return all(
+            worker.step == self.plan.steps and not worker.to_compute and self._is_complete(worker)
+            for worker in self._present()
+        ) and not (self.is_lost and not all(worker.resumed for worker in self._present()))
+
+    def _present(self) -> list[Worker]:
+        return [self.workers[rank] for rank in self.members]
+
+    def _is_complete(self, worker: Worker) -> bool:
+        return all(map(worker.machine.is_complete, range(len(self.plan.sizes_elems))))
+
+    def _actions(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        for worker in self._present():
+            found += self._actions_of(worker)
+        if self.is_lost and not self.settled:
+            return found
+        found += self.server.actions()
+        ranks = [rank for rank in self.members if self.to_server[rank]]
+        return found + [partial(self.server.receive, rank) for rank in ranks]
+
+    def _actions_of(self, worker: Worker) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        if worker.to_compute:
+            found.append(partial(self._compute, worker))
+        elif worker.step < self.plan.steps and self._is_complete(worker):
+            found.append(partial(self._begin_step, worker))
+        if self.to_worker[worker.rank]:
+            found.append(partial(self._receive, worker))
+        elif self.is_lost and not worker.claimed:
+            found.append(partial(self._claim, worker))
+        if worker.claimed and self.settled and not worker.resumed:
+            found.append(partial(self._resume, worker))
+        return found
+
+    def _begin_step(self, worker: Worker) -> None:
+        worker.step += 1
+        worker.to_compute = list(range(len(self.plan.sizes_elems)))
+        self.random.shuffle(worker.to_compute)
+
+    def _compute(self, worker: Worker) -> None:
+        parameter = worker.to_compute.pop()
+        self._do(worker, worker.machine.handle(GradientReady(parameter, worker.step)))
+
+    def _do(self, worker: Worker, instructions: Sequence[object]) -> None:
+        for instruction in instructions:
+            if not isinstance(instruction, SendFrame):
+                assert isinstance(instruction, CompleteParameter)
+                continue
+            if instruction.kind == Kind.PUSH:
+                worker.unanswered[instruction.slice] = instruction.step
+                worker.priorities[instruction.slice] = instruction.priority
+            if not self.is_lost or worker.resumed:  # or else into nothing
+                self.to_server[worker.rank].append(("frame", instruction))
+            self._do(worker, worker.machine.handle(FrameSent(instruction.peer)))
+
+    def _receive(self, worker: Worker) -> None:
+        kind, content = self.to_worker[worker.rank].popleft()
+        frame, story = content
+        if kind == "snapshot":
+            worker.held.put(frame.slice, frame.step, story)
+            held = ("held", (frame.slice, frame.step))
+            if not self.is_lost or worker.resumed:
+                self.to_server[worker.rank].append(held)
+            return
+        assert frame.kind == Kind.REPLY
+        assert worker.unanswered.pop(frame.slice) == frame.step
+        worker.stories[frame.slice] = story
+        self._do(worker, worker.machine.handle(ReplyArrived(frame.slice, frame.step, 0)))
+
+    # The loss, and after it.
+    def _lose(self, node: int) -> None:
+        self.is_lost = True
+        self.members.remove(node)
+        for rank in self.members:
+            queue = self.to_worker[rank]
+            for _ in range(self.random.randint(0, len(queue))):
+                queue.pop()  # the end of what it had sent
+            self.to_server[rank].clear()
+
+    def _claim(self, worker: Worker) -> None:
+        worker.claimed = True
+        if self.settlement is None:
+            self.settlement = Settlement(self.numbers, self.members, buddy=self.buddy)
+        steps = [worker.stories[number][-1][0] for number in self.numbers]
+        for each in self.settlement.add(worker.rank, steps):
+            self.settled[each.slice] = each
+        if not self.settled:
+            return
+        for number, settled in self.settled.items():
+            undone = self.server.stories[number][-1][0] - settled.step
+            assert undone in (0, 1), "more than the last update was seen by nobody"
+            self.undone += undone
+        self.server = self._server(self.buddy, epoch=1)
+
+    def _resume(self, worker: Worker) -> None:
+        worker.resumed = True
+        queue = self.to_server[worker.rank]
+        for number in self.numbers:
+            settled = self.settled[number]
+            if settled.giver == worker.rank:
+                assert worker.stories[number][-1][0] == settled.step
+                queue.append(("taken over", (number, worker.stories[number])))
+            if worker.rank == self.buddy:
+                found = worker.held.newest(number, settled.step)
+                queue.append(("state", (number, found)))
+        steps = {number: settled.step for number, settled in self.settled.items()}
+        for number in pushed_again(worker.unanswered, steps):
+            step, priority = worker.unanswered[number], worker.priorities[number]
+            frame = MessageReady(0, Kind.PUSH, step, priority, number, -1)
+            self._do(worker, worker.machine.handle(frame))
+
+    # The end.
+    def _check_end(self) -> None:
+        first = self._present()[0]
+        for worker in self._present():
+            assert worker.stories == first.stories
+        for story in first.stories:
+            assert [step for step, _ in story] == list(range(self.plan.steps + 1))
+            for _, ranks in story[1:]:
+                assert set(ranks) >= set(self.members)
+
+    def _describe(self) -> str:
+        waits = [(each.rank, each.step, each.unanswered, each.resumed) for each in self._present()]
+        return f"deadlock: {waits}"
+
+
+class Server:
+    """The server, or (``epoch`` 1) its substitute. ``ranks``: whom it serves."""
+
+    def __init__(self, life: ServedLife, ranks: list[int], node: int, epoch: int) -> None:
+        self.epoch = epoch
+        self.stories: list[Story] = [((0, ()),) for _ in life.slices]
+        self.states: list[Story] = [() for _ in life.slices]
+        self.kept: dict[tuple[int, int], Story] = {}
+        self._life = life
+        self._ranks = ranks
+        self._updating: UpdateSlice | None = None
+        self._sending: dict[int, SendFrame] = {}
+        self._answers: list[Story] = []
+        self._copied: list[StateKept] = []
+        self._has_state = set(life.numbers) if epoch == 0 else set()
+        members = Members(life.plan.workers)
+        for rank in set(range(life.plan.workers)) - set(ranks):
+            members.drop(rank)
+        inner = CountingServer(
+            life.slices,
+            index=0,
+            members=members,
+            order="priority",
+            names=[f"p{n}" for n in range(len(life.plan.sizes_elems))],
+        )
+        for number in life.numbers if epoch == 0 else ():
+            inner.handle(ValueArrived(0, number, 0, 0))  # the first values are everywhere
+        self.machine = BuddiedServer(
+            inner, life.numbers, node=node, members=ranks, every=life.plan.every
+        )
+
+    def actions(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        if self._updating is not None:
+            found.append(self._updated)
+        found += [partial(self._sent, peer) for peer in self._sending]
+        return found + [partial(self._tell_copied, each) for each in self._copied]
+
+    def receive(self, rank: int) -> None:
+        kind, content = self._life.to_server[rank].popleft()
+        if kind == "frame":
+            frame: SendFrame = content
+            assert frame.kind == Kind.PUSH
+            push = PushArrived(rank, frame.slice, frame.step, frame.priority, frame.flags)
+            self._do(self.machine.handle(push))
+        elif kind == "held":
+            self._do(self.machine.handle(SnapshotHeld(rank, *content)))
+        elif kind == "taken over":
+            self._take_over(*content)
+        else:
+            self._take_state(*content)
+
+    def _take_over(self, slice_: int, story: Story) -> None:
+        settled = self._life.settled[slice_]
+        assert self._updating is None or self._updating.slice != slice_
+        self.stories[slice_] = story
+        self._do(self.machine.handle(SliceTakenOver(slice_, settled.step, 0, settled.owed)))
+
+    def _take_state(self, slice_: int, found: tuple[int, Story] | None) -> None:
+        """Of the node's worker."""
+        step, state = found or (0, ())
+        life, settled = self._life, self._life.settled[slice_]
+        assert self._updating is None or self._updating.slice != slice_
+        assert state == tuple(story for story in self._story_of(slice_) if 0 < story[0] <= step)
+        lost = settled.step - step
+        assert 0 <= lost <= most_lost(life.plan.every)
+        life.behind.append(lost)
+        self.states[slice_] = state
+        self._has_state.add(slice_)
+
+    def _story_of(self, slice_: int) -> Story:
+        settled = self._life.settled[slice_]
+        return self._life.workers[settled.giver].stories[slice_][: settled.step + 1]
+
+    def _updated(self) -> None:
+        update, self._updating = self._updating, None
+        assert update is not None
+        slice_, step = update.slice, update.step
+        assert slice_ in self._has_state, "updated before its state was there"
+        ranks = update.ranks
+        assert self.stories[slice_][-1][0] == step - 1, "a step was left out, or done twice"
+        self.stories[slice_] += ((step, ranks),)
+        self.states[slice_] += ((step, ranks),)
+        self._do(self.machine.handle(SliceUpdated()))
+
+    def _tell_copied(self, copied: StateKept) -> None:
+        """Some time later: other threads go on meanwhile."""
+        self._copied.remove(copied)
+        self._do(self.machine.handle(copied))
+
+    def _sent(self, peer: int) -> None:
+        del self._sending[peer]
+        self._do(self.machine.handle(FrameSent(peer)))
+
+    def _do(self, instructions: Sequence[object]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, KeepState):
+                slice_, step = instruction
+                assert not self.states[slice_] or self.states[slice_][-1][0] <= step
+                self.kept[slice_, step] = self.states[slice_]
+                self._copied.append(StateKept(slice_, step))
+            elif isinstance(instruction, UpdateCounted):
+                assert self._updating is None
+                assert instruction.counted == tuple(self._ranks)
+                self._updating = instruction.update
+            elif isinstance(instruction, AnswerSlice):
+                self._answer(instruction)
+            elif isinstance(instruction, SendFrame):
+                self._send(instruction)
+            else:
+                assert isinstance(instruction, InstallValue), instruction
+
+    def _answer(self, answer: AnswerSlice) -> None:
+        """With the values of now, as `elastic.counting` does."""
+        slice_, step, priority, ranks, _ = answer
+        assert self.stories[slice_][-1][0] == step or step == 0
+        self._check_bound(slice_, step)
+        for rank in ranks:
+            self._answers.append(self.stories[slice_])
+            place = (Kind.REPLY, step, priority, slice_, len(self._answers) - 1)
+            self._do(self.machine.handle(MessageReady(rank, *place)))
+
+    def _check_bound(self, slice_: int, step: int) -> None:
+        """No answer leaves whose state might be lost for more than K steps."""
+        life = self._life
+        if self.epoch == 0:
+            held = life.workers[life.buddy].held.newest(slice_, step)
+            assert step - (0 if held is None else held[0]) <= most_lost(life.plan.every)
+
+    def _send(self, frame: SendFrame) -> None:
+        assert frame.peer not in self._sending, "two frames are in the hands of one link"
+        self._sending[frame.peer] = frame
+        if frame.kind == Kind.SNAPSHOT:
+            content = (frame, self.kept[frame.slice, frame.step])
+            self._life.to_worker[frame.peer].append(("snapshot", content))
+        else:
+            content = (frame, self._answers[frame.token])
+            self._life.to_worker[frame.peer].append(("reply", content))
