@@ -43,6 +43,7 @@ do_without_compiler()
 standing_in = sys.modules["torch._dynamo"]
 assert isinstance(standing_in, NoCompiler) and torch._dynamo is standing_in
 inspect.getmodule(inspect.currentframe())  # looks at all modules
+assert torch.compiler.disable(len, reason="none") is torch.compiler.disable()(len) is len
 assert sys.modules["torch._dynamo"] is standing_in
 import torch._dynamo.eval_frame
 assert sys.modules["torch._dynamo"] is torch._dynamo is not standing_in

@@ -10,13 +10,11 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
 _NAME = "torch._dynamo"
 
 
@@ -28,13 +26,12 @@ class NoCompiler(ModuleType):
         self._loading = threading.RLock()  # its own modules ask, too
 
     @staticmethod
-    def disable(function: F, recursive: bool = True, *, wrapping: bool = True) -> F:
-        """The function: nothing would trace it."""
-        del recursive, wrapping
-        return function
+    def disable(function: Any = None, *_: Any, **__: Any) -> Any:
+        """The function, or a decorator that returns it: nothing would trace it."""
+        return (lambda decorated: decorated) if function is None else function
 
     @staticmethod
-    def graph_break(msg: str = "") -> None:
+    def graph_break(*_: Any, **__: Any) -> None:
         """Outside compiled code torch's own does nothing either."""
 
     def __getattr__(self, name: str) -> Any:
