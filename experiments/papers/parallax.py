@@ -148,11 +148,18 @@ def fit_processor(testbed: Testbed, model: ParallaxModel, machines: int = MACHIN
 
 
 def study(
-    models: Mapping[str, ParallaxModel], testbed: Testbed, machines: Sequence[int]
+    models: Mapping[str, ParallaxModel],
+    testbed: Testbed,
+    machines: Sequence[int],
+    cost: float | None = None,
 ) -> Iterator[Point]:
-    """Table 4's steps on the most machines, then every system (Figs. 12, 13), the most first."""
+    """Table 4's steps on the most machines, then every system (Figs. 12, 13), the most first.
+
+    ``cost``: of a server's processor, s/GB; None: fitted.
+    """
     most = max(machines)
-    cost = fit_processor(testbed, models[_FITTED], most) if _FITTED in models else 0.0
+    if cost is None:
+        cost = fit_processor(testbed, models[_FITTED], most)
     for name, model in models.items():
         if model.sparse_elems:
             for system, changes in ABLATION[:2]:
@@ -167,12 +174,20 @@ def study(
 
 
 def main(
-    out: str, machines: str = "2,4,8", names: str = "LM,NMT,ResNet-50,InceptionV3"
+    out: str,
+    machines: str = "2,4,8",
+    names: str = "LM,NMT,ResNet-50,InceptionV3",
+    cost: str | None = None,
 ) -> list[Point]:
     """Writes parallax.json; prints the tables."""
     known, points = four_models(), []
     models = {name: known[name] for name in names.split(",")}
-    for point in study(models, Testbed(), [int(count) for count in machines.split(",")]):
+    for point in study(
+        models,
+        Testbed(),
+        [int(count) for count in machines.split(",")],
+        None if cost is None else float(cost),
+    ):
         points.append(point)
         print(
             f"{point.model}, {point.system}{'' if point.local_aggregation else ', no relays'},"
