@@ -29,6 +29,7 @@ WORK = {
     "lab mlp": ["experiments.mlp.command.run_mlp"],
     "lab language": ["experiments.language.command.Text"],
     "lab accuracy": ["experiments.accuracy.command.train_all"],
+    "lab faults": ["experiments.faults.command.run_faults"],
     "lab figures": ["experiments.figures.command.make_figures"],
     "bench wire": ["benchmarks.command.measure_wire"],
     "bench overhead": ["benchmarks.command.measure_scheduling"],

@@ -137,6 +137,12 @@ COMMANDS = (
         from_clone=True,
     ),
     Entry(
+        "lab faults",
+        "experiments.faults.command:faults",
+        "Train through a slow link, a stop, a cut and a kill; draw throughput over time.",
+        from_clone=True,
+    ),
+    Entry(
         "lab figures",
         "experiments.figures.command:figures",
         "Run what the paper's figures need and draw them, each with its data, and a page of all.",

@@ -131,6 +131,15 @@ def configure_node(network: Network, node: int) -> None:
     _bound_send_buffers(_DEFAULT_SEND_BUFFER_BYTES // network.buffer_scale)
 
 
+def shape_node(network: Network, node: int) -> None:
+    """Inside the node's own network: what it sends has this network's rate from now on."""
+    try:
+        with IPRoute() as routes:
+            _shape(routes, _index(routes, INTERFACE), network, node)
+    except NetlinkError as error:
+        raise NetworkUnavailable(f"node {node}: {error.args[-1]}") from error
+
+
 def _bound_send_buffers(largest_bytes: int) -> None:
     path = Path("/proc/sys/net/ipv4/tcp_wmem")
     least, default, _ = path.read_text().split()

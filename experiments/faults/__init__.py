@@ -1,0 +1,1 @@
+"""What a training loses through faults: elastic servers beside torchft, in the lab's cluster."""

@@ -1,0 +1,272 @@
+"""The same faults, at the same moments, for each system in turn; and what they cost."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from experiments.faults import worker
+from experiments.faults.node import LinkFactor, Signal, Start, Stopped, serve_node
+from experiments.faults.worker import ELASTIC, LIGHTHOUSE_PORT, TORCHFT, Task
+from foreprop.errors import ConfigError, StepTimeout
+from foreprop.lab.cluster import Cluster
+from foreprop.workload.network import Network
+
+SYSTEMS = (ELASTIC, TORCHFT)
+_START_S = 180.0
+_WARM_STEPS = 4
+_LOOK_S = 0.1
+_TAIL = 400
+_WORKER = "worker"
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that begins ``at_s`` after the start and is over ``for_s`` later."""
+
+    name: str
+    at_s: float
+    for_s: float
+    node: int
+    comes_back: bool = True
+
+
+def usual_faults(nodes: int, pause_s: float) -> list[Fault]:
+    """``pause_s`` between one and the next; node 0, which has the rendezvous, is spared."""
+    last = nodes - 1
+    return [
+        Fault(name="slow link", at_s=pause_s, for_s=pause_s, node=last),
+        Fault(name="stop", at_s=3 * pause_s, for_s=pause_s / 3, node=last - 1),
+        Fault(name="cut", at_s=4 * pause_s, for_s=pause_s / 3, node=1),
+        Fault(name="kill", at_s=5 * pause_s, for_s=0.0, node=last, comes_back=False),
+    ]
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """When a worker ended its steps, seconds after the start."""
+
+    rank: int
+    ends_s: list[float]
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One system's run."""
+
+    system: str
+    version: str
+    workers: list[Steps]
+    faults: list[Fault]
+    length_s: float
+
+    def pace(self, since_s: float, until_s: float) -> float:
+        """Steps per second of all workers together."""
+        ends = [end for each in self.workers for end in each.ends_s]
+        return sum(since_s <= end < until_s for end in ends) / (until_s - since_s)
+
+    def down_s(self, fault: Fault, until_s: float) -> float:
+        """The longest time in which no worker but the fault's ended a step, from its beginning."""
+        others = [each for each in self.workers if each.rank != fault.node]
+        ends = sorted(end for each in others for end in each.ends_s)
+        before = [end for end in ends if end < fault.at_s][-1:]
+        inside = [end for end in ends if fault.at_s <= end < until_s]
+        moments = [*before, *inside, until_s]
+        return max(b - a for a, b in pairwise(moments))
+
+    def windows(self) -> list[tuple[Fault, float]]:
+        """Each fault, and when the next one begins."""
+        begins = [fault.at_s for fault in self.faults[1:]]
+        return list(zip(self.faults, [*begins, self.length_s], strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSetting:
+    """``silent_s``: after which both systems take a worker that answers nothing for dead."""
+
+    model: str = "resnet50"
+    scale: int = 16
+    nodes: int = 4
+    rate_bits_per_s: float = 200e6
+    compute_s: float = 0.5
+    pause_s: float = 12.0
+    silent_s: float = 8.0
+    systems: tuple[str, ...] = SYSTEMS
+
+    def __post_init__(self) -> None:
+        for name in self.systems:
+            if name not in SYSTEMS:
+                raise ConfigError(f"--systems has {name!r}; there are {', '.join(SYSTEMS)}")
+        if self.nodes < 3:
+            raise ConfigError(f"--nodes is {self.nodes}; a fault needs 3 at least")
+        if self.silent_s <= self.pause_s / 3:
+            raise ConfigError(
+                f"--silent is {self.silent_s:g} s; stops and cuts take {self.pause_s / 3:g} s, a"
+                " third of --pause, and are to be outlived: more than that"
+            )
+
+
+def missing_peer() -> str | None:
+    """Why torchft cannot run beside ours; None if it can."""
+    if importlib.util.find_spec("torchft") is None:
+        return "torchft is not installed: pip install --no-deps torchft==0.2.0"
+    return None
+
+
+def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> list[Trial]:
+    """Raises `StepTimeout` with the end of a log if a system does not begin."""
+    return [_run(setting, name, folder, say) for name in setting.systems]
+
+
+def _run(setting: FaultSetting, system: str, folder: Path, say: Callable[[str], None]) -> Trial:
+    network = Network(
+        nodes=setting.nodes,
+        rate_bits_per_s=setting.rate_bits_per_s,
+        buffer_scale=setting.scale,
+    )
+    faults = usual_faults(setting.nodes, setting.pause_s)
+    length_s = faults[-1].at_s + 1.5 * setting.pause_s
+    folder = folder / system
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*"):
+        old.unlink()
+    with Cluster(serve_node, network, nodes=setting.nodes, network=network) as cluster:
+        lab = _Lab(cluster, setting, network, system, folder)
+        lab.start()
+        say(f"{system}: starting")
+        began = lab.wait_for_steps()
+        moments = _moments(lab, faults)
+        for at_s, act in [*moments, (length_s, lambda: None)]:
+            while (left_s := began + at_s - time.monotonic()) > 0:
+                say(f"{system}: {time.monotonic() - began:.0f} of {length_s:.0f} s")
+                time.sleep(min(left_s, 1.0))
+            act()
+        cluster.ask_all(Stopped())
+    workers = [
+        Steps(rank=rank, ends_s=[end - began for end in lab.ends(rank)])
+        for rank in range(setting.nodes)
+    ]
+    return Trial(
+        system=system,
+        version=_version(system),
+        workers=workers,
+        faults=faults,
+        length_s=length_s,
+    )
+
+
+def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[], None]]]:
+    acts: list[tuple[float, Callable[[], None]]] = []
+    for fault in faults:
+        begin, end = lab.acts(fault)
+        acts.append((fault.at_s, begin))
+        if end is not None:
+            acts.append((fault.at_s + fault.for_s, end))
+    return sorted(acts, key=lambda each: each[0])
+
+
+class _Lab:
+    """One system's processes on all nodes."""
+
+    def __init__(
+        self, cluster: Cluster, setting: FaultSetting, network: Network, system: str, folder: Path
+    ) -> None:
+        self._cluster = cluster
+        self._setting = setting
+        self._network = network
+        self._system = system
+        self._folder = folder
+
+    def start(self) -> None:
+        if self._system == TORCHFT:
+            program = Path(sys.executable).with_name("torchft_lighthouse")
+            command = [str(program), "--min_replicas", "1"]
+            command += ["--join_timeout_ms", "10000", "--bind", f"[::]:{LIGHTHOUSE_PORT}"]
+            self.ask(0, self._start("lighthouse", command))
+        for node in range(self._setting.nodes):
+            self.start_worker(node)
+
+    def start_worker(self, node: int) -> None:
+        setting = self._setting
+        task = Task(
+            system=self._system,
+            model=setting.model,
+            scale=setting.scale,
+            nodes=setting.nodes,
+            compute_s=setting.compute_s,
+            silent_s=setting.silent_s,
+            steps=str(self._steps(node)),
+            address=self._network.address(node),
+        )
+        environment = {
+            "TASK": msgspec.json.encode(task).decode(),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        command = [sys.executable, "-m", worker.__name__]
+        self.ask(node, self._start(_WORKER, command, environment, log=f"worker-{node}"))
+
+    def _start(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: dict[str, str] | None = None,
+        *,
+        log: str | None = None,
+    ) -> Start:
+        path = self._folder / f"{log or name}.log"
+        return Start(name=name, command=command, environment=environment or {}, log=path)
+
+    def _steps(self, rank: int) -> Path:
+        return self._folder / f"steps-{rank}"
+
+    def ends(self, rank: int) -> list[float]:
+        path = self._steps(rank)
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [float(line.split()[1]) for line in lines if len(line.split()) == 2]
+
+    def wait_for_steps(self) -> float:
+        """Return the moment when all workers have made a few."""
+        deadline = time.monotonic() + _START_S
+        ranks = range(self._setting.nodes)
+        while min(len(self.ends(rank)) for rank in ranks) < _WARM_STEPS:
+            if time.monotonic() > deadline:
+                late = min(ranks, key=lambda rank: len(self.ends(rank)))
+                log = (self._folder / f"worker-{late}.log").read_text()
+                raise StepTimeout(
+                    f"{self._system}: rank {late} made {len(self.ends(late))} steps in"
+                    f" {_START_S:.0f} s; {self._folder} has the logs: ...{log[-_TAIL:]}"
+                )
+            time.sleep(_LOOK_S)
+        return time.monotonic()
+
+    def ask(self, node: int, order: object) -> None:
+        connection = self._cluster.connections[node]
+        connection.send(order)
+        answer = connection.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+
+    def acts(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None] | None]:
+        """What begins and what ends it."""
+        orders: dict[str, tuple[object, object | None]] = {
+            "slow link": (LinkFactor(0.25), LinkFactor(1.0)),
+            "cut": (LinkFactor(0.0), LinkFactor(1.0)),
+            "stop": (Signal(_WORKER, signal.SIGSTOP), Signal(_WORKER, signal.SIGCONT)),
+            "kill": (Signal(_WORKER, signal.SIGKILL), None),
+        }
+        begin, end = orders[fault.name]
+        ask = partial(self.ask, fault.node)
+        return partial(ask, begin), None if end is None else partial(ask, end)
+
+
+def _version(system: str) -> str:
+    package = TORCHFT if system == TORCHFT else "foreprop"
+    return f"{system}, {version(package)}"
