@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ SCRIPT = ROOT / "tests" / "process" / "restart_script.py"
 STEPS = EPOCHS * SAMPLES // BATCH // 2
 """Of two ranks."""
 MOST_S = 20.0
-"""From a kill to the next step."""
+MOST_STARTS = 2.5
+"""From a kill to the next step: by the clock, or where a start takes long, in starts."""
 
 
 def told(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -85,15 +87,18 @@ def test_kills_cost_little_and_no_bit(
         ["kill", 0, numbers.randrange(EVERY + 2, STEPS), 0.04 * numbers.random()],
     ]
     with running(tmp_path) as run:
+        started_s = time.monotonic()
         start(zygote, run, faults, "--max-restarts", "2", torchrun=torchrun)
         run.wait(180)
         assert run.codes() == [0], run.output()
         assert weights(run) == unbroken, faults
+        start_s = min(line["at_s"] for line in told(tmp_path, 0) if "step" in line) - started_s
         found = recoveries(tmp_path)
-        print(f"\nfrom a kill to the next step: {[f'{s:.1f} s, {n} steps' for s, n in found]}")
+        print(f"\nfrom the command to the first step: {start_s:.1f} s; from a kill to the next:")
+        print([f"{seconds:.1f} s, {steps} steps lost" for seconds, steps in found])
         assert len(found) == 2
         for seconds, steps in found:
-            assert seconds < MOST_S
+            assert seconds < max(MOST_S, MOST_STARTS * start_s)
             assert steps < 2 * EVERY  # one checkpoint may have been under way
         if not torchrun:
             for number, host in ((1, "127.0.0.2"), (2, "127.0.0.1")):
