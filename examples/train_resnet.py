@@ -1,6 +1,6 @@
 """A small ResNet with a validation loop, checkpoints and resume, on images made up here.
 
-torchrun --nproc-per-node 2 --max-restarts 3 examples/train_resnet.py --epochs 4
+torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 4
 torchrun --nproc-per-node 2 examples/train_resnet.py --epochs 8  # goes on
 """
 

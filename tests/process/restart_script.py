@@ -1,8 +1,8 @@
-"""Trains with checkpoints, and fails as it is told: for the tests of restarts.
+"""Trains with checkpoints, and kills itself as it is told: for the tests of restarts.
 
-``restart_script.py FOLDER``: checkpoints, and what each rank tells, are there. ``FAILS`` is a JSON
-list, of which the n-th try does the n-th: ``[how, rank, step, seconds]``, so long after that step
-has begun. ``how``: ``kill`` the process, or ``raise`` in its loop.
+``restart_script.py FOLDER``: checkpoints, and what each rank tells, are there. ``KILLS`` is a JSON
+list, of which the n-th try does the n-th: ``[rank, step, seconds]``, so long after that step has
+begun.
 """
 
 from __future__ import annotations
@@ -50,26 +50,25 @@ class Teller:
             file.write(json.dumps({"at_s": time.monotonic(), **said}) + "\n")
 
 
-def my_fault(folder: Path, rank: int) -> tuple[str, int, float] | None:
+def my_kill(folder: Path, rank: int) -> tuple[int, float] | None:
     """This try's, if it is this rank's; each rank counts the tries itself."""
     count = folder / f"tries-{rank}"
     number = len(count.read_text()) if count.exists() else 0
     with count.open("a") as file:
         file.write("x")
-    faults = json.loads(os.environ.get("FAILS", "[]"))
-    if number >= len(faults) or faults[number][1] != rank:
+    kills = json.loads(os.environ.get("KILLS", "[]"))
+    if number >= len(kills) or kills[number][0] != rank:
         return None
-    how, _, step, seconds = faults[number]
-    return how, step, seconds
+    _, step, seconds = kills[number]
+    return step, seconds
 
 
-def fail(how: str, seconds: float, teller: Teller) -> None:
-    if how == "raise":
-        raise ValueError("the data are odd")
+def kill(seconds: float, teller: Teller) -> None:
+    """After these seconds, whatever the training does then."""
 
     def strike() -> None:
         time.sleep(seconds)
-        teller.tell(fault=how)
+        teller.tell(killed=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=strike, daemon=True).start()
@@ -77,7 +76,7 @@ def fail(how: str, seconds: float, teller: Teller) -> None:
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    teller, fault = Teller(folder, rank), my_fault(folder, rank)
+    teller, told = Teller(folder, rank), my_kill(folder, rank)
     torch.manual_seed(rank)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -94,15 +93,15 @@ def main() -> None:
     teller.tell(begins=loop.step, world=session.world_size)
     for _ in loop.epochs(EPOCHS):
         for x, y in loop:
-            if fault is not None and loop.step + 1 == fault[1]:
-                fail(fault[0], fault[2], teller)
+            if told is not None and loop.step + 1 == told[0]:
+                kill(told[1], teller)
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             schedule.step()
             session.flush()
             teller.tell(step=loop.step)
-            time.sleep(0.02)  # so that a fault can strike between two steps, too
+            time.sleep(0.02)  # so that it can strike between two steps, too
     weights = b"".join(one.numpy().tobytes() for one in model.state_dict().values())
     teller.tell(sha256=hashlib.sha256(weights).hexdigest())
     session.close()

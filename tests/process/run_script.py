@@ -42,9 +42,17 @@ ACTIONS: dict[str, Callable[[str], object]] = {
     "wait": lambda name: wait_for(Path(name)),
     "exit": lambda code: sys.exit(int(code)),
     "kill": lambda number: os.kill(os.getpid(), int(number)),
+    "step": lambda text: step(text),
     "sleep": lambda seconds: time.sleep(float(seconds)),
     "stubborn": stubborn,
 }
+
+
+def step(text: str) -> None:
+    """Say how far this worker has come, as a loop with checkpoints does."""
+    from foreprop.checkpoints.workerprogress import report_step
+
+    report_step(int(os.environ["RANK"]), int(text))
 
 
 def wait_for(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.process.harness import ROOT, Run, Zygote, environment, running, wait_for
+from tests.process.harness import ROOT, Run, Zygote, environment, running
 from tests.tiers import long_cases
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -83,37 +83,20 @@ def options(epochs: int, folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-def test_a_resnet_goes_on(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resnet_goes_on(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
     """Three epochs at once, and from a checkpoint in the middle of the second: the same bits."""
     folder = tmp_path / "resumed"
     with running(tmp_path) as run:
-        start(run, zygote, "train_resnet.py", *options(3, tmp_path / "straight"), ranks=1)
-        straight = ended(run, 1)
-        start(run, zygote, "train_resnet.py", *options(2, folder), ranks=1)
-        assert ended(run, 1) != straight
-        start(run, zygote, "train_resnet.py", *options(3, folder), ranks=1)
-        assert ended(run, 1) == straight
+        start(run, zygote, "train_resnet.py", *options(3, tmp_path / "straight"), ranks=ranks)
+        straight = ended(run, ranks)
+        start(run, zygote, "train_resnet.py", *options(2, folder), ranks=ranks)
+        assert ended(run, ranks) != straight
+        start(run, zygote, "train_resnet.py", *options(3, folder), ranks=ranks)
+        assert ended(run, ranks) == straight
         resumed = run.outputs[-1].read_text()
         assert "epoch 1:" not in resumed
         assert "epoch 3: validation accuracy" in resumed
         run.check_nothing_left()
     state = torch.load(max(folder.glob("step-*")) / "shared.pt", weights_only=True)
     assert "0.weight" in state["sessions"][0]["model"]  # plain PyTorch's
-
-
-@pytest.mark.long
-def test_torchrun_starts_a_killed_resnet_again(zygote: Zygote, tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        start(run, zygote, "train_resnet.py", *options(3, tmp_path / "straight"))
-        straight = ended(run, 2)
-        again = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-        script = str(ROOT / "examples" / "train_resnet.py")
-        variables = environment(run.mark, {"TMPDIR": str(run.temporary)})
-        arguments = [*again, script, *options(3, tmp_path / "killed")]
-        run.start(zygote, variables, script=TORCHRUN, arguments=arguments)
-        wait_for(lambda: "epoch 1: " in run.outputs[-1].read_text(), run, timeout_s=60)
-        ranks = (p for p in run.ours() if script in p.cmdline() and "RANK" in p.environ())
-        next(process for process in ranks if process.environ()["RANK"] == "1").kill()
-        assert ended(run, 2) == straight
-        assert "goes on from step " in run.outputs[-1].read_text()
-        run.check_nothing_left()

@@ -171,6 +171,7 @@ def test_a_host_that_cannot_be_reached(launch: Launch, monkeypatch: pytest.Monke
     assert launch.out == []
 
 
+@pytest.mark.long
 def test_a_restart_goes_on_without_a_host_that_is_gone(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,18 @@ def test_a_restart_goes_on_without_a_host_that_is_gone(
     ]
     assert "[0] rank 0 of 2 in " in out.getvalue().decode()
     assert "[0] rank 0 of 1 in " in out.getvalue().decode()
+
+
+@pytest.mark.long
+def test_an_error_that_repeats_at_its_step_ends_it(launch: Launch) -> None:
+    said: list[str] = []
+    out, err = io.BytesIO(), io.BytesIO()
+    plan = launch.plan("127.0.0.1", "0:step=7", "0:exit=3")
+    outcome = Restarts(plan, out, err, say=said.append, most=5).run()
+    ended = "rank 0 on 127.0.0.1 ended with exit code 3"
+    told = "it ended at step 7 the last time, too, so a restart would not help"
+    assert outcome == Outcome(3, f"{ended}; {told}")
+    assert said == [f"{ended}; restart 1 of 5"]
 
 
 def test_a_script_that_is_not_there(launch: Launch) -> None:
