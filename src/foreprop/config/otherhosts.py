@@ -9,8 +9,10 @@ from typing import Literal
 
 from foreprop.errors import ConfigError
 
+Foreign = Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"]
 
-def foreign_setting(name: Literal["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]) -> str | None:
+
+def foreign_setting(name: Foreign) -> str | None:
     """A variable of torch's, for ``foreprop doctor`` to show; None if it is not set."""
     return os.environ.get(name)
 

@@ -15,6 +15,7 @@ import psutil
 
 from foreprop.config import Config
 from foreprop.config.otherhosts import foreign_setting
+from foreprop.doctor.devices import gather_devices
 from foreprop.doctor.records import Facts, Introduce, Resolved
 from foreprop.errors import ForepropError
 from foreprop.link.announced import check_reachable
@@ -52,6 +53,7 @@ def gather_facts(asked: Introduce, config: Config, place: Place) -> Facts:
     missing = None if os.path.isdir(asked.directory or ".") else asked.directory
     torch, torch_error = _torch_version()
     interface = None if place.address is None else _interface_of(place.address)
+    devices = None if torch is None else gather_devices(interface)
     stats = psutil.net_if_stats().get(interface or "")
     first_port, last_port = (*_numbers(_TCP / "ip_local_port_range"), None, None)[:2]
     return Facts(
@@ -80,6 +82,8 @@ def gather_facts(asked: Introduce, config: Config, place: Place) -> Facts:
         load=os.getloadavg()[0],
         threads=foreign_setting("OMP_NUM_THREADS"),
         open_files=_open_files(),
+        visible_devices=foreign_setting("CUDA_VISIBLE_DEVICES"),
+        **({} if devices is None else devices._asdict()),
     )
 
 

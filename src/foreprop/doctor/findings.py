@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from foreprop.doctor import links, setup
+from foreprop.doctor import devicefindings, links, setup
 from foreprop.doctor.records import Examination, Finding, Severity
 
 _ORDER: Mapping[Severity, int] = {"error": 0, "warning": 1, "hint": 2}
@@ -25,6 +25,7 @@ _CHECKS: Sequence[Callable[[Examination], Iterator[Finding]]] = (
     links.find_kernels,
     setup.find_processors,
     setup.find_open_files,
+    devicefindings.find_devices,
 )
 
 

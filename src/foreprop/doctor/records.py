@@ -84,6 +84,20 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """An accelerator that torch sees. None: neither torch nor Linux tells."""
+
+    name: str
+    """As torch names it: ``cuda:0``."""
+    model: str
+    memory_bytes: int | None = None
+    driver: str | None = None
+    """The kernel's module, with its version."""
+    pci: str | None = None
+    """Its address on the bus: ``0000:17:00.0``."""
+    numa_node: int | None = None
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
     """What a host says of itself. None: the kernel does not tell."""
 
@@ -124,6 +138,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
     threads: str | None
     """OMP_NUM_THREADS, if it is set."""
     open_files: int
+    devices: list[Device] = []
+    devices_error: str | None = None
+    """What torch says where it sees none."""
+    unseen_devices: list[str] = []
+    """Accelerators on the PCI bus, where torch sees none."""
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES, if it is set."""
+    nccl: str | None = None
+    interface_numa_node: int | None = None
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True, tag="reached"):

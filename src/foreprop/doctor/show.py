@@ -39,6 +39,8 @@ def to_json(shown: Report) -> str:
 def show(console: Console, shown: Report) -> None:
     console.print(_hosts(shown.examination))
     console.print(_versions(shown.examination))
+    if any(facts.devices for _, facts in known_facts(shown.examination)):
+        console.print(_devices(shown.examination))
     if shown.examination.trips or shown.examination.alone:
         console.print(_pairs(shown.examination))
     if shown.examination.together:
@@ -91,6 +93,28 @@ def _host_row(host: Examined, offset: tuple[float, float] | None) -> list[str]:
         str(facts.cpus),
         "?" if offset is None else f"{offset[0] * 1e3:+.3f} ms",
     ]
+
+
+def _devices(examination: Examination) -> Table:
+    """With the NUMA nodes of the device, and of the interface that its gradients leave by."""
+    table = _table(
+        "Devices", "host", "device", "model", "memory", "driver", "NCCL", "NUMA", "interface"
+    )
+    for name, facts in known_facts(examination):
+        near = "?" if facts.interface_numa_node is None else str(facts.interface_numa_node)
+        for device in facts.devices:
+            memory = device.memory_bytes
+            table.add_row(
+                escape(name),
+                device.name,
+                escape(device.model),
+                "?" if memory is None else f"{memory / 2**30:.1f} GiB",
+                escape(device.driver or "?"),
+                facts.nccl or "-",
+                "?" if device.numa_node is None else str(device.numa_node),
+                near,
+            )
+    return table
 
 
 def _pairs(examination: Examination) -> Table:
