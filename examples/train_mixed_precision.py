@@ -33,8 +33,9 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":  # each worker of a machine has a GPU (or XPU, NPU, ...) of its own
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
     dtype = getattr(torch, options.dtype)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     model = model.append(nn.Linear(64, 2)).to(device)

@@ -19,6 +19,7 @@ import foreprop
 from foreprop.cluster.world import World
 from foreprop.collectives import ring
 from foreprop.collectives.group import Group
+from foreprop.config import Config
 from foreprop.errors import ConfigError, PeerLost
 from foreprop.path import gpumemory, memory
 from foreprop.path.asyncdevice import TorchAccelerator
@@ -91,8 +92,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     opened: list[int] = []
 
     class Factory(memory.MemoryFactory):
-        def __init__(self, *, stays: bool = False) -> None:
-            super().__init__(stays=True)
+        def __init__(self, config: Config, *, stays: bool = False) -> None:
+            super().__init__(config, stays=True)
 
         def memory_of(self, parameter: torch.Tensor) -> memory.Memory:
             if parameter.device not in self._stagers:

@@ -9,7 +9,10 @@ work of the stream that it was allocated on: whoever else still uses it, and has
 
 Copies from and to pinned host memory happen at device time. Others hold up the caller, as CUDA's.
 
-Limits: one device; no random operations (use the host's generator), no sparse tensors.
+Sparse tensors are those of `sparse`, and autocast casts what linear layers are given.
+
+Limits: one device, for torch's backend in Python has no more; no random operations (use the host's
+generator).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests.lagging import streams
+from tests.lagging import sparse, streams
 from tests.lagging.streams import DEVICE, LINES, Event, Line, Stream, current_stream
 
 POISON = 0xFF
@@ -66,6 +69,7 @@ class Memory:
         self.can_pin = True
         self.held_bytes = 0
         self.most_bytes = 0
+        self.most_pinned_bytes = 0
 
     def allocated(self, size_bytes: int) -> None:
         self.held_bytes += size_bytes
@@ -252,6 +256,7 @@ def _pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     storage = made.untyped_storage()
     address = storage.data_ptr()
     MEMORY.pinned[address] = storage.nbytes()
+    MEMORY.most_pinned_bytes = max(MEMORY.most_pinned_bytes, sum(MEMORY.pinned.values()))
     weakref.finalize(storage, MEMORY.pinned.pop, address, None).atexit = False
     return made
 
@@ -267,6 +272,23 @@ def _metadata_only(op: Any) -> Callable[..., Any]:
         return op.redispatch(_CPU, *args, **kwargs)
 
     return kernel
+
+
+def _in_autocast(op: Any) -> Callable[..., Any]:
+    """In the type that `torch.autocast` says, as the CPU's and CUDA's kernels for that do it."""
+    here = _C.DispatchKeySet(_C.DispatchKey.AutocastPrivateUse1)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        wanted = torch.get_autocast_dtype(DEVICE)
+        with _C._ExcludeDispatchKeyGuard(here):
+            cast = [v.to(wanted) if _is_float(v) else v for v in args]
+            return op(*cast, **kwargs)
+
+    return kernel
+
+
+def _is_float(value: Any) -> bool:
+    return _is_here(value) and value.dtype == torch.float32
 
 
 def _convolution(*args: Any) -> Any:
@@ -376,13 +398,17 @@ def _install() -> None:
         "set_.source_Storage_storage_offset": _metadata_only(
             _ATEN.set_.source_Storage_storage_offset
         ),
+        "set_.source_Storage": _metadata_only(_ATEN.set_.source_Storage),
         "set_.source_Tensor": _metadata_only(_ATEN.set_.source_Tensor),
     }
     for name, kernel in kernels.items():
         aten.impl(name, kernel, "PrivateUse1")
     aten.impl("_pin_memory", _pin, "CPU")
     aten.impl("is_pinned", is_pinned, "CPU")
+    aten.impl("linear", _in_autocast(_ATEN.linear.default), "AutocastPrivateUse1")
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.extend([library, aten])
+    sparse.install()
 
 
 _install()
@@ -399,6 +425,7 @@ def lagging(seed: int = 0, manner: str = "any", **manners: str) -> Iterator[None
     LINES.manners[-1] = manner
     LINES.host_waits.clear()
     MEMORY.most_bytes = MEMORY.held_bytes
+    MEMORY.most_pinned_bytes = 0
     before = torch.autograd.is_multithreading_enabled()
     torch.autograd.set_multithreading_enabled(False)
     try:

@@ -88,6 +88,28 @@ class Halves(nn.Module):
         return found.float()
 
 
+class Rows(nn.Module):
+    """A table of which each step uses some rows, with a sparse gradient."""
+
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, 6, sparse=sparse)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = (x.abs() * 9).long().clamp(max=22)
+        found: torch.Tensor = self.last(self.table(numbers).tanh().mean(1))
+        return found
+
+
+def remote_rows() -> nn.Module:
+    """Whose table only servers have."""
+    model: Any = Rows()
+    model.table.to("meta")
+    model.table._apply = lambda *_: model.table  # stays there when the rest moves
+    return model
+
+
 # Loops.
 def plain(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any) -> list[float]:
     losses = []
@@ -210,6 +232,27 @@ def averaging(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any
     return session.ema_state_dict()
 
 
+def autocasting(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any) -> float:
+    """In bfloat16, with a scaler, as `examples/train_mixed_precision.py` has it."""
+    device = batches[0][0].device.type
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+    for x, y in batches:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            found = model(x)
+        assert found.dtype == torch.bfloat16
+        scaler.scale(F.cross_entropy(found.float(), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def compiling(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any) -> Any:
+    return plain(torch.compile(model, backend="aot_eager"), optimizer, batches, session)
+
+
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -235,6 +278,10 @@ def duelling(model: Any, optimizer: Any, batches: Sequence[Batch], session: Any)
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
 
 
 def with_settings(**settings: Any) -> Callable[..., Scenario]:
@@ -286,4 +333,32 @@ SCENARIOS: dict[str, Scenario] = {
     )(layers, plain),
     "ring-ema": with_settings(architecture="ring", ema=0.9)(layers, averaging),
     "ring-reading": with_settings(architecture="ring", update="workers")(layers, reading),
+    "ring-codec": with_settings(architecture="ring", compression="bf16")(layers, plain),
+    "tables": served(Rows, plain, adagrad),
+    "tables-workers": at_workers(Rows, plain, adagrad),
+    "tables-remote": with_settings(architecture="p2p", whole_tables="all")(
+        remote_rows, plain, adagrad
+    ),
+    "sparse-dense": with_settings(architecture="p2p", dense_parameters="*")(Rows, plain, adagrad),
+    "sparse-ring": ring(Rows, plain, adagrad),
+    "hybrid": with_settings(architecture="hybrid")(Rows, plain, adagrad),
+    "hybrid-remote": with_settings(architecture="hybrid", whole_tables="all")(
+        remote_rows, plain, adagrad
+    ),
+    "auto": with_settings(architecture="auto")(Rows, plain, adagrad, steps=8),
+    "local-aggregation-workers": with_settings(
+        architecture="p2p", update="workers", local_aggregation="on"
+    )(layers, reading, ranks=4, local_size=2),
+    "codec-lossless": with_settings(architecture="p2p", compression="lossless")(layers, plain),
+    "codec-int8": with_settings(architecture="p2p", compression="int8")(layers, plain),
+    "codec-topk": with_settings(architecture="p2p", compression="topk:0.2")(layers, plain),
+    "staleness": with_settings(architecture="p2p", staleness=1)(layers, plain, ranks=1),
+    "autocast": at_workers(layers, autocasting, adam),
+    "compiled": served(layers, compiling, ranks=1),
+    "pinned-some": with_settings(architecture="p2p", update="servers", pinned_bytes=300)(
+        layers, plain
+    ),
+    "pinned-none": with_settings(architecture="p2p", update="workers", pinned_bytes=0)(
+        layers, reading
+    ),
 }

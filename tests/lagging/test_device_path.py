@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from foreprop.collectives.gpu import GpuWork, HostWork
+from foreprop.config import Config
 from foreprop.path import asyncdevice
 from foreprop.path.asyncdevice import TorchAccelerator, describe_devices
 from foreprop.path.gpumemory import (
@@ -26,6 +29,7 @@ from tests.lagging.device import DEVICE, MEMORY, Stream, lagging
 from tests.lagging.streams import LINES, current_stream, on_stream, synchronize
 
 HERE = torch.device(DEVICE, 0)
+ROOT = Path(__file__).parents[2]
 
 
 class Staging:
@@ -213,7 +217,7 @@ def test_without_streams_copies_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(type(torch.get_device_module(DEVICE)), "Stream")
     with lagging(manner="late"):
         parameter = torch.zeros(4).to(DEVICE)
-        memory = MemoryFactory().memory_of(parameter)
+        memory = MemoryFactory(Config()).memory_of(parameter)
         assert isinstance(memory, StagedMemory)
         ready: list[list[float]] = []
         memory.stage_gradient(
@@ -242,3 +246,56 @@ def test_a_device_has_one_thread_that_waits() -> None:
             staged_memory_of(parameter, stagers, stays=False)
         assert list(stagers) == [HERE]
         stagers[HERE].stop()
+
+
+# Which device a worker takes.
+def launched(monkeypatch: pytest.MonkeyPatch, local_rank: int, count: int) -> None:
+    for name, value in {"RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, str(value))
+    module = type(torch.get_device_module(DEVICE))
+    monkeypatch.setattr(module, "device_count", staticmethod(lambda: count))
+    asyncdevice._warn_of_shared.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "warns"), [(1, 2, True), (0, 2, False), (1, 1, False)]
+)
+def test_a_worker_on_the_nodes_first_device_is_told_where_it_has_one_of_its_own(
+    local_rank: int,
+    count: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With one visible device, by CUDA_VISIBLE_DEVICES, the first one is the worker's own."""
+    launched(monkeypatch, local_rank, count)
+    with lagging():
+        factory = MemoryFactory(Config())
+        for _ in range(2):
+            factory.memory_of(torch.zeros(4).to(DEVICE))
+        factory.stop()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warns
+    if warns:
+        assert "parameters are on lagging:0, but LOCAL_RANK is 1 and torch sees 2" in told[0]
+        assert "torch.device('lagging', int(os.environ['LOCAL_RANK']))" in told[0]
+
+
+@pytest.mark.long
+def test_the_example_trains_on_the_device_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`examples/train_mixed_precision.py`, as one worker on the device."""
+    example = ROOT / "examples" / "train_mixed_precision.py"
+    used: list[torch.device] = []
+    autocast = torch.autocast
+    here = torch.device(DEVICE)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: here)
+    monkeypatch.setattr(
+        torch, "autocast", lambda kind, **how: used.append(kind) or autocast(kind, **how)
+    )
+    monkeypatch.setattr("sys.argv", [str(example), "--epochs", "1", "--dtype", "float16"])
+    with lagging(seed=2):
+        runpy.run_path(str(example), run_name="__main__")
+    assert set(used) == {DEVICE}
+    assert "epoch 1: loss" in capsys.readouterr().out

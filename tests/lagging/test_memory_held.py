@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tests.lagging import scenarios
 from tests.lagging.device import DEVICE, MEMORY, lagging
+from tests.lagging.streams import synchronize
 from tests.lagging.training import Scenario, train
 
 ELEMS = sum(parameter.numel() for parameter in scenarios.layers().parameters())
@@ -24,7 +25,7 @@ def train_and_look(model: Any, optimizer: Any, batches: Any, session: Any) -> di
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     session.flush()
-    torch.get_device_module(DEVICE).synchronize()
+    synchronize()
     inputs = sum(part.nbytes for batch in batches for part in batch)
     return {
         "pinned": sum(MEMORY.pinned.values()) / PARAMETERS_BYTES,
@@ -52,3 +53,23 @@ def test_bytes_held(settings: dict[str, Any], pinned: float, on_device: float) -
         (found,) = train(scenario, DEVICE)
     assert found[".found.pinned"].item() == pytest.approx(pinned, rel=0.02)
     assert found[".found.on device"].item() == pytest.approx(on_device, rel=0.1)
+
+
+@pytest.mark.parametrize("update", ["servers", "workers"])
+@pytest.mark.parametrize("share", [0.6, 0.0])
+def test_so_much_is_pinned_and_no_more(update: str, share: float) -> None:
+    """The rest of the copies goes through ordinary memory: what comes is the same."""
+    limit = int(share * PARAMETERS_BYTES)
+    settings = {"architecture": "p2p", "update": update, "pinned_bytes": limit}
+    scenario = Scenario(
+        scenarios.layers, train_and_look, scenarios.adam, settings, ranks=1, steps=3
+    )
+    gc.collect()
+    with lagging(seed=5):
+        (found,) = train(scenario, DEVICE)
+        most = MEMORY.most_pinned_bytes
+    assert most <= limit
+    assert most > 0.5 * limit or not limit
+    (plain,) = train(scenario, "cpu")
+    for name, value in plain.items():
+        assert name.startswith(".found") or torch.equal(found[name], value), name

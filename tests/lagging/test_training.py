@@ -8,14 +8,18 @@ from functools import cache
 import pytest
 import torch
 
-from tests.lagging.scenarios import SCENARIOS
-from tests.lagging.training import check_on_device, train
+from foreprop.errors import ConfigError
+from tests.lagging.device import DEVICE, lagging
+from tests.lagging.scenarios import SCENARIOS, layers, plain
+from tests.lagging.training import Scenario, check_on_device, train
 
 SEEDS = 10
-MORE = 7
-"""Seeds of each scenario, in `make test-all`: 203 in all."""
+MORE = 5
+"""Seeds of each scenario, in `make test-all`: more than 200 in all."""
 NAMES = list(SCENARIOS)
-CASES = [(name, number % SEEDS) for number, name in enumerate(NAMES)]
+COSTLY = ["compiled"]
+"""Left to `make test-all`: it loads torch's compiler."""
+CASES = [(name, number % SEEDS) for number, name in enumerate(NAMES) if name not in COSTLY]
 LATE = ["zeroing", "monitoring", "looking-back", "workers-uneven", "workers-reading", "ring-uneven"]
 """Where a missing wait shows on a device that waits for nobody."""
 CASES_MORE = [
@@ -44,3 +48,17 @@ def test_the_same_bits_as_on_the_cpu(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1, SEEDS))
 def test_any_seed_will_do(seed: int) -> None:
     check_on_device(SCENARIOS["layers"], on_cpu("layers"), seed)
+
+
+def test_seeds_are_many() -> None:
+    assert len({seed for _, seed in CASES}) == SEEDS
+    assert len({seed for _, seed in CASES_MORE}) >= 200
+
+
+def test_what_is_for_host_memory_only_is_refused() -> None:
+    late = Scenario(layers, plain, settings={"architecture": "p2p", "staleness": "late"}, ranks=1)
+    with (
+        lagging(),
+        pytest.raises(ConfigError, match="staleness is 'late', which is for parameters"),
+    ):
+        train(late, DEVICE)

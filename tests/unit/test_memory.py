@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from foreprop.config import Config
 from foreprop.path.asyncdevice import TorchAccelerator
 from foreprop.path.gpumemory import AsyncStagedMemory, StagedMemory, Stager
 from foreprop.path.memory import DirectMemory, MemoryFactory
@@ -45,7 +46,7 @@ def floats(view: memoryview) -> list[float]:
 
 def test_a_contiguous_cpu_parameter_is_not_copied() -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    memory = MemoryFactory().memory_of(parameter)
+    memory = MemoryFactory(Config()).memory_of(parameter)
     assert isinstance(memory, DirectMemory)
     memory.values[:4] = torch.tensor([9.0]).numpy().tobytes()
     assert parameter[0, 0] == 9
@@ -59,7 +60,7 @@ def test_a_contiguous_cpu_parameter_is_not_copied() -> None:
 def test_another_layout_is_staged_in_logical_order() -> None:
     values = torch.arange(24.0).reshape(1, 2, 3, 4)
     parameter = torch.nn.Parameter(values.to(memory_format=torch.channels_last))
-    memory = MemoryFactory().memory_of(parameter)
+    memory = MemoryFactory(Config()).memory_of(parameter)
     assert isinstance(memory, StagedMemory)
     memory.before_sending_values()
     assert floats(memory.values) == values.flatten().tolist()

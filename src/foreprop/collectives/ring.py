@@ -43,7 +43,8 @@ class RingBackend:
         self._group = Group(setup.world, setup.config)
         try:
             self._device = self._meet()
-            self._memory_factory = MemoryFactory(stays=self._device.device.type != "cpu")
+            stays = self._device.device.type != "cpu"
+            self._memory_factory = MemoryFactory(setup.config, stays=stays)
             self.engine = RingEngine(
                 setup, self._updater, self._group, self._device, self.session_id
             )
@@ -193,6 +194,7 @@ class OutgoingMemory:
         self.pass_by = memory.pass_by
         self.is_staged = True  # landing marks what the update has made of the parameter
         self.await_staged = memory.await_staged
+        self.accelerator = getattr(memory, "accelerator", None)
 
     def before_sending_values(self) -> None:
         pass

@@ -156,6 +156,9 @@ class Config:
     push_window_bytes: int = _setting(
         1_572_864, "most that a worker's pushes to all servers may be under way, unacknowledged", 1
     )
+    pinned_bytes: int | None = _setting(
+        None, "most host memory that is page-locked for a device; by default what copies need", 0
+    )
     chunk_elems: int = _setting(
         400_000, "architecture=ring: elements per collective; small parameters join one", 1
     )
@@ -202,12 +205,8 @@ class Config:
     clip_grad_norm: float | None = _setting(
         None, "scale the aggregated gradients down to this global 2-norm"
     )
-    clip_grad_value: float | None = _setting(
-        None, "clamp the elements of the aggregated gradients to this, both sides"
-    )
-    ema: float | None = _setting(
-        None, "keep moving averages of the parameters with this decay, above 0 and below 1"
-    )
+    clip_grad_value: float | None = _setting(None, "clamp aggregated gradients to this, both sides")
+    ema: float | None = _setting(None, "keep parameters' moving averages; the decay, within 0 to 1")
     wire_dtype: WireDtype | None = _setting(
         None,
         "send float32 parameters' gradients and new values as bfloat16 or float16, half the bytes;"

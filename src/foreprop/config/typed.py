@@ -48,6 +48,7 @@ class Settings(TypedDict, total=False):
     rebalance_s: float | None
     unsent_bytes: int
     push_window_bytes: int
+    pinned_bytes: int | None
     chunk_elems: int
     chunks_in_flight: int
     collectives: Collectives

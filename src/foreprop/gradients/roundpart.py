@@ -17,12 +17,12 @@ from torch.autograd.graph import increment_version
 from foreprop.core.wire import Flag
 from foreprop.errors import TrainingLoopError
 from foreprop.gradients.averaging import Averaging
-from foreprop.path.asyncdevice import HOSTS, TorchAccelerator
 from foreprop.path.memory import HeldGradient, bytes_of
 from foreprop.path.parameter import check_same_kind
 
 if TYPE_CHECKING:
     from foreprop.gradients.averaged import AveragedParameter
+    from foreprop.path.asyncdevice import Accelerator
     from foreprop.path.managedparameter import SessionState
 
 Scaling = tuple[Callable[[Any, Any], Any], Any]
@@ -35,7 +35,7 @@ class RoundPart:
     def __init__(
         self, owner: AveragedParameter, session: SessionState, together: Averaging
     ) -> None:
-        self.landing = Landing(owner.parameter)
+        self.landing = Landing(owner.parameter, getattr(owner.memory, "accelerator", None))
         self.scalings = Scalings()
         """By which this round's average is, or is to be, multiplied."""
         self.serial = 0
@@ -126,10 +126,10 @@ class RoundPart:
 class Landing:
     """Host memory of the parameter's shape, from the first average on."""
 
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, device: Accelerator | None) -> None:
+        """``device``: that gradients are copied from beside training, if they are."""
         self._parameter = parameter
-        device = parameter.device
-        self._device = None if device.type in HOSTS else TorchAccelerator(device)
+        self._device = device
         self._room: torch.Tensor | None = None
         self._making_room = threading.Lock()
 
@@ -145,7 +145,7 @@ class Landing:
         return self._room
 
     def _copy_to(self, target: torch.Tensor) -> torch.Tensor:
-        late = self._device is not None and self._device.pins
+        late = self._device is not None and self._device.is_pinned(self.room)
         return target.copy_(self.room, non_blocking=late)
 
     def as_autograd_would(self) -> torch.Tensor:

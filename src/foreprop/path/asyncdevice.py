@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+
+from foreprop.config import LOGGER
 
 
 class Accelerator(Protocol):
@@ -27,7 +31,10 @@ class Accelerator(Protocol):
     """Of streams and pinned memory, what there is not."""
 
     def host_memory(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Without values; pinned if that can be."""
+        """Without values; pinned if that can be, and there is room for it (``pinned_bytes``)."""
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Whether this memory, of `host_memory`, is: else copies block."""
 
     def mark(self) -> Any:
         """An event: what this thread has queued so far is done."""
@@ -57,8 +64,10 @@ class Accelerator(Protocol):
 class TorchAccelerator:
     """By the module that torch has for this kind of device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pinned_bytes: int | None = None) -> None:
+        """``pinned_bytes``: so many may be pinned; None: all that is asked for."""
         self.device = device
+        self._room = None if pinned_bytes is None else PinnedRoom(pinned_bytes)
         self._module: Any = getattr(torch, device.type, None)
         self.has_streams = all(hasattr(self._module, name) for name in _STREAMS)
         self.has_events = hasattr(self._module, "Event") and hasattr(self._module, "synchronize")
@@ -73,7 +82,15 @@ class TorchAccelerator:
 
     def host_memory(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty(tuple(shape), dtype=dtype)
-        return memory.pin_memory() if self.pins else memory
+        if not self.pins or (self._room is not None and not self._room.take(memory.nbytes)):
+            return memory
+        pinned = memory.pin_memory()
+        if self._room is not None:
+            weakref.finalize(pinned, self._room.give_back, pinned.nbytes).atexit = False
+        return pinned
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        return self.pins and (self._room is None or memory.is_pinned())
 
     def mark(self, *, timed: bool = False) -> Any:
         return self._event_on(self.current_stream(), timed=timed)
@@ -118,11 +135,49 @@ class TorchAccelerator:
         else:
             self._module.synchronize()
 
+    def check_rank(self, local_rank: int) -> None:
+        """Warn if the worker is on the node's first device where it should have another one."""
+        count = self._module.device_count() if hasattr(self._module, "device_count") else 1
+        if self.device.index == 0 and local_rank > 0 and count > 1:
+            _warn_of_shared(self.device, local_rank, count)
+
     @property
     def name(self) -> str:
         """The maker's, if torch tells it."""
         tell: Any = getattr(self._module, "get_device_name", str)
         return str(tell(self.device))
+
+
+class PinnedRoom:
+    """How many bytes may still be pinned. Any thread."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left_bytes = size_bytes
+        self._counting = threading.Lock()
+
+    def take(self, size_bytes: int) -> bool:
+        """Whether there was room for so many."""
+        with self._counting:
+            fits = size_bytes <= self._left_bytes
+            self._left_bytes -= size_bytes if fits else 0
+        return fits
+
+    def give_back(self, size_bytes: int) -> None:
+        with self._counting:
+            self._left_bytes += size_bytes
+
+
+@functools.cache  # once
+def _warn_of_shared(device: torch.device, local_rank: int, count: int) -> None:
+    LOGGER.warning(
+        "parameters are on %s, but LOCAL_RANK is %d and torch sees %d devices: workers of this node"
+        " share one. Move the model to torch.device(%r, int(os.environ['LOCAL_RANK'])) before"
+        " parallelize()",
+        device,
+        local_rank,
+        count,
+        device.type,
+    )
 
 
 _STREAMS = ("Stream", "Event", "current_stream", "stream")

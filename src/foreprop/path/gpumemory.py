@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from foreprop.config import launch_info
 from foreprop.errors import InternalError
 from foreprop.path.asyncdevice import Accelerator, TorchAccelerator
 from foreprop.path.memory import Memory, Ready, bytes_of
@@ -63,7 +64,7 @@ class AsyncStagedMemory:
 
     def __init__(self, parameter: torch.Tensor, stager: Stager) -> None:
         self._parameter = parameter
-        self._device = stager.device
+        self.accelerator = self._device = stager.device
         self._turns = StagedTurns(stager)
         self._training: Any = None
         """The stream on which the parameter is trained: where its last gradient was computed."""
@@ -77,6 +78,15 @@ class AsyncStagedMemory:
     def _gradient(self) -> torch.Tensor:
         return self._device.host_memory(self._parameter.shape, self._parameter.dtype)
 
+    # Of this, what has found no room (`asyncdevice.PinnedRoom`) is not, and copies block.
+    @functools.cached_property
+    def _gradient_is_pinned(self) -> bool:
+        return self._device.is_pinned(self._gradient)
+
+    @functools.cached_property
+    def _values_are_pinned(self) -> bool:
+        return self._device.is_pinned(self._values)
+
     @functools.cached_property
     def values(self) -> memoryview:
         return bytes_of(self._values)
@@ -84,7 +94,7 @@ class AsyncStagedMemory:
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
         device = self._device
         self._training = device.current_stream()
-        if device.pins:
+        if self._gradient_is_pinned:
             event = device.start(self._gradient, gradient)
             self._turns.begin(event, lambda: ready(bytes_of(self._gradient)))
             return
@@ -115,7 +125,7 @@ class AsyncStagedMemory:
         if elsewhere:
             device.join(here, self._training)
         with torch.no_grad():
-            self._parameter.copy_(self._values, non_blocking=device.pins)
+            self._parameter.copy_(self._values, non_blocking=self._values_are_pinned)
         if elsewhere:
             device.join(self._training, here)
 
@@ -131,7 +141,7 @@ class DeviceMemory:
     receives_values = False
 
     def __init__(self, stager: Stager) -> None:
-        self._device = stager.device
+        self.accelerator = self._device = stager.device
         self._turns = StagedTurns(stager)
 
     def stage_gradient(self, gradient: torch.Tensor, ready: Ready) -> None:
@@ -228,14 +238,22 @@ class NoMemory:
 
 
 def staged_memory_of(
-    parameter: torch.Tensor, stagers: dict[torch.device, Stager], *, stays: bool
+    parameter: torch.Tensor,
+    stagers: dict[torch.device, Stager],
+    *,
+    stays: bool,
+    pinned_bytes: int | None = None,
 ) -> Memory:
     """Not in the host's memory, or not contiguous there. ``stays``: on its GPU."""
     device = parameter.device
     if parameter.is_meta:
         return NoMemory()
     if device not in stagers:
-        if device.type == "cpu" or not (found := TorchAccelerator(device)).has_streams:
+        if device.type == "cpu":
             return StagedMemory(parameter)
+        found = TorchAccelerator(device, pinned_bytes)
+        if not found.has_streams:
+            return StagedMemory(parameter)
+        found.check_rank(launch_info().local_rank)
         stagers[device] = Stager(found)
     return DeviceMemory(stagers[device]) if stays else AsyncStagedMemory(parameter, stagers[device])

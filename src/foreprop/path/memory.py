@@ -94,9 +94,9 @@ class DirectMemory:
 class MemoryFactory:
     """Chooses each parameter's memory; owns the threads that some of it needs."""
 
-    def __init__(self, *, stays: bool = False) -> None:
-        self._stays = stays
-        """On the GPU, for collectives between GPUs."""
+    def __init__(self, config: Config, *, stays: bool = False) -> None:
+        self._pinned_bytes, self._stays = config.pinned_bytes, stays
+        """Whether on the GPU, for collectives between GPUs."""
         self._stagers: dict[torch.device, Stager] = {}
 
     def memory_of(self, parameter: torch.Tensor) -> Memory:
@@ -104,7 +104,8 @@ class MemoryFactory:
             return DirectMemory(parameter)
         from foreprop.path.gpumemory import staged_memory_of
 
-        return staged_memory_of(parameter, self._stagers, stays=self._stays)
+        pinned_bytes, stays = self._pinned_bytes, self._stays
+        return staged_memory_of(parameter, self._stagers, stays=stays, pinned_bytes=pinned_bytes)
 
     def stop(self) -> None:
         for stager in self._stagers.values():

@@ -43,7 +43,7 @@ class ServedBackend:
             check_groups(setup.optimizer)
         self._setup = setup
         self._optimizer = setup.optimizer
-        self._memory_factory = MemoryFactory()
+        self._memory_factory = MemoryFactory(setup.config)
         self.memory_of = self._memory_factory.memory_of
         self.connections = Connections(setup.world, setup.config, setup.part)
         manifest = self._manifest()
