@@ -70,11 +70,14 @@ class Line:
         self.records = False
         self.takes_s = 0.0
         """How long each job takes, whoever waits."""
+        self.begun_by = ""
+        """The thread that has given it its first job."""
         self._thread = threading.Thread(target=self._run, name=f"{DEVICE}-{number}", daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
         """Do it after all that has been put before. Any thread, also from a finalizer."""
+        self.begun_by = self.begun_by or threading.current_thread().name
         self._given += 1
         self._jobs.put(job)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
 from foreprop.path.worker import WorkerEngine
+from tests.lagging import overlap
 from tests.lagging.device import DEVICE, Event, lagging
 from tests.lagging.streams import LINES, current_stream
 from tests.lagging.training import Scenario, train
@@ -77,3 +81,32 @@ def test_pushes_start_in_the_backward_pass_and_replies_land_in_the_forward_pass(
     assert all(first < last for first, last in zip(used, landed[2::2], strict=False)), (
         "each layer's values land when the layers before it have been computed"
     )
+
+
+@pytest.mark.leaks_ok(reason="matplotlib keeps its fonts open")
+def test_the_command_measures_both_and_draws_each_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans: list[overlap.Span] = []
+    draw = overlap.draw_timeline
+
+    def note(found: Sequence[overlap.Span], path: Path) -> None:
+        spans.extend(found)
+        draw(found, path)
+
+    monkeypatch.setattr(overlap, "draw_timeline", note)
+    picture = tmp_path / "timeline.svg"
+    assert overlap.main(["--rounds", "1", "--steps", "2", "--timeline", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "host memory" in printed
+    assert "device over host memory: " in printed
+    drawn = picture.read_text()
+    assert [told for told in overlap.TOLD.values() if f">{told}<" not in drawn] == []
+    names = Counter(span.lane for span in spans)
+    assert names["compute"] == 5 * overlap.LAYERS, "three forward passes, two backward ones"
+    assert names["copy to host"] == 2 * overlap.LAYERS
+    assert names["copy to device"] == 2 * overlap.LAYERS
+    assert names["push"] >= 2 * overlap.LAYERS
+    assert names["reply"] >= 2 * overlap.LAYERS
+    began_s = min(span.began_s for span in spans)
+    assert all(span.ended_s - began_s < 60 for span in spans), "all lanes have one clock"
