@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from foreprop.errors import ConfigError
+from foreprop.path.asyncdevice import TorchAccelerator
+from foreprop.path.gpumemory import AsyncStagedMemory
 from tests.lagging.device import DEVICE, lagging
 from tests.lagging.scenarios import SCENARIOS, layers, plain
 from tests.lagging.training import Scenario, check_on_device, train
@@ -35,6 +39,31 @@ def on_cpu(name: str) -> Sequence[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", LATE)
 def test_the_same_bits_on_a_device_that_does_nothing_until_somebody_waits(name: str) -> None:
     check_on_device(SCENARIOS[name], on_cpu(name), seed=0, manner="late")
+
+
+@pytest.fixture
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient reaches the host before somebody waits for one."""
+    released = threading.Event()
+    start, await_staged = TorchAccelerator.start, AsyncStagedMemory.await_staged
+
+    def hold(device: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        released.clear()
+        device._copying.line.put(lambda: released.wait(5))
+        return start(device, target, source)
+
+    def release(memory: AsyncStagedMemory) -> None:
+        released.set()
+        await_staged(memory)
+
+    monkeypatch.setattr(TorchAccelerator, "start", hold)
+    monkeypatch.setattr(AsyncStagedMemory, "await_staged", release)
+
+
+@pytest.mark.parametrize("name", ["looking-back", "zeroing"])
+@pytest.mark.usefixtures("held_copies")
+def test_the_same_bits_where_gradients_are_copied_as_late_as_can_be(name: str) -> None:
+    check_on_device(SCENARIOS[name], on_cpu(name), seed=0, manner="eager")
 
 
 @pytest.mark.parametrize(
