@@ -168,7 +168,8 @@ def main() -> int:
     for mutation in chosen:
         failed = "-" if asked.list else first_failure(mutation)
         survivors += failed is None
-        print(f"| `{mutation.file}` | `{mutation.what}` | {failed or '**none**'} |", flush=True)
+        what = mutation.what.replace("|", r"\|")
+        print(f"| `{mutation.file}` | `{what}` | {failed or '**none**'} |", flush=True)
     if not asked.list:
         print(f"\n{len(chosen) - survivors} of {len(chosen)} noticed")
     return 1 if survivors else 0
