@@ -51,6 +51,8 @@ def _devices(root: Path) -> tuple[list[Device], str | None]:
     """Or none, and what torch says why."""
     import torch
 
+    if not hasattr(torch, "accelerator"):  # an older torch, which other findings are about
+        return [], None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -140,9 +142,10 @@ def _accelerators_on_the_bus(root: Path) -> Iterator[str]:
 
 def _nccl() -> str | None:
     """Of ROCm's torch, RCCL's."""
-    import torch.distributed as dist
+    import torch
 
-    if not dist.is_nccl_available():
+    distributed = getattr(torch, "distributed", None)  # a build may have none
+    if distributed is None or not distributed.is_nccl_available():
         return None
     import torch.cuda.nccl
 
