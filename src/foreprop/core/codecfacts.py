@@ -158,7 +158,7 @@ _ANSWERS = {
 
 _LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "int2", "1bit", "dgc")
 """In the order of loss."""
-AUTO_CODECS = (*_LADDER[: _LADDER.index("int4") + 1], "terngrad")
+AUTO_CODECS = _LADDER[: _LADDER.index("int4") + 1]
 """What ``auto`` may use: what passes the test of accuracy (docs/compression.md). Codecs that keep
 signs, or leave elements out, are for who asks for them."""
 
