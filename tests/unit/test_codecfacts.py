@@ -28,7 +28,7 @@ ELEMS = 51_200
         ("int2", ELEMS // 4 + 1600, ELEMS // 4 + 1600),
         ("1bit", 6_400 + 8, 6_400 + 8),  # two means
         ("sign", 6_400 + 8, 6_400 + 8),
-        ("terngrad", 12_800 + 4, ELEMS // 2 + 1600),  # int4 answers
+        ("terngrad", 12_800 + 4, ELEMS // 4 + 1600),  # int2 answers
         ("qsgd", ELEMS + 400, ELEMS + 1600),  # int8
         ("qsgd:7", ELEMS // 2 + 400, ELEMS // 2 + 1600),
         ("qsgd:1", ELEMS // 4 + 400, ELEMS // 2 + 1600),

@@ -362,7 +362,7 @@ def test_codecs_are_offered_where_the_wire_is_too_slow() -> None:
 
 
 def test_the_exact_codec_comes_first_and_says_that_it_is() -> None:
-    made = recommended(rate_bits_per_s=0.1 * GBIT)
+    made = recommended(rate_bits_per_s=0.03 * GBIT)
     codecs = offered(made)
     assert list(codecs) == ["lossless", "auto", "dgc"]
     assert not codecs["lossless"].not_exact
@@ -382,7 +382,8 @@ def test_no_codec_is_offered_that_is_not_worth_it_or_refused() -> None:
 
 def test_a_nodes_relays_encode_as_one_worker_would() -> None:
     alone, relayed = (
-        offered(recommended(rate_bits_per_s=0.1 * GBIT, workers_per_node=count)) for count in (1, 2)
+        offered(recommended(rate_bits_per_s=0.03 * GBIT, workers_per_node=count))
+        for count in (1, 2)
     )
     assert list(alone) == list(relayed) == ["lossless", "auto", "dgc"]
     for name, made in relayed.items():
@@ -391,7 +392,7 @@ def test_a_nodes_relays_encode_as_one_worker_would() -> None:
 
 
 def test_what_waits_on_a_node_is_said() -> None:
-    made = recommended(rate_bits_per_s=0.1 * GBIT)
+    made = recommended(rate_bits_per_s=0.03 * GBIT)
     codecs = offered(made)
     assert codecs["lossless"].kept_bytes == 0
     assert codecs["dgc"].kept_bytes == pytest.approx(2 * 9.6e6, rel=0.01)  # momentum, and the sum

@@ -93,5 +93,5 @@ def make_for_replies(name: str, pushes: int, training: DgcTraining | None = None
 
         return dgc_replies(parameter or "0.001", pushes, training)
     coarse = kind == "qsgd" and parameter and int(parameter) <= 7
-    others = {"sign": "efsign", "terngrad": "int4", "qsgd": "int4" if coarse else "int8"}
+    others = {"sign": "efsign", "terngrad": "int2", "qsgd": "int4" if coarse else "int8"}
     return make(others.get(kind, name))

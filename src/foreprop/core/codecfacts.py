@@ -150,7 +150,7 @@ CODEC_NAMES = tuple(_TABLE)
 
 _ANSWERS = {
     "sign": "efsign",
-    "terngrad": "int4",
+    "terngrad": "int2",
     _QSGD: "int8",
     **{f"{_QSGD}:{levels}": "int4" for levels in range(1, 8)},
 }
@@ -159,8 +159,8 @@ _ANSWERS = {
 _LADDER = (NONE, LOSSLESS, "bf16", "int8", "int4", "int2", "1bit", "dgc")
 """In the order of loss."""
 AUTO_CODECS = _LADDER[: _LADDER.index("int4") + 1]
-"""What ``auto`` may use: errors are small against every element. Codecs that keep signs, or leave
-elements out, are for who asks for them."""
+"""What ``auto`` may use: what passes the test of accuracy (docs/compression.md). Codecs that keep
+signs, or leave elements out, are for who asks for them."""
 
 
 def allowed_by(text: str) -> tuple[str, ...] | None:

@@ -27,6 +27,7 @@ _NOT_EXACT: Mapping[str, str] = {
     "int8": "int8 rounds to 1/127 of the largest element of 128, and sends the error a step later",
     "int4": "int4 rounds to 1/7 of the largest element of 128, and sends the error a step later",
     "int2": "int2 rounds to -1, 0 or 1 of a scale of 128, and sends the error a step later",
+    "terngrad": "TernGrad draws -1, 0 or 1 of a scale, right on average (int2 answers)",
     _DGC: "DGC sends the largest 0.1% of a gradient, and the rest as it adds up over the steps",
 }
 
