@@ -2,9 +2,9 @@
 
     python -m tests.faults.node_kill_points --seeds 100
 
-Each session has four workers with a server beside each, and up to three deaths, each some
-milliseconds into a step. ``buddy_steps`` is 1, so what is left must have the bits that plain
-arithmetic has by the servers' logs, optimizer state included.
+Each session has four workers with a server beside each, and up to three deaths, each somewhere in a
+backward pass or some milliseconds after. ``buddy_steps`` is 1, so what is left must have the bits
+that plain arithmetic has by the servers' logs, optimizer state included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from foreprop.core.slicing import Slice
 from tests.countedlogs import counted_by
 from tests.faults.kill_points import Survived, check_sets, survived
 from tests.leaks import adopt_orphans
-from tests.process.elastic_script import Plan, by_arithmetic
+from tests.process.elastic_script import PARAMETERS, Plan, by_arithmetic
 from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables
 from tests.process.train_script import Scenario
 
@@ -37,7 +37,11 @@ def plan_of(seed: int, deaths: int = 1) -> Plan:
     rng = random.Random(seed)
     victims = rng.sample(range(WORKERS), deaths)
     moments = {
-        str(rank): (3 + _APART_STEPS * place + rng.randrange(2), rng.random() * 0.02)
+        str(rank): (
+            3 + _APART_STEPS * place + rng.randrange(2),
+            rng.randrange(PARAMETERS),
+            rng.choice([0.0, 0.001, 0.01]) * rng.random(),
+        )
         for place, rank in enumerate(victims)
     }
     return Plan(steps=4 + _APART_STEPS * (deaths + 1), pause_s=0.01, deaths=moments)
