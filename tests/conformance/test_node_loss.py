@@ -37,6 +37,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.countedlogs import counted_by
+from tests.secretfile import secret_file
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
@@ -176,6 +177,21 @@ def test_plain_sgd_has_nothing_to_lose(tmp_path: Path) -> None:
     wanted = by_arithmetic(build, batches_of(3, count=STEPS), loss.pieces, loss.counted())
     check_same_bits(loss.found[0][0], wanted)
     assert loss.stats[2]["snapshots"] == 0
+
+
+def test_a_server_without_slices_is_outlived(tmp_path: Path) -> None:
+    build = with_sgd(lambda: nn.Sequential(nn.Linear(5, 3)))
+    loss = Loss(tmp_path, 3, {2: (3, None)}).run(build, slice_elems=100)
+    assert {piece.server for piece in loss.pieces} == {0, 1}
+    assert [each["steps"] for each in loss.stats[0]["takeovers"]] == [[]]
+
+
+@pytest.mark.parametrize("encryption", [None, *long_cases("tls")])
+def test_a_substitute_asks_for_the_secret(tmp_path: Path, encryption: str | None) -> None:
+    settings = {"secret_file": secret_file(tmp_path), "encryption": encryption}
+    loss = Loss(tmp_path, 3, {0: (3, 2)}).run(with_sgd(), buddy_steps=1, **settings)
+    wanted = by_arithmetic(with_sgd(), batches_of(3, count=STEPS), loss.pieces, loss.counted())
+    check_same_bits(loss.found[1][0], wanted)
 
 
 @pytest.mark.long
