@@ -99,6 +99,7 @@ class Substitutes:
         self._composer_of = composer_of
         self._servers: dict[int, Server] = {}
         self._threads: list[threading.Thread] = []
+        self._stopped = False
 
     @property
     def servers(self) -> list[Server]:
@@ -128,15 +129,19 @@ class Substitutes:
             name=f"server {told.server} (substitute on node {told.node})",
             process=f"server {told.server}",
         )
-        self._servers[told.server] = server
         thread = threading.Thread(
             target=server.run,
             args=(listener,),
             name=f"foreprop-substitute{told.server}",
             daemon=True,
         )
-        self._threads.append(thread)
-        thread.start()
+        with self._executor.lock:
+            if self._stopped:  # its own session is over
+                listener.close()
+                return
+            self._servers[told.server] = server
+            thread.start()
+            self._threads.append(thread)
         LOGGER.warning("server %d starts a substitute for server %d", self._index, told.server)
         data = msgspec.json.encode(msgspec.structs.replace(told, port=port))
         about = Header(Kind.TAKEOVER, 0, 0, 0, told.server, CONTROL_PRIORITY, 0)
@@ -145,6 +150,8 @@ class Substitutes:
 
     def stop(self, *, failed: bool) -> None:
         """The session is over here: its workers have left the substitutes, or are about to."""
+        with self._executor.lock:
+            self._stopped = True
         deadline = time.monotonic() + (0.0 if failed else _LEAVE_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
