@@ -44,6 +44,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class Trained(NamedTuple):
     forward: Callable[[torch.Tensor], torch.Tensor]
     optimizer: Any
+    store: TCPStore | None = None
+    """Which lasts as long as it is held."""
 
 
 def main() -> None:
@@ -111,7 +113,7 @@ def _torchft(model: EmulatedModel, task: Task) -> Trained:
         hostname=task.address,
     )
     wrapped = torchft.DistributedDataParallel(manager, model)
-    return Trained(wrapped, torchft.Optimizer(manager, optimizer))
+    return Trained(wrapped, torchft.Optimizer(manager, optimizer), store)
 
 
 if __name__ == "__main__":
