@@ -78,20 +78,21 @@ class Progress:
 
     def gradient_ready(self, parameter: int, step: int) -> None:
         """For the trace."""
-        self._mark(Stage.GRADIENT_READY, parameter, step)
+        if self._trace is not None:
+            self._mark(self._trace, Stage.GRADIENT_READY, parameter, step)
 
     def parameter_complete(self, complete: CompleteParameter) -> None:
         """Wake who may wait for it."""
         parameter, step = complete
         if self._waiters > 1 or parameter == self.awaited:
             self.notify()
-        self._mark(Stage.PARAMETER_READY, parameter, step)
-
-    def _mark(self, stage: Stage, parameter: int, step: int) -> None:
-        """A moment in the life of a parameter, for the trace."""
         if self._trace is not None:
-            now_ns = self._trace.now_ns()
-            self._trace.span(stage.value, self._names[parameter], now_ns, stop_ns=now_ns, step=step)
+            self._mark(self._trace, Stage.PARAMETER_READY, parameter, step)
+
+    def _mark(self, trace: TraceRecorder, stage: Stage, parameter: int, step: int) -> None:
+        """A moment in the life of a parameter, for the trace."""
+        now_ns = trace.now_ns()
+        trace.span(stage.value, self._names[parameter], now_ns, stop_ns=now_ns, step=step)
 
     def wait_for_parameter(
         self,
@@ -106,9 +107,8 @@ class Progress:
         self.awaited = parameter  # before the condition is looked at
         self.wait_until(condition, self._config.step_timeout_s, describe, on_stall)
         self.awaited = NOTHING
-        waited_s = self.count_wait(self._names[parameter], started_ns, step + 1)
-        by_parameter = self.counters.waited_s_by_parameter
-        by_parameter[parameter] = by_parameter.get(parameter, 0.0) + waited_s
+        waited, name = self.counters.waited_s_by_parameter, self._names[parameter]
+        waited[parameter] = waited.get(parameter, 0.0) + self.count_wait(name, started_ns, step + 1)
 
     def count_wait(self, what: str, started_ns: int, step: int) -> float:
         """For the totals and the trace; seconds."""
