@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest -q -rfER
 # but for those that measure, or wait for a short time limit, which are marked `alone`
 PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist worksteal --durations 15
 # where those are (tests/unit/test_tiers.py): to collect all others takes as long as some of them
-ALONE := tests/faults tests/process
+ALONE := tests/conformance tests/faults tests/process
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help

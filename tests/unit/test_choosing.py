@@ -99,8 +99,8 @@ def test_what_says_nothing_is_refused(value: Any, says: str) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"architecture": "hybrid"},
         {"architecture": "auto"},
+        {"architecture": "ring"},
         {"check_stale": True},
     ],
 )

@@ -287,7 +287,8 @@ class SliceStore:
     ) -> None:
         optimizer = tensors.optimizer.prepare(groups[self._group_of[tensors.piece.parameter]])
         total = tensors.total if tensors.total is not None else self._total(tensors, ranks)
-        self._clip(tensors, total, coefficient)
+        if self._clips or coefficient != 1.0:
+            self._clip(tensors, total, coefficient)
         dtype = tensors.parameter.dtype
         tensors.parameter.grad = total if total.dtype == dtype else total.to(dtype)
         self._step(optimizer)
@@ -295,8 +296,7 @@ class SliceStore:
         self._keep(tensors, total)
 
     def _clip(self, tensors: SliceTensors, total: torch.Tensor, coefficient: float) -> None:
-        if self._clips or coefficient != 1.0:
-            clip(total, self._aggregation, coefficient)
+        clip(total, self._aggregation, coefficient)
 
     def _keep(self, tensors: SliceTensors, total: torch.Tensor) -> GradientBuffer:
         """The aggregated gradient is read by whoever wants, until all workers have pushed again."""
