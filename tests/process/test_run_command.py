@@ -29,6 +29,7 @@ from foreprop.run.records import START, Ready, decode
 from foreprop.run.resources import parse_resources
 from foreprop.run.restarts import Restarts
 from foreprop.run.run import Launcher, Outcome
+from tests.process.elastic_script import Plan as ElasticPlan
 from tests.process.harness import ROOT, Run, Zygote, running, wait_for
 from tests.process.train_script import Scenario
 from tests.tiers import long_cases
@@ -207,6 +208,63 @@ def test_an_error_that_repeats_at_its_step_ends_it(launch: Launch) -> None:
     told = "it ended at step 7 the last time, too, so a restart would not help"
     assert outcome == Outcome(3, f"{ended}; {told}")
     assert said == [f"{ended}; restart 1 of 5"]
+
+
+def test_an_elastic_run_goes_on_without_a_host_that_fails(launch: Launch) -> None:
+    said: list[str] = []
+    mark = str(launch.folder / "mark")
+    actions = ("1:exit=7", "0:wait=" + mark)
+    plan = launch.plan(LOCAL, *actions, elastic=True)
+    streams = io.BytesIO(), io.BytesIO()
+
+    def say(text: str) -> None:
+        said.append(text)
+        Path(mark).touch()
+
+    outcome = Launcher(plan, *streams, say=say).run()
+    assert outcome == Outcome(0)
+    assert said == ["rank 1 on 127.0.0.2 ended with exit code 7; goes on with 1 of 2"]
+
+
+@pytest.mark.long
+def test_an_elastic_run_whose_hosts_all_fail_has_the_first_failure(launch: Launch) -> None:
+    said: list[str] = []
+    mark = str(launch.folder / "mark")
+    actions = ("1:exit=7", "0:wait=" + mark, "0:exit=3")
+    plan = launch.plan(LOCAL, *actions, elastic=True)
+
+    def say(text: str) -> None:
+        said.append(text)
+        Path(mark).touch()
+
+    outcome = Launcher(plan, io.BytesIO(), io.BytesIO(), say=say).run()
+    assert outcome == Outcome(7, "rank 1 on 127.0.0.2 ended with exit code 7")
+    assert len(said) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dies", [0])
+def test_an_elastic_training_goes_on_without_a_host(launch: Launch, dies: int) -> None:
+    """Its worker and its server are killed, also where the rendezvous is."""
+    said: list[str] = []
+    scenario = ElasticPlan(steps=12, deaths={str(dies): (5, 2, 0.0)}, settings={"buddy_steps": 1})
+    variables = {"PLAN": scenario.encode(), "RESULTS": str(launch.folder)}
+    plan = launch.plan(
+        LOCAL + "127.0.0.3\n",
+        script=(str(ROOT / "tests" / "process" / "node_script.py"),),
+        environment=environment_for_hosts() | variables,
+        elastic=True,
+    )
+    out, err = io.BytesIO(), io.BytesIO()
+    outcome = Launcher(plan, out, err, say=said.append).run()
+    assert outcome == Outcome(0), (said, err.getvalue().decode()[-2000:])
+    assert said == [f"rank {dies} on 127.0.0.{dies + 1} was killed by SIGKILL; goes on with 2 of 3"]
+    results = [
+        json.loads((launch.folder / f"rank-{rank}.json").read_text())
+        for rank in range(3)
+        if rank != dies
+    ]
+    assert len({result["sha256"] for result in results}) == 1
 
 
 def test_a_script_that_is_not_there(launch: Launch) -> None:

@@ -224,8 +224,8 @@ class Adoption:
         with self._lock:
             settled = self._settlement.add(peer.number, steps)
             self._settled = {each.slice: each for each in settled}
-        if not settled:
-            return
+            if self._settlement.missing:
+                return
         data = msgspec.json.encode(settled)
         about = Header(Kind.SETTLED, 0, 0, 0, 0, CONTROL_PRIORITY, 0)
         for rank in self._told.members:

@@ -28,7 +28,7 @@ from foreprop.core.buddy import HeldStates, buddy_of
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.takeover import Settled
 from foreprop.core.wire import Header, Kind, encode_header
-from foreprop.errors import Failure, ForepropError, RemoteProtocolError, failure_of
+from foreprop.errors import ForepropError, RemoteProtocolError, StepTimeout, failure_of
 from foreprop.link.connection import EMPTY, Connection, FrameOwner, bounded
 from foreprop.link.stream import Stream
 from foreprop.path.tensors import state_limit_bytes
@@ -36,6 +36,7 @@ from foreprop.path.tensors import state_limit_bytes
 if TYPE_CHECKING:
     from foreprop.path.worker import WorkerEngine
 
+_LOOK_S = 0.01
 Reach = Callable[[Substitution], Stream]
 """Connects to a substitute and greets it; raises `ForepropError`."""
 
@@ -292,13 +293,14 @@ class Survival:
         return SentFrame(encode_header(*place), payload)
 
     def _await(self, event: threading.Event, loss: Loss, what: str) -> None:
-        if not event.wait(self._timeout_s):
-            text = (
-                f"rank {self._engine.rank} waited {self._timeout_s:g} s (step_timeout_s) at the"
-                f" substitute for server {loss.server} for {what}"
-            )
-            self._engine.fail(Failure(kind="StepTimeout", message=text))
+        deadline = time.monotonic() + self._timeout_s
+        while not event.wait(_LOOK_S):
             self._engine.progress.raise_if_failed()
+            if time.monotonic() > deadline:
+                raise StepTimeout(
+                    f"rank {self._engine.rank} waited {self._timeout_s:g} s (step_timeout_s) at the"
+                    f" substitute for server {loss.server} for {what}"
+                )
 
     def _brought(self, loss: Loss, told: Substitution, behind: list[int]) -> Iterator[SentFrame]:
         """States before values: once all have pushed a slice, it is updated."""
@@ -342,6 +344,12 @@ class Survival:
             again,
             f"; optimizer state is up to {max(behind)} steps older" if any(behind) else "",
         )
+
+    def await_takeovers(self) -> None:
+        """Before this rank closes, for at most ``step_timeout_s``: others may need what it has."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._losses and not self._engine.progress.failed and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
     def stats(self) -> dict[str, Any]:
         """For `Session.stats`."""

@@ -20,6 +20,7 @@ from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.resources import Host, read_resources
 from foreprop.run.restarts import Restarts
+from foreprop.run.run import Outcome
 from foreprop.workload.setting import option
 
 
@@ -119,6 +120,10 @@ def run(
         float,
         typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers that have to end."),
     ] = 10.0,
+    elastic: Annotated[
+        bool,
+        typer.Option("--elastic", help="Go on without a host that fails (docs/elastic.md)."),
+    ] = False,
     max_restarts: MaxRestarts = 0,
     min_hosts: MinHosts = None,
     dry_run: Annotated[
@@ -134,8 +139,8 @@ def run(
     Every line that a worker prints is prefixed by its rank, every line of torchrun or ssh by its
     host. If one worker fails, all are ended, and its exit code is this command's; Ctrl-C and
     SIGTERM end all too. No process is left on any host, however this command ends.
-    With --max-restarts all are started again after a failure, with the hosts that answer; a script
-    goes on where it was if it uses foreprop.checkpoint (docs/checkpoints.md).
+    With --elastic the other hosts go on. With --max-restarts all are started again, with the hosts
+    that answer; a script that uses foreprop.checkpoint goes on where it was.
 
     ssh has to work without a password; hosts that are this machine need none. docs/run.md
     describes the file.
@@ -145,24 +150,34 @@ def run(
       foreprop run --workers-per-node 2 train.py
       foreprop run --resources hosts.txt --env NCCL_DEBUG=INFO -m package.train
       foreprop run --resources hosts.txt --max-restarts 3 --min-hosts 2 train.py
+      foreprop run --resources hosts.txt --elastic train.py
       foreprop run --resources hosts.txt --dry-run train.py
     """
     if as_json and not dry_run:
         raise ConfigError("--json is given without --dry-run: it is what that prints as JSON")
     plan = hosts_from(given).plan(script, module=module, grace_s=grace)
+    plan = replace(plan, elastic=elastic)
     if dry_run:
-        if as_json:
-            print_json(described(plan))
-        else:
-            typer.echo(describe(plan))
+        _print_plan(plan, as_json=as_json)
         return
     check_script(plan)
     streams = sys.stdout.buffer, sys.stderr.buffer
     outcome = Restarts(plan, *streams, say=_say, most=max_restarts, least_hosts=min_hosts).run()
+    _end_as(outcome)
+
+
+def _end_as(outcome: Outcome) -> None:
     if outcome.failure is not None:
         _say(outcome.failure)
     if outcome.code:
         raise typer.Exit(outcome.code)
+
+
+def _print_plan(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        print_json(described(plan))
+    else:
+        typer.echo(describe(plan))
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,8 @@ def foreign_setting(name: Foreign) -> str | None:
     return os.environ.get(name)
 
 
+ELASTIC = "FOREPROP_ELASTIC"
+"""The setting, which ``foreprop run --elastic`` sets for its workers."""
 STEPS_FILE = "FOREPROP_STEPS_FILE"
 """Set by ``foreprop run`` for its workers: where they say how far they have come."""
 

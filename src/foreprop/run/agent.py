@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_launcher
 
-from foreprop.config.otherhosts import STEPS_FILE
+from foreprop.config.otherhosts import ELASTIC, STEPS_FILE
 from foreprop.run.processes import end_with_parent, exit_at_once, write_all
 from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
 
@@ -161,6 +161,7 @@ def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
     parsed = torchrun.parse_args(arguments)  # type: ignore[no-untyped-call]
     config, command, command_arguments = torchrun.config_from_args(parsed)
     config.logs_specs = PipeLogs(watch)
+    is_elastic = os.environ.get(ELASTIC) == str(True)
 
     class Agent(LocalElasticAgent):
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -172,6 +173,10 @@ def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
         def _shutdown(self, *arguments: Any, **options: Any) -> None:
             watch.expect_ends()
             super()._shutdown(*arguments, **options)
+
+        def _exit_barrier(self) -> None:
+            if not is_elastic:  # others' hosts may be gone, and it would wait for them
+                super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     torch_launcher.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 import psutil
 
+from foreprop.config.otherhosts import ELASTIC
 from foreprop.errors import ConfigError
 from foreprop.link.stream import is_loopback
 from foreprop.run.records import Task
@@ -48,6 +49,8 @@ class Plan:
     port: int | None = None
     """None: a free one of the first host."""
     grace_s: float = 10.0
+    elastic: bool = False
+    """Whether the other hosts go on where one fails."""
 
     def is_here(self, index: int) -> bool:
         return self.hosts[index].name in self.here
@@ -64,6 +67,8 @@ class Plan:
         if len(counts) > 1:  # workers count as nodes in equal groups: let none reach over two hosts
             found["FOREPROP_WORKERS_PER_NODE"] = str(math.gcd(*counts))
         found |= self.environment
+        if self.elastic:
+            found[ELASTIC] = str(True)
         gpus = self.hosts[index].gpus
         if gpus is not None:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))

@@ -68,7 +68,8 @@ class Restarts:
         plan = self._plan
         while True:
             spare = len(plan.hosts) - self._least_hosts
-            outcome = Launcher(plan, self._out, self._err, spare_hosts=spare).run()
+            streams = self._out, self._err
+            outcome = Launcher(plan, *streams, spare_hosts=spare, say=self._say).run()
             if not outcome.absent:
                 return outcome
             for name, reason in outcome.absent.items():

@@ -121,10 +121,24 @@ class HostProcess:
 class Launcher:
     """Runs a plan once, in the main thread."""
 
-    def __init__(self, plan: Plan, out: BinaryIO, err: BinaryIO, *, spare_hosts: int = 0) -> None:
-        """So many hosts may fail to answer: then all is ended, and the outcome names them."""
+    def __init__(
+        self,
+        plan: Plan,
+        out: BinaryIO,
+        err: BinaryIO,
+        *,
+        spare_hosts: int = 0,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """So many hosts may fail to answer: then all is ended, and the outcome names them.
+
+        ``say`` is told of each host that an elastic run goes on without.
+        """
         self._plan = plan
         self._spare_hosts = spare_hosts
+        self._say = say
+        self._lost: dict[int, Outcome] = {}
+        """By host, of an elastic run: what would have ended another one."""
         self._absent: dict[str, str] = {}
         self._secret = _secret_of(plan)
         self._events: _Events = queue.SimpleQueue()
@@ -191,7 +205,9 @@ class Launcher:
         if code and not self._started:
             self._miss([host], self._why_ended(host))
         elif code:
-            self.fail(1, self._why_ended(host))
+            self._lose(host, Outcome(1, self._why_ended(host)))
+        elif self._lost:
+            self._end_if_none_is_left()
 
     def hear(self, host: HostProcess, news: records.News) -> None:
         if isinstance(news, records.Ready):
@@ -203,7 +219,23 @@ class Launcher:
             code = news.code if news.code > 0 else 128 - news.code
             text = f"rank {news.rank} on {host.name} {_ending(news.code)}"
             error = WorkerError(news.code, news.step) if news.code > 0 else None
-            self.fail(code, text, worker_error=error)
+            self._lose(host, Outcome(code, text, worker_error=error))
+
+    def _lose(self, host: HostProcess, outcome: Outcome) -> None:
+        """A host's workers have failed: that ends all, or else is told, if others may go on."""
+        if self._plan.elastic and self._outcome is None and host.index not in self._lost:
+            self._lost[host.index] = outcome
+            left = [each for each in self._hosts if each.index not in self._lost]
+            if left:
+                self._say(f"{outcome.failure}; goes on with {len(left)} of {len(self._hosts)}")
+        if not self._plan.elastic:
+            self._finish(outcome)
+        self._end_if_none_is_left()
+
+    def _end_if_none_is_left(self) -> None:
+        """The first failure counts if no host has come to the end."""
+        if len(self._lost) == len(self._hosts):
+            self._finish(next(iter(self._lost.values())))
 
     def _miss(self, hosts: Sequence[HostProcess], reason: str) -> None:
         """They will not take part; that ends all, but not before the others have answered."""
@@ -248,9 +280,12 @@ class Launcher:
 
     def fail(self, code: int, failure: str | None, **more: Any) -> None:
         """The first call decides the outcome and ends all. ``more``: of the `Outcome`."""
+        self._finish(Outcome(code, failure, **more))
+
+    def _finish(self, outcome: Outcome) -> None:
         if self._outcome is not None:
             return
-        self._outcome = Outcome(code, failure, **more)
+        self._outcome = outcome
         self._deadline = time.monotonic() + self._plan.grace_s + _MARGIN_S
         for host in self._running():
             host.process.send(records.END)

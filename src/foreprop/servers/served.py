@@ -185,6 +185,8 @@ class ServedBackend:
         """Any thread. Also ends the processes that this rank has started."""
         failed = failure is not None or self.engine.progress.error is not None
         try:
+            if self.survival is not None and not failed:
+                self.survival.await_takeovers()
             self.engine.close(failure=failure)
         except BaseException:
             failed = True
