@@ -137,7 +137,7 @@ def test_a_script_without_the_two_lines_is_refused(comparing: Compare) -> None:
 
 @pytest.mark.long
 def test_a_script_that_fails_by_itself_is_run_once(comparing: Compare) -> None:
-    with pytest.raises(ScriptFailed, match=r"before it called .*ValueError: no data here"):
+    with pytest.raises(ScriptFailed, match=r"before parallelize\(\) returned: .*no data here"):
         comparing("10", "early", systems=(DDP, "p3"))
 
 
