@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from matplotlib.figure import Figure
 
 from experiments.chart import Chart
-from experiments.faults.run import Trial
+from experiments.faults.run import SYSTEM, Trial
 from foreprop.report.style import QUIET, WAIT, style_of
 
 _BIN_S = 2.0
 
 
-def chart_of(trials: Sequence[Trial]) -> Chart:
+def chart_of(trial: Trial) -> Chart:
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        length_s = max(trial.length_s for trial in trials)
-        for trial in trials:
-            style = style_of(trial.system)
-            starts = [i * _BIN_S for i in range(int(trial.length_s / _BIN_S))]
-            paces = [trial.pace(start, start + _BIN_S) for start in starts]
-            middles = [start + _BIN_S / 2 for start in starts]
-            axes.plot(middles, paces, style.dashes, color=style.light, label=trial.version)
-        for fault in trials[0].faults:
+        axes, length_s, style = figure.subplots(), trial.length_s, style_of(SYSTEM)
+        starts = [i * _BIN_S for i in range(int(length_s / _BIN_S))]
+        paces = [trial.pace(start, start + _BIN_S) for start in starts]
+        middles = [start + _BIN_S / 2 for start in starts]
+        axes.plot(middles, paces, style.dashes, color=style.light)
+        for fault in trial.faults:
             end_s = fault.at_s + fault.for_s if fault.comes_back else length_s
             axes.axvspan(fault.at_s, end_s, color=WAIT, alpha=0.08, linewidth=0)
             axes.text(
@@ -37,12 +32,11 @@ def chart_of(trials: Sequence[Trial]) -> Chart:
             )
         axes.set(xlabel="seconds", ylabel="steps per second, all workers", xlim=(0, length_s))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="lower left")
 
     said = "steps per second over time, with a slow link, a stop, a cut and a kill"
     return Chart(
         whole=draw,
         whole_in=(7.6, 3.4),
         parts=[(said, draw)],
-        systems=[trial.system for trial in trials],
+        systems=[SYSTEM],
     )

@@ -1,8 +1,7 @@
-"""The same faults, at the same moments, for each system in turn; and what they cost."""
+"""Faults at known moments of a training, and what they cost."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -18,12 +17,12 @@ import msgspec
 
 from experiments.faults import worker
 from experiments.faults.node import LinkFactor, Signal, Start, Stopped, serve_node
-from experiments.faults.worker import ELASTIC, LIGHTHOUSE_PORT, TORCHFT, Task
+from experiments.faults.worker import Task
 from foreprop.errors import ConfigError, StepTimeout
 from foreprop.lab.cluster import Cluster
 from foreprop.workload.network import Network
 
-SYSTEMS = (ELASTIC, TORCHFT)
+SYSTEM = "p3-elastic"
 _START_S = 180.0
 _WARM_STEPS = 4
 _LOOK_S = 0.1
@@ -60,9 +59,8 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One system's run."""
+    """One run."""
 
-    system: str
     version: str
     workers: list[Steps]
     faults: list[Fault]
@@ -90,7 +88,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSetting:
-    """``silent_s``: after which both systems take a worker that answers nothing for dead."""
+    """``silent_s``: after which a worker that answers nothing is taken for dead."""
 
     model: str = "resnet50"
     scale: int = 16
@@ -99,12 +97,8 @@ class FaultSetting:
     compute_s: float = 0.5
     pause_s: float = 12.0
     silent_s: float = 8.0
-    systems: tuple[str, ...] = SYSTEMS
 
     def __post_init__(self) -> None:
-        for name in self.systems:
-            if name not in SYSTEMS:
-                raise ConfigError(f"--systems has {name!r}; there are {', '.join(SYSTEMS)}")
         if self.nodes < 3:
             raise ConfigError(f"--nodes is {self.nodes}; a fault needs 3 at least")
         if self.silent_s <= self.pause_s / 3:
@@ -114,19 +108,8 @@ class FaultSetting:
             )
 
 
-def missing_peer() -> str | None:
-    """Why torchft cannot run beside ours; None if it can."""
-    if importlib.util.find_spec("torchft") is None:
-        return "torchft is not installed: pip install --no-deps torchft==0.2.0"
-    return None
-
-
-def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> list[Trial]:
-    """Raises `StepTimeout` with the end of a log if a system does not begin."""
-    return [_run(setting, name, folder, say) for name in setting.systems]
-
-
-def _run(setting: FaultSetting, system: str, folder: Path, say: Callable[[str], None]) -> Trial:
+def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> Trial:
+    """Raises `StepTimeout` with the end of a log if the training does not begin."""
     network = Network(
         nodes=setting.nodes,
         rate_bits_per_s=setting.rate_bits_per_s,
@@ -134,19 +117,17 @@ def _run(setting: FaultSetting, system: str, folder: Path, say: Callable[[str], 
     )
     faults = usual_faults(setting.nodes, setting.pause_s)
     length_s = faults[-1].at_s + 1.5 * setting.pause_s
-    folder = folder / system
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*"):
+    for old in (*folder.glob("steps-*"), *folder.glob("worker-*.log")):
         old.unlink()
     with Cluster(serve_node, network, nodes=setting.nodes, network=network) as cluster:
-        lab = _Lab(cluster, setting, network, system, folder)
+        lab = _Lab(cluster, setting, network, folder)
         lab.start()
-        say(f"{system}: starting")
+        say("starting")
         began = lab.wait_for_steps()
         moments = _moments(lab, faults)
         for at_s, act in [*moments, (length_s, lambda: None)]:
             while (left_s := began + at_s - time.monotonic()) > 0:
-                say(f"{system}: {time.monotonic() - began:.0f} of {length_s:.0f} s")
+                say(f"{time.monotonic() - began:.0f} of {length_s:.0f} s")
                 time.sleep(min(left_s, 1.0))
             act()
         cluster.ask_all(Stopped())
@@ -155,8 +136,7 @@ def _run(setting: FaultSetting, system: str, folder: Path, say: Callable[[str], 
         for rank in range(setting.nodes)
     ]
     return Trial(
-        system=system,
-        version=_version(system),
+        version=version("foreprop"),
         workers=workers,
         faults=faults,
         length_s=length_s,
@@ -174,55 +154,38 @@ def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[
 
 
 class _Lab:
-    """One system's processes on all nodes."""
+    """The processes on all nodes."""
 
     def __init__(
-        self, cluster: Cluster, setting: FaultSetting, network: Network, system: str, folder: Path
+        self, cluster: Cluster, setting: FaultSetting, network: Network, folder: Path
     ) -> None:
         self._cluster = cluster
         self._setting = setting
         self._network = network
-        self._system = system
         self._folder = folder
 
     def start(self) -> None:
-        if self._system == TORCHFT:
-            program = Path(sys.executable).with_name("torchft_lighthouse")
-            command = [str(program), "--min_replicas", "1"]
-            command += ["--join_timeout_ms", "10000", "--bind", f"[::]:{LIGHTHOUSE_PORT}"]
-            self.ask(0, self._start("lighthouse", command))
         for node in range(self._setting.nodes):
             self.start_worker(node)
 
     def start_worker(self, node: int) -> None:
         setting = self._setting
         task = Task(
-            system=self._system,
             model=setting.model,
             scale=setting.scale,
             nodes=setting.nodes,
             compute_s=setting.compute_s,
             silent_s=setting.silent_s,
             steps=str(self._steps(node)),
-            address=self._network.address(node),
         )
         environment = {
             "TASK": msgspec.json.encode(task).decode(),
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
         command = [sys.executable, "-m", worker.__name__]
-        self.ask(node, self._start(_WORKER, command, environment, log=f"worker-{node}"))
-
-    def _start(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: dict[str, str] | None = None,
-        *,
-        log: str | None = None,
-    ) -> Start:
-        path = self._folder / f"{log or name}.log"
-        return Start(name=name, command=command, environment=environment or {}, log=path)
+        log = self._folder / f"worker-{node}.log"
+        start = Start(name=_WORKER, command=command, environment=environment, log=log)
+        self.ask(node, start)
 
     def _steps(self, rank: int) -> Path:
         return self._folder / f"steps-{rank}"
@@ -241,7 +204,7 @@ class _Lab:
                 late = min(ranks, key=lambda rank: len(self.ends(rank)))
                 log = (self._folder / f"worker-{late}.log").read_text()
                 raise StepTimeout(
-                    f"{self._system}: rank {late} made {len(self.ends(late))} steps in"
+                    f"rank {late} made {len(self.ends(late))} steps in"
                     f" {_START_S:.0f} s; {self._folder} has the logs: ...{log[-_TAIL:]}"
                 )
             time.sleep(_LOOK_S)
@@ -265,8 +228,3 @@ class _Lab:
         begin, end = orders[fault.name]
         ask = partial(self.ask, fault.node)
         return partial(ask, begin), None if end is None else partial(ask, end)
-
-
-def _version(system: str) -> str:
-    package = TORCHFT if system == TORCHFT else "foreprop"
-    return f"{system}, {version(package)}"

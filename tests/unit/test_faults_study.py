@@ -22,7 +22,7 @@ def _trial(*, silent_after: tuple[float, float]) -> Trial:
         last = faults[-1].at_s if rank == 3 else 100.0
         ends = [m + 0.01 * rank for m in moments if not begin <= m < end and m < last]
         workers.append(Steps(rank=rank, ends_s=ends))
-    return Trial(system="p3-elastic", version="", workers=workers, faults=faults, length_s=78.0)
+    return Trial(version="", workers=workers, faults=faults, length_s=78.0)
 
 
 def test_the_time_without_a_step_is_that_of_the_others() -> None:
@@ -53,7 +53,6 @@ def test_faults_come_one_after_another_and_spare_the_rendezvous() -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"systems": ("ddp",)}, "'ddp'; there are p3-elastic, torchft"),
         ({"nodes": 2}, "--nodes is 2"),
         ({"silent_s": 3.0}, "--silent is 3 s; stops and cuts take 4 s"),
     ],

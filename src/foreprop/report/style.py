@@ -95,7 +95,6 @@ VARIANTS: Mapping[str, Style] = {
     "p3-workers": _variant("p3", "d", "-."),
     "p3-2019": _variant("p3", "H", ":"),
     "p3-elastic": STYLES["p3"],
-    "torchft": STYLES["ddp"],
     "p2p": STYLES["p3"],
     "ps": _variant("p3", "8", "--"),
 }
