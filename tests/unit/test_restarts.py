@@ -43,7 +43,7 @@ class Tries:
         self._outcomes: Iterator[Outcome] = iter(outcomes)
         monkeypatch.setattr(restarts, "Launcher", self._launcher)
 
-    def _launcher(self, plan: Plan, out: Any, err: Any, *, spare_hosts: int) -> Tries:
+    def _launcher(self, plan: Plan, out: Any, err: Any, *, spare_hosts: int, say: Any) -> Tries:
         self.plans.append(plan)
         self.spare.append(spare_hosts)
         return self
