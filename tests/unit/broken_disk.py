@@ -6,7 +6,12 @@ import builtins
 import errno
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
+
+from foreprop import durable
 
 
 class PowerCut(BaseException):
@@ -14,7 +19,7 @@ class PowerCut(BaseException):
 
 
 class Disk:
-    """Stands for the module's ``open`` and ``os``; trouble begins with operation number ``at``.
+    """Stands for modules' ``open`` and ``os``; trouble begins with operation number ``at``.
 
     ``cut``: nothing after that happens, and what was not synced is lost. Otherwise the disk is
     full: nothing more can be written, but files can be removed and renamed.
@@ -24,16 +29,25 @@ class Disk:
         self.done = 0
         self._at = at
         self._cut = cut
-        self._unsynced: dict[int, Path] = {}  # by descriptor
+        self._unsynced: dict[int, int] = {}
+        """By descriptor, another one of the same file, wherever that is renamed to."""
+        self._never_synced: list[int] = []
+        """The others of files that were closed so."""
         self.fired = False
+
+    def stand_for(self, patch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        """Of all that this module writes, also by `foreprop.durable`."""
+        for each in (module, durable):
+            patch.setattr(each, "open", self.open, raising=False)
+            patch.setattr(each, "os", self)
 
     def act(self, *, writes: bool = True) -> None:
         self.done += 1
         if self._at is None or self.done < self._at or not (writes or self._cut):
             return
         if self._cut and not self.fired:
-            for path in self._unsynced.values():
-                os.truncate(path, 0)
+            for descriptor in (*self._never_synced, *self._unsynced.values()):
+                os.ftruncate(descriptor, 0)
         self.fired = True
         raise PowerCut if self._cut else OSError(errno.ENOSPC, "No space left on device")
 
@@ -44,12 +58,15 @@ class Disk:
             return builtins.open(path, mode)
         self.act()
         file = builtins.open(path, mode)  # noqa: SIM115
-        self._unsynced[file.fileno()] = path
+        if file.fileno() in self._unsynced:
+            self._never_synced.append(self._unsynced[file.fileno()])
+        self._unsynced[file.fileno()] = os.dup(file.fileno())
         return File(self, file)
 
     def fsync(self, descriptor: int) -> None:
         self.act()
-        self._unsynced.pop(descriptor, None)
+        if descriptor in self._unsynced:
+            os.close(self._unsynced.pop(descriptor))
 
     def replace(self, source: Path, target: Path) -> None:
         self.act(writes=False)
@@ -65,6 +82,10 @@ class Disk:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
+
+    def __del__(self) -> None:
+        for descriptor in (*self._never_synced, *self._unsynced.values()):
+            os.close(descriptor)
 
 
 class File:

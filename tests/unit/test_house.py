@@ -22,7 +22,7 @@ RUNTIME = (
 ).split()
 """What a training loads, from below; each may import what stands before it."""
 ORDER = (
-    "errors quantities version datasets core config workload model simulate"
+    "errors quantities version datasets durable core config workload model simulate"
     " observe link cluster path hooks compiled numerics compression gradients tables relays"
     " staleness elastic buddies stragglers servers collectives data auto checkpoints session"
     " integrations callbacks report run doctor compare lab demo cli"

@@ -55,11 +55,6 @@ def load(folder: Path) -> list[int]:
     return [int(part["value"][7]) for part in parts]
 
 
-def on(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
-    monkeypatch.setattr(stored, "open", disk.open, raising=False)
-    monkeypatch.setattr(stored, "os", disk)
-
-
 OLD, NEW, NEXT = [100, 100, 101], [200, 200, 201], [300, 300, 301]
 
 
@@ -67,7 +62,7 @@ def operations(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
     """How many a second checkpoint takes."""
     save(folder, 100)
     with monkeypatch.context() as patch:
-        on(patch, disk := Disk())
+        (disk := Disk()).stand_for(patch, stored)
         save(folder, 200, keep=1)
     return disk.done
 
@@ -82,7 +77,7 @@ def test_at_every_operation_the_last_one_can_be_read(
     for at in range(1, count + 1):
         folder = tmp_path / str(at)
         save(folder, 100)
-        on(monkeypatch, disk := Disk(at, cut=cut))
+        (disk := Disk(at, cut=cut)).stand_for(monkeypatch, stored)
         with contextlib.suppress(PowerCut, OSError, RuntimeError):  # torch's, from a write
             save(folder, 200, keep=1)
         monkeypatch.undo()

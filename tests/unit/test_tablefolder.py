@@ -34,16 +34,11 @@ def load(folder: Path) -> list[int]:
     return [int(torch.load(folder / name, weights_only=True)[7]) for name in names]
 
 
-def on(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
-    monkeypatch.setattr(tablefolder, "open", disk.open, raising=False)
-    monkeypatch.setattr(tablefolder, "os", disk)
-
-
 def operations(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
     """How many a second save into one folder takes."""
     with monkeypatch.context() as patch:
         save(folder, 100)
-        on(patch, disk := Disk())
+        (disk := Disk()).stand_for(patch, tablefolder)
         save(folder, 200)
     return disk.done
 
@@ -60,7 +55,7 @@ def test_killed_or_without_power_at_every_write(
         folder = tmp_path / str(at)
         save(folder, 100)
         disk = Disk(at, cut=True)
-        on(monkeypatch, disk)
+        disk.stand_for(monkeypatch, tablefolder)
         with contextlib.suppress(PowerCut, RuntimeError):  # torch's, from a write
             save(folder, 200)
         monkeypatch.undo()
@@ -80,7 +75,7 @@ def test_a_full_disk_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for at in range(1, count + 1):
         folder = tmp_path / str(at)
         save(folder, 100)
-        on(monkeypatch, disk := Disk(at))
+        (disk := Disk(at)).stand_for(monkeypatch, tablefolder)
         told = ""
         try:
             save(folder, 200)

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 import torch
 
+from foreprop.durable import sync_folder, write_file
 from foreprop.errors import ConfigError
 
 INDEX = "index.json"
@@ -31,7 +32,6 @@ SHARED = "shared.pt"
 _COMPLETE = re.compile(r"step-(\d{9,15})")
 _UNFINISHED = "unfinished-"
 _FILE = re.compile(r"(tables-\d+/)?[a-z]+(-\d+)*(-[0-9a-f]{8})?\.(pt|json)")
-_CHUNK_BYTES = 1 << 20
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,17 +102,13 @@ def tables_name(session: int) -> str:
 
 
 def _check_file(path: Path, wanted: StoredFile) -> None:
-    digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != wanted.bytes:
-                raise ConfigError(f"{path} has {size} bytes, and had {wanted.bytes}")
-            while data := file.read(_CHUNK_BYTES):
-                digest.update(data)
+        found = _describe(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    if digest.hexdigest() != wanted.sha256:
+    if found.bytes != wanted.bytes:
+        raise ConfigError(f"{path} has {found.bytes} bytes, and had {wanted.bytes}")
+    if found.sha256 != wanted.sha256:
         raise ConfigError(f"{path} has other contents than were written")
 
 
@@ -282,20 +278,3 @@ def _describe(path: Path) -> StoredFile:
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return StoredFile(os.fstat(file.fileno()).st_size, sha256)
-
-
-def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """It is on the disk afterwards."""
-    with open(path, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """The names in it are on the disk afterwards."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from foreprop.durable import sync_folder, write_file
 from foreprop.errors import ConfigError, ForepropError, StorageError
 
 INDEX = "tables.json"
@@ -45,7 +46,7 @@ class TableFolder:
             self._remove_all_but(self._named_by_index())
             described = write_parts()
             self._replace_index(json.dumps({"tables": described}, indent=1).encode())
-            self._sync_folder()
+            sync_folder(self._path)
         except (ForepropError, OSError, RuntimeError) as error:  # torch's are the last
             if not self._replaced:
                 self._remove(self._written)  # make room
@@ -67,24 +68,14 @@ class TableFolder:
         """Whoever reads it sees all of it or none, also after a power cut."""
         unfinished = f"{INDEX}-{self._token}.part"
         self._write(unfinished, lambda file: file.write(data))
-        self._sync_folder()  # the parts' names are there before the index that has them
+        sync_folder(self._path)  # the parts' names are there before the index that has them
         os.replace(self._path / unfinished, self._path / INDEX)
         self._replaced = True
 
     def _write(self, name: str, write: Callable[[BinaryIO], object]) -> None:
         """A new file, which is on the disk afterwards."""
         self._written.append(name)
-        with open(self._path / name, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _sync_folder(self) -> None:
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_file(self._path / name, write, "xb")
 
     def _remove_all_but(self, keep: Iterable[str] | None) -> None:
         """Of the files that a save has written; none if nobody knows which are needed."""
