@@ -7,8 +7,6 @@ slice's bytes, and an answer carries the copy of the step that it says.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,8 +15,9 @@ import torch
 from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.slicing import Slice
 from foreprop.errors import InternalError, TrainingLoopError
+from foreprop.path.lockedstore import LockedStore
 from foreprop.path.memory import bytes_of
-from foreprop.path.slicestore import SliceStore, SliceTensors
+from foreprop.path.slicestore import SliceTensors
 from foreprop.path.sums import GradientBuffer, add_up
 
 
@@ -31,21 +30,18 @@ class Version(NamedTuple):
     """The copy that ``data`` are the bytes of, if there is one."""
 
 
-class CountedStore(SliceStore):
+class CountedStore(LockedStore):
     """Averages over the ranks that `about` has named. Locking as in `SliceStore`."""
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
-        super().__init__(manifest, slices, index)
         self._copies = manifest.knobs.backup_workers > 0
+        super().__init__(manifest, slices, index, locks=self._copies)
         self._is_mean = [way == "mean" for way in manifest.reductions()]
-        self._names = [info.name for info in manifest.parameters]
         self._at_step = self._counted = 0  # of the update under way
         self._ranks: Sequence[int] = ()
         self._versions: dict[int, Version] = {}
         self._read: dict[int, torch.Tensor] = {}
         """By slice: what rank 0 was sent last, by which its edits are found."""
-        self._writing = threading.Lock() if self._copies else contextlib.nullcontext()
-        """Held while values or optimizer state change: others may read them meanwhile."""
 
     # Values.
     def version(self, slice_: int) -> Version:
@@ -72,13 +68,8 @@ class CountedStore(SliceStore):
         if not step or not self._copies:
             super().put_value(slice_, buffer, step=step)
             return
-        tensors = self._slices[slice_]
-        read = self._read[slice_].to(tensors.parameter.dtype)
-        pushed = tensors.extent.part(buffer.tensor)
-        same = torch.equal(pushed.view(torch.uint8), read.view(torch.uint8))
-        buffer.pool.append(buffer)
-        if not same:
-            name = self._names[tensors.piece.parameter]
+        if not self._is_unchanged(slice_, buffer, self._read[slice_]):
+            name = self._name_of(slice_)
             raise TrainingLoopError(
                 f"{name} was changed by hand by rank 0 (step {step}), but with backup_workers"
                 " other ranks may be in another step: change parameters before parallelize()"
@@ -144,26 +135,10 @@ class CountedStore(SliceStore):
         tensors.total = None
 
     # Checkpoints.
-    def export_state(self, slice_: int) -> bytes:
-        with self._writing:
-            return super().export_state(slice_)
-
-    def import_state(self, slice_: int, data: memoryview) -> None:
-        with self._writing:
-            super().import_state(slice_, data)
-
-    def export_master(self, slice_: int) -> bytes:
-        with self._writing:
-            return super().export_master(slice_)
-
-    def export_average(self, slice_: int) -> bytes:
-        with self._writing:
-            return super().export_average(slice_)
-
     def export_gradient(self, slice_: int) -> bytes:
         if not self._copies:
             return super().export_gradient(slice_)
-        name = self._names[self._slices[slice_].piece.parameter]
+        name = self._name_of(slice_)
         raise TrainingLoopError(
             f"the gradient of {name} was read after step(): with backup_workers other ranks may"
             " have made another step; read each rank's own in hooks (Tensor.register_hook)"

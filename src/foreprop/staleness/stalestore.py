@@ -7,7 +7,6 @@ sent last is what it has read, which delay compensation needs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -16,18 +15,18 @@ from foreprop.core.manifest import Hyperparameters, Manifest
 from foreprop.core.slicing import Slice
 from foreprop.core.staleness import compensate
 from foreprop.errors import InternalError, TrainingLoopError
+from foreprop.path.lockedstore import LockedStore
 from foreprop.path.memory import bytes_of
-from foreprop.path.slicestore import SliceStore, SliceTensors
+from foreprop.path.slicestore import SliceTensors
 from foreprop.path.sums import GradientBuffer
 
 
-class StaleStore(SliceStore):
+class StaleStore(LockedStore):
     """Updates by one rank's gradient at a time, as its share of the mean or sum."""
 
     def __init__(self, manifest: Manifest, slices: Sequence[Slice], index: int) -> None:
-        super().__init__(manifest, slices, index)
+        super().__init__(manifest, slices, index, locks=True)
         self._strength = manifest.knobs.delay_compensation
-        self._names = [info.name for info in manifest.parameters]
         self._snapshots: dict[int, torch.Tensor] = {}
         """By slice, with its padding; never written to."""
         self._reads: dict[tuple[int, int], torch.Tensor] = {}
@@ -36,8 +35,6 @@ class StaleStore(SliceStore):
         Of rank 0, whose edits are found by it; with delay compensation of all.
         """
         self._applying: GradientBuffer | None = None
-        self._writing = threading.Lock()
-        """Held while values or optimizer state change: checkpoints are read by other threads."""
 
     def send_to(self, rank: int, slice_: int) -> memoryview:
         """The slice's values as bytes, which this rank is about to be sent. Sending thread."""
@@ -61,13 +58,9 @@ class StaleStore(SliceStore):
         if not step:
             super().put_value(slice_, buffer)
             return
-        tensors = self._slices[slice_]
-        part = tensors.extent.part
-        read = part(self._reads[0, slice_]).to(tensors.parameter.dtype)
-        same = torch.equal(part(buffer.tensor).view(torch.uint8), read.view(torch.uint8))
-        buffer.pool.append(buffer)
-        if not same:
-            name = self._names[tensors.piece.parameter]
+        read = self._slices[slice_].extent.part(self._reads[0, slice_])
+        if not self._is_unchanged(slice_, buffer, read):
+            name = self._name_of(slice_)
             raise TrainingLoopError(
                 f"{name} was changed by hand by rank 0 (step {step}), but with staleness the ranks"
                 " are in different steps: change parameters before parallelize(), or close the"
@@ -113,20 +106,8 @@ class StaleStore(SliceStore):
         return applied
 
     # Checkpoints.
-    def export_state(self, slice_: int) -> bytes:
-        with self._writing:
-            return super().export_state(slice_)
-
-    def import_state(self, slice_: int, data: memoryview) -> None:
-        with self._writing:
-            super().import_state(slice_, data)
-
-    def export_master(self, slice_: int) -> bytes:
-        with self._writing:
-            return super().export_master(slice_)
-
     def export_gradient(self, slice_: int) -> bytes:
-        name = self._names[self._slices[slice_].piece.parameter]
+        name = self._name_of(slice_)
         raise TrainingLoopError(
             f"the gradient of {name} was read after step(), which is the ranks' average: with"
             " staleness there is none; read each rank's own in hooks (Tensor.register_hook), or"
