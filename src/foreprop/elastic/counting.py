@@ -40,7 +40,7 @@ from foreprop.errors import Failure, ForepropError, StorageError, failure_of
 from foreprop.link.connection import EMPTY, Connection
 from foreprop.path.executor import Doer, Executor
 
-_SILENT_SHARE = 0.75
+SILENT_SHARE = 0.75
 """Of ``step_timeout_s``: a server drops who is silent before others give up waiting."""
 _TOLD_S = 2.0
 """How long a dropped worker may take to be told so."""
@@ -56,7 +56,7 @@ class Counting:
         own = [piece.number for piece in slices if piece.server == index]
         self._manifest = manifest
         self._elastic = knobs.elastic
-        self._limit_s = _SILENT_SHARE * config.step_timeout_s
+        self._limit_s = SILENT_SHARE * config.step_timeout_s
         self.members = Members(workers, backups=knobs.backup_workers)
         self.machine: CountingServer | BuddiedServer = CountingServer(
             slices,
@@ -200,7 +200,7 @@ class Counting:
         peer = self._connections[rank]
         why = (
             f"rank {rank} has pushed nothing to server {self._index} for {self._limit_s:g} s"
-            f" ({_SILENT_SHARE:g} of step_timeout_s), and others wait for it"
+            f" ({SILENT_SHARE:g} of step_timeout_s), and others wait for it"
         )
         self.lose(
             peer, Failure(kind="PeerLost", message=why, peer=f"rank {rank}", step=peer.last_step)

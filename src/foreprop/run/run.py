@@ -206,8 +206,6 @@ class Launcher:
             self._miss([host], self._why_ended(host))
         elif code:
             self._lose(host, Outcome(1, self._why_ended(host)))
-        elif self._lost:
-            self._end_if_none_is_left()
 
     def hear(self, host: HostProcess, news: records.News) -> None:
         if isinstance(news, records.Ready):
@@ -223,19 +221,15 @@ class Launcher:
 
     def _lose(self, host: HostProcess, outcome: Outcome) -> None:
         """A host's workers have failed: that ends all, or else is told, if others may go on."""
-        if self._plan.elastic and self._outcome is None and host.index not in self._lost:
-            self._lost[host.index] = outcome
-            left = [each for each in self._hosts if each.index not in self._lost]
-            if left:
-                self._say(f"{outcome.failure}; goes on with {len(left)} of {len(self._hosts)}")
         if not self._plan.elastic:
             self._finish(outcome)
-        self._end_if_none_is_left()
-
-    def _end_if_none_is_left(self) -> None:
-        """The first failure counts if no host has come to the end."""
-        if len(self._lost) == len(self._hosts):
-            self._finish(next(iter(self._lost.values())))
+        elif self._outcome is None and host.index not in self._lost:
+            self._lost[host.index] = outcome
+            left = len(self._hosts) - len(self._lost)
+            if left:
+                self._say(f"{outcome.failure}; goes on with {left} of {len(self._hosts)}")
+            else:  # the first failure counts
+                self._finish(next(iter(self._lost.values())))
 
     def _miss(self, hosts: Sequence[HostProcess], reason: str) -> None:
         """They will not take part; that ends all, but not before the others have answered."""

@@ -125,7 +125,7 @@ class ServerComposer:
         self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
     ) -> ServerWork:
         about = (self._store_class, self._config, self._substitution)
-        return _Composition(manifest, host, connections, *about).work
+        return _Composition(manifest, self.peers(manifest), host, connections, *about).work
 
 
 class _Composition:
@@ -134,6 +134,7 @@ class _Composition:
     def __init__(
         self,
         manifest: Manifest,
+        peers: Peers,
         host: Host,
         connections: Mapping[int, Connection],
         store_class: type[SliceStore],
@@ -148,7 +149,6 @@ class _Composition:
         self._rows = Later(_ROW_FRAMES, self._make_rows)
         self._norm = Later({Kind.NORM}, self._make_norm)
         slices = manifest.slices()
-        peers = ServerComposer(store_class, config, substitution).peers(manifest)
         self._shards = manifest.shards(len(slices))
         names = slice_names(manifest)
         self._barrier: StepBarrier | None = None
