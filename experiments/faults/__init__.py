@@ -1,1 +1,1 @@
-"""What a training loses through faults: elastic servers beside torchft, in the lab's cluster."""
+"""What an elastic training loses through faults, in the lab's cluster."""

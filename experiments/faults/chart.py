@@ -19,7 +19,7 @@ def chart_of(trial: Trial) -> Chart:
         middles = [start + _BIN_S / 2 for start in starts]
         axes.plot(middles, paces, style.dashes, color=style.light)
         for fault in trial.faults:
-            end_s = fault.at_s + fault.for_s if fault.comes_back else length_s
+            end_s = fault.at_s + fault.for_s if fault.for_s else length_s
             axes.axvspan(fault.at_s, end_s, color=WAIT, alpha=0.08, linewidth=0)
             axes.text(
                 fault.at_s,

@@ -1,9 +1,8 @@
-"""One node of the lab whose processes and link are told to fail."""
+"""One node of the lab whose worker and link are told to fail."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,8 @@ _CUT_BURST = 2000  # a packet's
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Run a program under this name."""
+    """Run the worker."""
 
-    name: str
     command: Sequence[str]
     environment: dict[str, str]
     log: Path
@@ -30,9 +28,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """To the program of this name."""
+    """To the worker."""
 
-    name: str
     number: int
 
 
@@ -44,49 +41,54 @@ class LinkFactor:
 
 
 class Stopped:
-    """End all of the node's programs."""
+    """End the worker."""
 
 
-def serve_node(node: int, connection: Connection, network: Network) -> None:
+class _Node:
+    def __init__(self, number: int, network: Network) -> None:
+        self._number = number
+        self._network = network
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def obey(self, order: object) -> None:
+        if isinstance(order, Start):
+            with order.log.open("ab") as log:
+                self._worker = subprocess.Popen(
+                    order.command,
+                    env={**os.environ, **order.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+        elif isinstance(order, LinkFactor):
+            self._set_link(order.factor)
+        elif isinstance(order, Signal) and self._worker is not None:
+            self._worker.send_signal(order.number)
+        else:
+            self.end()
+
+    def _set_link(self, factor: float) -> None:
+        if factor:
+            rate = self._network.rate_of(self._number) * factor
+            changed = replace(self._network, rate_bits_per_s=rate)
+        else:
+            changed = replace(
+                self._network, rate_bits_per_s=_CUT_BITS_PER_S, burst_bytes=_CUT_BURST
+            )
+        shape_node(changed, self._number)
+
+    def end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.wait()
+
+
+def serve_node(number: int, connection: Connection, network: Network) -> None:
     """Do what comes in, until the other end has closed."""
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    node = _Node(number, network)
     try:
         while True:
-            order = connection.recv()
-            _obey(order, node, network, running)
+            node.obey(connection.recv())
             connection.send(None)
     finally:
-        _end(running)
-
-
-def _obey(
-    order: object, node: int, network: Network, running: dict[str, subprocess.Popen[bytes]]
-) -> None:
-    if isinstance(order, Start):
-        with order.log.open("ab") as log:
-            running[order.name] = subprocess.Popen(
-                order.command,
-                env={**os.environ, **order.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-    elif isinstance(order, Signal):
-        running[order.name].send_signal(order.number)
-    elif isinstance(order, LinkFactor):
-        if order.factor:
-            changed = replace(network, rate_bits_per_s=network.rate_of(node) * order.factor)
-        else:
-            changed = replace(network, rate_bits_per_s=_CUT_BITS_PER_S, burst_bytes=_CUT_BURST)
-        shape_node(changed, node)
-    else:
-        _end(running)
-
-
-def _end(running: dict[str, subprocess.Popen[bytes]]) -> None:
-    for process in running.values():
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-    for process in running.values():
-        process.wait()
-    running.clear()
+        node.end()

@@ -27,17 +27,15 @@ _START_S = 180.0
 _WARM_STEPS = 4
 _LOOK_S = 0.1
 _TAIL = 400
-_WORKER = "worker"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that begins ``at_s`` after the start and is over ``for_s`` later."""
+    """Something that begins ``at_s`` after the start and is over ``for_s`` later, or never: 0."""
 
     name: str
     at_s: float
     for_s: float
     node: int
-    comes_back: bool = True
 
 
 def usual_faults(nodes: int, pause_s: float) -> list[Fault]:
@@ -47,7 +45,7 @@ def usual_faults(nodes: int, pause_s: float) -> list[Fault]:
         Fault(name="slow link", at_s=pause_s, for_s=pause_s, node=last),
         Fault(name="stop", at_s=3 * pause_s, for_s=pause_s / 3, node=last - 1),
         Fault(name="cut", at_s=4 * pause_s, for_s=pause_s / 3, node=1),
-        Fault(name="kill", at_s=5 * pause_s, for_s=0.0, node=last, comes_back=False),
+        Fault(name="kill", at_s=5 * pause_s, for_s=0.0, node=last),
     ]
 
 
@@ -120,7 +118,7 @@ def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) 
     for old in (*folder.glob("steps-*"), *folder.glob("worker-*.log")):
         old.unlink()
     with Cluster(serve_node, network, nodes=setting.nodes, network=network) as cluster:
-        lab = _Lab(cluster, setting, network, folder)
+        lab = _Lab(cluster, setting, folder)
         lab.start()
         say("starting")
         began = lab.wait_for_steps()
@@ -156,19 +154,16 @@ def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[
 class _Lab:
     """The processes on all nodes."""
 
-    def __init__(
-        self, cluster: Cluster, setting: FaultSetting, network: Network, folder: Path
-    ) -> None:
+    def __init__(self, cluster: Cluster, setting: FaultSetting, folder: Path) -> None:
         self._cluster = cluster
         self._setting = setting
-        self._network = network
         self._folder = folder
 
     def start(self) -> None:
         for node in range(self._setting.nodes):
-            self.start_worker(node)
+            self._start_worker(node)
 
-    def start_worker(self, node: int) -> None:
+    def _start_worker(self, node: int) -> None:
         setting = self._setting
         task = Task(
             model=setting.model,
@@ -184,8 +179,7 @@ class _Lab:
         }
         command = [sys.executable, "-m", worker.__name__]
         log = self._folder / f"worker-{node}.log"
-        start = Start(name=_WORKER, command=command, environment=environment, log=log)
-        self.ask(node, start)
+        self._ask(node, Start(command=command, environment=environment, log=log))
 
     def _steps(self, rank: int) -> Path:
         return self._folder / f"steps-{rank}"
@@ -210,7 +204,7 @@ class _Lab:
             time.sleep(_LOOK_S)
         return time.monotonic()
 
-    def ask(self, node: int, order: object) -> None:
+    def _ask(self, node: int, order: object) -> None:
         connection = self._cluster.connections[node]
         connection.send(order)
         answer = connection.recv()
@@ -222,9 +216,9 @@ class _Lab:
         orders: dict[str, tuple[object, object | None]] = {
             "slow link": (LinkFactor(0.25), LinkFactor(1.0)),
             "cut": (LinkFactor(0.0), LinkFactor(1.0)),
-            "stop": (Signal(_WORKER, signal.SIGSTOP), Signal(_WORKER, signal.SIGCONT)),
-            "kill": (Signal(_WORKER, signal.SIGKILL), None),
+            "stop": (Signal(signal.SIGSTOP), Signal(signal.SIGCONT)),
+            "kill": (Signal(signal.SIGKILL), None),
         }
         begin, end = orders[fault.name]
-        ask = partial(self.ask, fault.node)
+        ask = partial(self._ask, fault.node)
         return partial(ask, begin), None if end is None else partial(ask, end)

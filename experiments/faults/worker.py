@@ -14,12 +14,10 @@ import msgspec
 import torch
 
 import foreprop
+from foreprop.elastic.counting import SILENT_SHARE
 from foreprop.lab.accelerator import EmulatedModel
 from foreprop.workload.profile import load_profile
 from foreprop.workload.setting import LabSetting
-
-SILENT_SHARE = 0.75
-"""Of ``step_timeout_s``: after that an elastic session drops who is silent (docs/elastic.md)."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
