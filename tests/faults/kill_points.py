@@ -15,14 +15,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from foreprop.core.membership import CountedReplay
 from foreprop.core.slicing import Slice
+from tests.countedlogs import counted_by
 from tests.leaks import adopt_orphans
 from tests.process.elastic_script import PARAMETERS, Plan, by_arithmetic
 from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables
@@ -80,12 +80,14 @@ def run_plan(zygote: Zygote, folder: Path, plan: Plan) -> list[Survived]:
         run.wait(90, but=[command])
         del store
         run.wait(30)
-        check(run, plan, workers)
+        assert len([*run.folder.glob("*.counted")]) == SERVERS
+        check(run, plan, workers, SERVERS)
         run.check_nothing_left()
         return [survived(run, plan, int(rank)) for rank in plan.deaths]
 
 
-def check(run: Run, plan: Plan, workers: int) -> None:
+def check(run: Run, plan: Plan, workers: int, servers: int) -> None:
+    """What is left has the bits that the servers' logs say."""
     results = run.results()
     alive = [rank for rank in range(workers) if str(rank) not in plan.deaths]
     for rank in alive:
@@ -94,10 +96,9 @@ def check(run: Run, plan: Plan, workers: int) -> None:
     assert all("died_s" in results[int(rank)] for rank in plan.deaths), "somebody has not died"
     pieces = [Slice(*piece) for piece in results[alive[0]]["pieces"]]
     counted = []
-    for index in range(SERVERS):
-        (path,) = run.folder.glob(f"server-{index}.*.counted")
+    for index in range(servers):
         own = [piece.number for piece in pieces if piece.server == index]
-        counted.append(CountedReplay(path.read_text().splitlines(), workers, own))
+        counted.append(counted_by(run.folder, index, workers, own))
     for piece in pieces:
         check_sets([counted[piece.server].at(piece.number, s) for s in range(1, plan.steps + 1)])
     expected = by_arithmetic(workers, plan.steps, pieces, counted)
@@ -120,13 +121,10 @@ def survived(run: Run, plan: Plan, victim: int) -> Survived:
     return Survived(max(later), left["step"], left["counted_slices"], left["slices"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=50, help="kill points")
-    parser.add_argument("--workers", type=int, default=10, help="of each session")
-    parser.add_argument("--first", type=int, default=0, help="the first session's seed")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no session after that")
-    given = parser.parse_args(arguments)
+def run_seeds(
+    given: argparse.Namespace, run_seed: Callable[[Zygote, Path, int], list[Survived]]
+) -> tuple[list[Survived], int]:
+    """What has died, and in how many sessions."""
     began, found = time.monotonic(), list[Survived]()
     dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # opens torch's own pipes
     adopt_orphans()
@@ -134,15 +132,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = given.first
     while len(found) < given.seeds and time.monotonic() < began + given.limit_s:
         with tempfile.TemporaryDirectory() as folder:
-            found += run_plan(zygote, Path(folder), plan_of(seed, given.workers))
+            found += run_seed(zygote, Path(folder), seed)
         seed += 1
     zygote.close()
+    return found, seed - given.first
+
+
+def seeds_parser(text: str | None, *, seeds: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--seeds", type=int, default=seeds, help="kill points")
+    parser.add_argument("--first", type=int, default=0, help="the first session's seed")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no session after that")
+    return parser
+
+
+def until_the_next_step(found: Sequence[Survived]) -> str:
     seconds = sorted(each.seconds for each in found)
+    return (
+        f"until the next step's end {statistics.median(seconds):.3f} s in the median,"
+        f" {seconds[-1]:.3f} s at most"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = seeds_parser(__doc__, seeds=50)
+    parser.add_argument("--workers", type=int, default=10, help="of each session")
+    given = parser.parse_args(arguments)
+
+    def run_seed(zygote: Zygote, folder: Path, seed: int) -> list[Survived]:
+        return run_plan(zygote, folder, plan_of(seed, given.workers))
+
+    found, sessions = run_seeds(given, run_seed)
     within = sum(0 < each.counted_slices < each.slices for each in found)
     print(
-        f"{len(found)} kill points in {seed - given.first} sessions: all survivors right;"
-        f" {within} deaths within a step; until the next step's end"
-        f" {statistics.median(seconds):.3f} s in the median, {seconds[-1]:.3f} s at most"
+        f"{len(found)} kill points in {sessions} sessions: all survivors right;"
+        f" {within} deaths within a step; {until_the_next_step(found)}"
     )
     return 0
 

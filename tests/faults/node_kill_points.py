@@ -9,22 +9,22 @@ that plain arithmetic has by the servers' logs, optimizer state included.
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from foreprop.core.slicing import Slice
-from tests.countedlogs import counted_by
-from tests.faults.kill_points import Survived, check_sets, survived
-from tests.leaks import adopt_orphans
-from tests.process.elastic_script import PARAMETERS, Plan, by_arithmetic
+from tests.faults.kill_points import (
+    Survived,
+    check,
+    run_seeds,
+    seeds_parser,
+    survived,
+    until_the_next_step,
+)
+from tests.process.elastic_script import PARAMETERS, Plan
 from tests.process.harness import ROOT, Run, Zygote, running, torchruns_variables
 from tests.process.train_script import Scenario
 
@@ -69,50 +69,21 @@ def run_plan(zygote: Zygote, folder: Path, plan: Plan) -> list[Survived]:
     with running(folder) as run:
         start(run, zygote, plan, store.port)
         run.wait(60)
-        check(run, plan)
+        check(run, plan, WORKERS, WORKERS)
         run.check_nothing_left()
         return [survived(run, plan, int(rank)) for rank in plan.deaths]
 
 
-def check(run: Run, plan: Plan) -> None:
-    results = run.results()
-    alive = [rank for rank in range(WORKERS) if str(rank) not in plan.deaths]
-    for rank in alive:
-        assert results[rank].get("sha256"), f"rank {rank}: {results[rank]}\n{run.output()}"
-        assert set(results[rank]["stats"]["left"]) == set(plan.deaths), results[rank]["stats"]
-    assert all("died_s" in results[int(rank)] for rank in plan.deaths), "somebody has not died"
-    pieces = [Slice(*piece) for piece in results[alive[0]]["pieces"]]
-    counted = []
-    for index in range(WORKERS):
-        own = [piece.number for piece in pieces if piece.server == index]
-        counted.append(counted_by(run.folder, index, WORKERS, own))
-    for piece in pieces:
-        check_sets([counted[piece.server].at(piece.number, s) for s in range(1, plan.steps + 1)])
-    expected = by_arithmetic(WORKERS, plan.steps, pieces, counted)
-    assert {results[rank]["sha256"] for rank in alive} == {expected}, run.output()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20, help="kill points")
-    parser.add_argument("--first", type=int, default=0, help="the first session's seed")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no session after that")
-    given = parser.parse_args(arguments)
-    began, found = time.monotonic(), list[Survived]()
-    dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # opens torch's own pipes
-    adopt_orphans()
-    zygote = Zygote()
-    seed = given.first
-    while len(found) < given.seeds and time.monotonic() < began + given.limit_s:
-        with tempfile.TemporaryDirectory() as folder:
-            found += run_plan(zygote, Path(folder), plan_of(seed, 1 + seed % (WORKERS - 1)))
-        seed += 1
-    zygote.close()
-    seconds = sorted(each.seconds for each in found)
+    given = seeds_parser(__doc__, seeds=20).parse_args(arguments)
+
+    def run_seed(zygote: Zygote, folder: Path, seed: int) -> list[Survived]:
+        return run_plan(zygote, folder, plan_of(seed, 1 + seed % (WORKERS - 1)))
+
+    found, sessions = run_seeds(given, run_seed)
     print(
-        f"{len(found)} nodes killed in {seed - given.first} sessions: all survivors right; until"
-        f" the next step's end {statistics.median(seconds):.3f} s in the median,"
-        f" {seconds[-1]:.3f} s at most"
+        f"{len(found)} nodes killed in {sessions} sessions: all survivors right;"
+        f" {until_the_next_step(found)}"
     )
     return 0
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.node_kill_points import check, start, survived
+from tests.faults.kill_points import check, survived
+from tests.faults.node_kill_points import WORKERS, start
 from tests.process.elastic_script import Plan
 from tests.process.harness import Zygote, free_port, running
 
@@ -21,6 +22,6 @@ def test_three_of_four_nodes_die_first_rank_0_with_the_rendezvous_store(
     with running(tmp_path) as run:
         start(run, zygote, plan, free_port(), own_store=True)
         run.wait(90)
-        check(run, plan)
+        check(run, plan, WORKERS, WORKERS)
         run.check_nothing_left()
         assert max(survived(run, plan, int(rank)).seconds for rank in plan.deaths) < 10

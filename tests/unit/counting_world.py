@@ -6,7 +6,6 @@ gradient is what its worker had read of all slices when it began the step.
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -36,6 +35,7 @@ from foreprop.core.membership import (
 )
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
+from tests.unit.exploration import explore_states
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
 Choice = tuple[str, int, int]
@@ -324,23 +324,16 @@ class World:
 
 def explore(world: World, look: Callable[[World], None] = lambda _: None) -> int:
     """All states that any order of events can reach; returns how many. Each end is checked."""
-    known, waiting = {world.state()}, [world]
-    while waiting:
-        here = waiting.pop()
+
+    def visit(here: World) -> list[Choice]:
         look(here)
         choices = here.choices()
         if not choices or (here.is_done and all(what == "kill" for what, *_ in choices)):
             here.check_end()
-            continue
-        saved = pickle.dumps(here)
-        for choice in choices:
-            there: World = pickle.loads(saved)
-            there.happen(choice)
-            state = there.state()
-            if state not in known:
-                known.add(state)
-                waiting.append(there)
-    return len(known)
+            return []
+        return choices
+
+    return explore_states(world, visit)
 
 
 def run(world: World, seed: int, *, kill_after: int | None = None) -> World:

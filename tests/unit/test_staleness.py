@@ -39,6 +39,7 @@ from foreprop.core.staleness import (
 )
 from foreprop.core.wire import Flag, Kind
 from foreprop.errors import ConfigError, InternalError, RemoteProtocolError
+from tests.unit.exploration import explore_states
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
 """The updates that a slice's values have been through, in order: (step, ranks)."""
@@ -195,21 +196,14 @@ class World:
 
 def explore(world: World, look: Callable[[World], None] = lambda _: None) -> int:
     """All states that any order of events can reach; returns how many. Each end must be done."""
-    known, waiting = {world.state()}, [world]
-    while waiting:
-        here = waiting.pop()
+
+    def visit(here: World) -> list[tuple[str, int, int]]:
         look(here)
         choices = here.choices()
         assert choices or here.is_done, "deadlock"
-        saved = pickle.dumps(here)
-        for choice in choices:
-            there: World = pickle.loads(saved)
-            there.happen(choice)
-            state = there.state()
-            if state not in known:
-                known.add(state)
-                waiting.append(there)
-    return len(known)
+        return choices
+
+    return explore_states(world, visit)
 
 
 SomeWorld = TypeVar("SomeWorld", bound=World)
