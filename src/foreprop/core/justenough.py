@@ -27,8 +27,9 @@ from foreprop.core.codecfacts import LOSSLESS, Coded, KnownCodec, codec_named
 from foreprop.core.wire import HEADER_BYTES
 from foreprop.errors import ConfigError
 
-TOLERANCE = 0.05
-"""Of the compute: so much longer a step may be before anything is made less exact."""
+TOLERANCE = 0.04
+"""Of the compute: so much longer a predicted step may be before anything is made less exact. Real
+ones are up to 0.01 longer than predicted, and are to be within 0.05."""
 MOST_CORES = 4
 """Threads that encode or decode at once in a process, one for each peer."""
 _AS_GOOD = 0.5
