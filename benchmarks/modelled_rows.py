@@ -1,6 +1,6 @@
 """The refined model and the simulator, with tables, beside what `foreprop lab language` measured.
 
-The measured figures are those of docs/performance.md.
+The measured figures are those of docs/performance.md and docs/notebook/papers.md.
 
 python -m benchmarks.modelled_rows
 """
@@ -36,6 +36,7 @@ class Measured(NamedTuple):
     system: str
     step_s: float
     sent_mb: float
+    nodes: int = 8
 
 
 MEASURED = (
@@ -47,6 +48,15 @@ MEASURED = (
     Measured(1024, 40, 0.75, "ddp-sparse", 1.895, 7.2),
     Measured(1024, 40, 0.75, "ring", 7.901, 37.7),
     Measured(1024, 40, 0.75, "ddp-dense", 8.034, 38.8),
+    Measured(1024, 30, 0.75, "hybrid", 1.531, 3.5),
+    Measured(1024, 30, 0.75, "p2p", 1.528, 3.4),
+    Measured(1024, 30, 0.75, "ddp-sparse", 2.432, 7.3),
+    Measured(1024, 30, 0.75, "hybrid", 1.418, 2.9, nodes=4),
+    Measured(1024, 30, 0.75, "p2p", 1.382, 2.9, nodes=4),
+    Measured(1024, 30, 0.75, "ddp-sparse", 1.449, 4.0, nodes=4),
+    Measured(1024, 30, 0.75, "hybrid", 1.202, 1.9, nodes=2),
+    Measured(1024, 30, 0.75, "p2p", 1.102, 1.9, nodes=2),
+    Measured(1024, 30, 0.75, "ddp-sparse", 1.110, 2.0, nodes=2),
 )
 ARCHITECTURES: dict[str, ModelledArchitecture] = {
     "hybrid": "hybrid",
@@ -70,19 +80,18 @@ class Compared(NamedTuple):
     simulated_s: float
 
 
-def main(
-    measured: Sequence[Measured] = MEASURED, nodes: int = 8, text: Path | None = None
-) -> list[Compared]:
+def main(measured: Sequence[Measured] = MEASURED, text: Path | None = None) -> list[Compared]:
     """Prints measured, modelled and simulated figures; returns the last two."""
     compared = []
     for record in measured:
-        predicted = predict(deployment_of(record, nodes, text))
+        predicted = predict(deployment_of(record, text))
         sent_mb = predicted.wire_s * record.rate_mbit / 8
-        (simulated,) = simulate_lab(simulated_setting(record, nodes, text))
+        (simulated,) = simulate_lab(simulated_setting(record, text))
         simulated_s = simulated.iteration_s.median
         compared.append(Compared(record.system, predicted.step_s, sent_mb, simulated_s))
         print(
-            f"{record.system:10} {record.rate_mbit:g} Mbit/s: {record.step_s:.3f} s measured,"
+            f"{record.system:10} {record.nodes} nodes, {record.rate_mbit:g} Mbit/s:"
+            f" {record.step_s:.3f} s measured,"
             f" {predicted.step_s:.3f} s modelled ({predicted.step_s / record.step_s - 1:+.0%}),"
             f" {simulated_s:.3f} s simulated ({simulated_s / record.step_s - 1:+.0%});"
             f" {record.sent_mb:.1f} MB measured, {sent_mb:.1f} MB modelled",
@@ -91,9 +100,9 @@ def main(
     return compared
 
 
-def simulated_setting(record: Measured, nodes: int, text: Path | None) -> SimulatedSetting:
+def simulated_setting(record: Measured, text: Path | None) -> SimulatedSetting:
     """The same for the simulator: a table's look-up takes no time of the device."""
-    setting = setting_of(record, nodes, text)
+    setting = setting_of(record, text)
     tables = [
         ProfiledArray(
             name=name,
@@ -114,7 +123,7 @@ def simulated_setting(record: Measured, nodes: int, text: Path | None) -> Simula
     return SimulatedSetting(
         profile=Profile(name="lstm-lm", arrays=(tables[0], *timed, tables[1])),
         systems=(SIMULATED.get(record.system, record.system),),
-        nodes=nodes,
+        nodes=record.nodes,
         compute_s=record.compute_s,
         rate_bits_per_s=setting.rate,
         scale=setting.scale,
@@ -123,12 +132,12 @@ def simulated_setting(record: Measured, nodes: int, text: Path | None) -> Simula
     )
 
 
-def setting_of(record: Measured, nodes: int, text: Path | None) -> LanguageSetting:
+def setting_of(record: Measured, text: Path | None) -> LanguageSetting:
     """The lab's."""
     return LanguageSetting(
         profile=lstm_profile(_WIDTH, record.hidden),
         systems=(record.system,),
-        nodes=nodes,
+        nodes=record.nodes,
         compute_s=record.compute_s,
         rate_bits_per_s=record.rate_mbit * 1e6,
         width=_WIDTH,
@@ -137,14 +146,14 @@ def setting_of(record: Measured, nodes: int, text: Path | None) -> LanguageSetti
     )
 
 
-def deployment_of(record: Measured, nodes: int, text: Path | None) -> Deployment:
-    setting, usual = setting_of(record, nodes, text), Config()
+def deployment_of(record: Measured, text: Path | None) -> Deployment:
+    setting, usual = setting_of(record, text), Config()
     table = Layer(name="table", sizes_elems=(), forward_s=0.0, backward_s=0.0)
     layers = [table, *setting.layers, table]
     return Deployment(
         layers=layers,
         architecture=ARCHITECTURES[record.system],
-        nodes=nodes,
+        nodes=record.nodes,
         rate_bits_per_s=setting.rate,
         tables=tables_of(setting, last_layer=len(layers) - 1),
         dense_gradients=record.system == "ddp-dense",

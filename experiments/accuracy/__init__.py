@@ -1,1 +1,1 @@
-"""What codecs do to the accuracy of three models: a perceptron, a ResNet and an LSTM."""
+"""What codecs, DGC and workers apart do to the accuracy of three small models."""

@@ -19,6 +19,7 @@ from experiments.figures.comparison import model_name
 from foreprop.report.style import STYLES
 from foreprop.workload.profile import load_profile
 
+NAME = "figure-6-distribution"
 MODELS = ("resnet50", "inceptionv3", "vgg19", "sockeye")
 _PANEL_IN = (4.2, 2.6)
 
@@ -64,10 +65,10 @@ def _draw(ax: Axes, each: Distribution) -> None:
 
 
 def main(folder: str) -> None:
-    """Writes figure-6-distribution in three forms."""
+    """Writes it in three forms."""
     found = distributions()
     data = msgspec.json.encode(found)
-    write_chart(Path(folder), "figure-6-distribution", distribution_chart(found), data)
+    write_chart(Path(folder), NAME, distribution_chart(found), data)
 
 
 if __name__ == "__main__":

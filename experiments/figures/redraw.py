@@ -1,6 +1,7 @@
 """The charts of docs/results anew, from the data that lie beside them: nothing is measured.
 
-So are those within index.html, and the rates in its words.
+So are those within index.html, and the rates in its words. Left are the timeline, the accuracies,
+the faults and the compiled step.
 
 python -m experiments.figures.redraw docs/results
 """
@@ -18,6 +19,7 @@ from markupsafe import Markup
 
 from benchmarks import convergence, scale, simulated_steps
 from experiments.chart import Chart, write_chart
+from experiments.figures import distribution
 from experiments.figures.charts import throughput_chart, utilisation_chart
 from experiments.figures.curves import (
     RATE_LABEL,
@@ -31,6 +33,8 @@ from experiments.figures.pictures import Part, inline_parts, systems_css
 from experiments.figures.sweeps import SCALE
 from experiments.mlp import charts as mlp
 from experiments.mlp.run import MlpRecord
+from experiments.papers import convergence as convergence_by_time
+from experiments.papers import parallaxcharts
 from foreprop.quantities import rate_text
 from foreprop.report.style import save
 from foreprop.workload.records import Record
@@ -53,6 +57,7 @@ def main(folder: str) -> None:
     charts["figure-2-utilisation"] = utilisation_chart(panels)
     write_chart(results, "figure-2-utilisation", charts["figure-2-utilisation"], data)
     _redraw_mlp(results)
+    _redraw_papers(results)
     for name in ("simulated-steps", "predicted-steps"):
         points = msgspec.json.decode((results / f"{name}.json").read_bytes())
         simulated_steps.draw(points, str(results / name))
@@ -143,6 +148,23 @@ def _redraw_mlp(results: Path) -> None:
     }
     for name, chart in charts.items():
         save(chart.whole, chart.whole_in, results / f"{name}.png", results / f"{name}.svg")
+
+
+def _redraw_papers(results: Path) -> None:
+    """What is not measured: the papers' figures, simulated, and Fig. 5's arrays."""
+    data = (results / "simulated-utilisation.json").read_bytes()
+    watched = msgspec.json.decode(data, type=list[UtilisationPanel])
+    chart = utilisation_chart(watched)
+    save(chart.whole, chart.whole_in, results / "simulated-utilisation.png")  # 23,000 lines as SVG
+    data = (results / "simulated-nodes.json").read_bytes()
+    by_nodes = msgspec.json.decode(data, type=list[ThroughputPanel])
+    write_chart(results, "simulated-nodes", throughput_chart(by_nodes), data)
+    data = (results / f"{distribution.NAME}.json").read_bytes()
+    arrays = msgspec.json.decode(data, type=list[distribution.Distribution])
+    write_chart(results, distribution.NAME, distribution.distribution_chart(arrays), data)
+    courses = msgspec.json.decode((results / "convergence-time.json").read_bytes())
+    convergence_by_time.write(courses, results)
+    parallaxcharts.draw(results)
 
 
 def _recolour(page: Path) -> None:

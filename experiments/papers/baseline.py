@@ -10,7 +10,6 @@ of the model, whole on one server. Four nodes, arrays and links divided by 16, s
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
 from foreprop.workload.profile import load_profile
+from foreprop.workload.records import write_records
 
 WHOLE = "kvstore, arrays whole"
 _SYSTEMS: Sequence[tuple[str, str, dict[str, Any]]] = (
@@ -64,7 +64,7 @@ def speeds(rate_gbit: float, cost: float, *, model: str = "vgg19", scale: int = 
             slice_elems=_SLICE_ELEMS,
         )
         made = simulate_system(preset, setting, Hosts(), steps=_UNCOUNTED + _STEPS, **changes)
-        steps_s[name] = statistics.fmean(s for steps in made.step_s for s in steps[_UNCOUNTED:])
+        steps_s[name] = made.mean_step_s(_UNCOUNTED)
     return Speeds(rate_gbit=rate_gbit, server_s_per_gb=cost, step_s=steps_s)
 
 
@@ -91,8 +91,7 @@ def main(out: str) -> list[Speeds]:
         print(
             f"| {each.server_s_per_gb:g} | {each.rate_gbit:g} | {' | '.join(gains)} |", flush=True
         )
-        data = msgspec.json.format(msgspec.json.encode(found), indent=1)
-        (Path(out) / "baseline.json").write_bytes(data + b"\n")
+        write_records(Path(out) / "baseline.json", found)
     return found
 
 

@@ -83,6 +83,12 @@ def step_times(profile: Profile, *, rate_bits_per_s: float, compute_s: float) ->
     return {record.system: record.iteration_s.median for record in simulate_lab(setting)}
 
 
+def write(courses: Mapping[str, Sequence[tuple[float, float]]], folder: Path) -> None:
+    """convergence-time.png and .svg."""
+    paths = (folder / f"convergence-time.{suffix}" for suffix in ("svg", "png"))
+    save(partial(draw, courses), (6, 4), *paths)
+
+
 def draw(courses: Mapping[str, Sequence[tuple[float, float]]], figure: Figure) -> None:
     axes = figure.subplots()
     for system, points in courses.items():
@@ -118,9 +124,7 @@ def main(results: str, out: str | None = None) -> dict[str, float]:
             f"{LABELS[system]}: {1e3 * step_s:.1f} ms a step, {last} steps in"
             f" {last * step_s:.1f} s, {step_s / steps_s['hybrid']:.2f} times hybrid's"
         )
-    save(
-        partial(draw, courses), (6, 4), *(folder / f"convergence-time.{s}" for s in ("svg", "png"))
-    )
+    write(courses, folder)
     (folder / "convergence-time.json").write_text(json.dumps(courses, indent=1) + "\n")
     return steps_s
 

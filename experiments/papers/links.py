@@ -15,15 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from experiments.chart import Chart, write_chart
+from experiments.chart import write_chart
 from experiments.figures.charts import throughput_chart, utilisation_chart
 from experiments.figures.curves import (
-    ThroughputPanel,
     UtilisationPanel,
     nodes_panels,
     utilisation_panels,
 )
 from experiments.figures.sweeps import FULL, NODES, UTILISATION, plan_measurements
+from foreprop.report.style import save
 from foreprop.simulate.run import simulate_each, simulate_lab
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.records import Record
@@ -73,7 +73,9 @@ def main(out: str, only: str = "2,3") -> None:
     planned = plan_measurements(SIXTEEN, traces=Path("unused"), only=wanted)
     if UTILISATION in wanted:
         watched = utilisation(m.setting for m in planned if UTILISATION in m.figures)
-        _write(folder, "simulated-utilisation", utilisation_chart(watched), watched)
+        chart = utilisation_chart(watched)
+        save(chart.whole, chart.whole_in, folder / "simulated-utilisation.png")  # large as SVG
+        (folder / "simulated-utilisation.json").write_bytes(msgspec.json.encode(watched))
         for panel in watched:
             sent, received = idle_shares(panel)
             print(f"{panel.model}, {panel.system}: idle {sent:.0%} out, {received:.0%} in")
@@ -88,16 +90,8 @@ def main(out: str, only: str = "2,3") -> None:
             )
             runs.append((setting, records))
             panels = nodes_panels(runs)
-            _write(folder, "simulated-nodes", throughput_chart(panels), panels)
-
-
-def _write(
-    folder: Path,
-    name: str,
-    chart: Chart,
-    panels: Sequence[UtilisationPanel] | Sequence[ThroughputPanel],
-) -> None:
-    write_chart(folder, name, chart, msgspec.json.encode(panels))
+            data = msgspec.json.encode(panels)
+            write_chart(folder, "simulated-nodes", throughput_chart(panels), data)
 
 
 if __name__ == "__main__":

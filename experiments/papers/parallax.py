@@ -3,69 +3,63 @@
 python -m experiments.papers.parallax docs/results
 
 Machines of six workers. ``ps`` is TensorFlow's: all by servers beside the workers, pulled when the
-next step begins; ``mpi`` all-reduces dense gradients and gathers rows; ``hybrid`` is Parallax. What
-a byte takes a server's processor is fitted to one published figure, LM's 9.4 times one worker on
-48; all else follows from it.
+next step begins, each worker for itself; ``mpi`` all-reduces dense gradients and gathers rows;
+``hybrid`` is Parallax. What a byte takes a server's processor is fitted to two published figures:
+of dense arrays, to ResNet-50's servers, 1.4 times Parallax's step; of rows, to LM's 9.4 times one
+worker, both on 48. All else follows.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
-
+from experiments.papers.fitting import fitted
 from experiments.papers.models import WORKERS_PER_MACHINE, ParallaxModel, four_models
+from experiments.papers.parallaxcharts import draw
+from experiments.papers.parallaxtables import (
+    DENSE_PS_SLOWER,
+    FORWARD,
+    HYBRID,
+    MPI,
+    NORMALISED,
+    PS,
+    SYSTEM,
+    Point,
+    merged,
+    read_points,
+    table_1,
+    table_4,
+)
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
+from foreprop.workload.records import write_records
 from foreprop.workload.setting import BUCKET_BYTES, RING_STEPS
 
-PS, MPI, HYBRID, FORWARD = "ps", "mpi", "hybrid", "p3"
-_SYSTEM = {PS: "tensorflow", MPI: "ddp-sparse", HYBRID: "hybrid", FORWARD: "p3"}
-MACHINES = 8
-_STEPS = 3
-PUBLISHED: Mapping[str, float] = {"LM": 9.4, "NMT": 17.1, "ResNet-50": 39.8, "InceptionV3": 43.6}
-"""Throughput on 48 workers over one worker's (section 7.3)."""
-TABLE_4: Mapping[str, Sequence[float]] = {"LM": (101, 112, 251), "NMT": (87, 117, 188)}
-"""Thousands of words/s: all by servers, with hybrid communication, with local aggregation."""
-ABLATION: Sequence[tuple[str, dict[str, Any]]] = (
-    (PS, {"local_aggregation": "off"}),
-    (HYBRID, {"local_aggregation": "off"}),
-    (HYBRID, {}),
-)
-_FITTED = "LM"
+_STEPS = 2
 _FITTED_TO = 0.01
-_MOST_TRIALS = 12
+_DENSE, _SPARSE = "ResNet-50", "LM"
+"""Whose published figures the costs are fitted to."""
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation."""
+class Costs(NamedTuple):
+    """What each GB takes a server's processor, s."""
 
-    model: str
-    system: str
-    local_aggregation: bool
-    machines: int
-    workers: int
-    server_s_per_gb: float
-    step_s: float
-    throughput: float
-    """In the model's unit/s, of all workers."""
-    normalised: float
-    """Over one worker's."""
+    dense_s_per_gb: float
+    row_s_per_gb: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testbed:
-    """``rate_bits_per_s``: of each machine's link."""
+    """``rate_bits_per_s``: of each machine's link. ``scale`` divides arrays and links."""
 
     rate_bits_per_s: float = 100e9
     workers_per_machine: int = WORKERS_PER_MACHINE
-    scale: int = 1
+    scale: int = 8
     chunk_elems: int = 8_000_000
     """Of ``hybrid``'s collectives, undivided: 94 passes of small ones would take longer."""
 
@@ -76,15 +70,16 @@ class Testbed:
         system: str,
         *,
         machines: int,
-        server_s_per_gb: float,
-        **changes: Any,
+        costs: Costs,
+        relays: bool = True,
     ) -> Point:
-        by_rows, relays = model.sparse_elems > 0, not changes
+        by_rows = model.sparse_elems > 0
+        changes: dict[str, Any] = {} if relays else {"local_aggregation": "off"}
         if system == HYBRID:
             changes["chunk_elems"] = self.chunk_elems // self.scale
         setting = SimulatedSetting(
             profile=model.profile,
-            systems=(_SYSTEM[system],),
+            systems=(SYSTEM[system],),
             nodes=machines,
             workers_per_node=self.workers_per_machine,
             rate_bits_per_s=self.rate_bits_per_s / self.scale,
@@ -92,20 +87,19 @@ class Testbed:
             compute_s=model.compute_s,
             rows=by_rows,
             together=model.together if by_rows else (),
-            server_s_per_gb=server_s_per_gb,
+            server_s_per_gb=costs.dense_s_per_gb,
             symmetric=False,
         )
         uncounted = RING_STEPS if system == HYBRID else 1
-        bucket_bytes = setting.scaled(BUCKET_BYTES) if system == MPI else None
         simulated = simulate_system(
-            _SYSTEM[system],
+            SYSTEM[system],
             setting,
-            Hosts(),
+            Hosts(server_row_byte_s=costs.row_s_per_gb * 1e-9 * self.scale),
             steps=uncounted + _STEPS,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=setting.scaled(BUCKET_BYTES) if system == MPI else None,
             **changes,
         )
-        step_s = statistics.fmean(s for steps in simulated.step_s for s in steps[uncounted:])
+        step_s = simulated.mean_step_s(uncounted)
         workers = machines * self.workers_per_machine
         return Point(
             model=name,
@@ -113,135 +107,95 @@ class Testbed:
             local_aggregation=relays,
             machines=machines,
             workers=workers,
-            server_s_per_gb=server_s_per_gb,
+            dense_s_per_gb=costs.dense_s_per_gb,
+            row_s_per_gb=costs.row_s_per_gb,
             step_s=step_s,
             throughput=workers * model.batch / step_s,
+            unit=model.unit,
             normalised=workers * model.compute_s / step_s,
         )
 
 
-def fit_processor(testbed: Testbed, model: ParallaxModel, machines: int = MACHINES) -> float:
-    """s/GB with which ``hybrid`` has the published throughput, to a hundredth; by halves.
+def fit_dense(testbed: Testbed, model: ParallaxModel, machines: int) -> float:
+    """s/GB with which TensorFlow's servers are as much slower than all-reduce as published."""
+    reduced = testbed.simulate(_DENSE, model, MPI, machines=machines, costs=Costs(0.0, 0.0))
 
-    0 if it is no faster than that with a processor that costs nothing.
-    """
-    wanted_s = machines * testbed.workers_per_machine * model.compute_s / PUBLISHED[_FITTED]
+    def step_s(cost: float) -> float:
+        costs = Costs(cost, 0.0)
+        point = testbed.simulate(_DENSE, model, PS, machines=machines, costs=costs, relays=False)
+        return point.step_s
+
+    wanted_s = DENSE_PS_SLOWER * reduced.step_s
+    return fitted(step_s, wanted_s, first=(0.5, 1.0), within=_FITTED_TO)
+
+
+def fit_rows(testbed: Testbed, model: ParallaxModel, machines: int) -> float:
+    """s/GB with which ``hybrid`` has the published throughput; no dense array passes a server."""
+    workers = machines * testbed.workers_per_machine
+    wanted_s = workers * model.compute_s / NORMALISED[_SPARSE]
     if wanted_s < model.compute_s:
-        raise ValueError(f"{PUBLISHED[_FITTED]} times one worker takes more than as many workers")
+        raise ValueError(f"{NORMALISED[_SPARSE]} times one worker takes more than {workers}")
 
-    def error(cost: float) -> float:
-        point = testbed.simulate(_FITTED, model, HYBRID, machines=machines, server_s_per_gb=cost)
-        return point.step_s / wanted_s - 1
+    def step_s(cost: float) -> float:
+        costs = Costs(0.0, cost)
+        return testbed.simulate(_SPARSE, model, HYBRID, machines=machines, costs=costs).step_s
 
-    if error(0.0) >= 0:
-        return 0.0
-    low, high = 0.0, 1.0
-    while error(high) < 0:
-        low, high = high, 2 * high
-    for _ in range(_MOST_TRIALS):
-        cost = (low + high) / 2
-        off = error(cost)
-        if abs(off) <= _FITTED_TO:
-            break
-        low, high = (cost, high) if off < 0 else (low, cost)
-    return (low + high) / 2
+    return fitted(step_s, wanted_s, first=(4.0, 6.0), within=_FITTED_TO)
 
 
 def study(
-    models: Mapping[str, ParallaxModel],
-    testbed: Testbed,
-    machines: Sequence[int],
-    cost: float | None = None,
+    models: Mapping[str, ParallaxModel], testbed: Testbed, machines: Sequence[int], costs: Costs
 ) -> Iterator[Point]:
-    """Table 4's steps on the most machines, then every system (Figs. 12, 13), the most first.
-
-    ``cost``: of a server's processor, s/GB; None: fitted.
-    """
+    """Every system (Figs. 12, 13), the most machines first, and there Table 4's other steps."""
     most = max(machines)
-    if cost is None:
-        cost = fit_processor(testbed, models[_FITTED], most)
     for name, model in models.items():
-        if model.sparse_elems:
-            for system, changes in ABLATION[:2]:
-                yield testbed.simulate(
-                    name, model, system, machines=most, server_s_per_gb=cost, **changes
-                )
+        sparse = model.sparse_elems > 0
         for count in sorted(machines, reverse=True):
-            for system in (HYBRID, PS, MPI, FORWARD):
-                if system == HYBRID and not model.sparse_elems:
-                    continue  # that is ``mpi`` with a planned order
-                yield testbed.simulate(name, model, system, machines=count, server_s_per_gb=cost)
+            asked = [(HYBRID, True)] * sparse + [(PS, False), (MPI, True), (FORWARD, True)]
+            if count == most:
+                asked += [(HYBRID, False)] * sparse + [(PS, True)]
+            for system, relays in asked:
+                yield testbed.simulate(
+                    name, model, system, machines=count, costs=costs, relays=relays
+                )
 
 
 def main(
     out: str,
-    machines: str = "2,4,8",
-    names: str = "LM,NMT,ResNet-50,InceptionV3",
-    cost: str | None = None,
+    machines: str = "2,4,6,8",
+    names: str = "ResNet-50,InceptionV3,LM,NMT",
+    costs: str | None = None,
 ) -> list[Point]:
-    """Writes parallax.json; prints the tables."""
-    known, points = four_models(), []
+    """Adds to parallax.json, draws Figs. 12 and 13, prints the tables.
+
+    ``costs``: of dense bytes and of rows, s/GB, as 0.5,5; None: fitted on the most machines.
+    """
+    folder, known, testbed = Path(out), four_models(), Testbed()
+    counts = [int(count) for count in machines.split(",")]
+    if costs is None:
+        used = Costs(
+            fit_dense(testbed, known[_DENSE], max(counts)),
+            fit_rows(testbed, known[_SPARSE], max(counts)),
+        )
+    else:
+        dense, rows = costs.split(",")
+        used = Costs(float(dense), float(rows))
+    print(f"{used.dense_s_per_gb:.3f} s/GB of dense arrays, {used.row_s_per_gb:.3f} of rows")
+    points = read_points(folder / "parallax.json")
     models = {name: known[name] for name in names.split(",")}
-    for point in study(
-        models,
-        Testbed(),
-        [int(count) for count in machines.split(",")],
-        None if cost is None else float(cost),
-    ):
-        points.append(point)
+    for point in study(models, testbed, counts, used):
+        points = merged(points, [point])
         print(
-            f"{point.model}, {point.system}{'' if point.local_aggregation else ', no relays'},"
-            f" {point.workers} workers, {point.server_s_per_gb:.2f} s/GB: {point.step_s:.3f} s,"
-            f" {point.throughput:,.0f} {models[point.model].unit}/s, {point.normalised:.1f}",
+            f"{point.label}, {point.workers} workers: {point.step_s:.3f} s,"
+            f" {point.throughput:,.0f} {point.unit}/s, {point.normalised:.1f}",
             flush=True,
         )
-        data = msgspec.json.format(msgspec.json.encode(points), indent=1)
-        (Path(out) / "parallax.json").write_bytes(data + b"\n")
-    for line in (*table_1(models, points), "", *table_4(points)):
+        write_records(folder / "parallax.json", points)
+    draw(folder)
+    sizes = {name: (m.dense_elems, m.sparse_elems, m.alpha) for name, m in known.items()}
+    for line in (*table_1(sizes, points), "", *table_4(points)):
         print(line)
     return points
-
-
-def table_1(models: Mapping[str, ParallaxModel], points: Sequence[Point]) -> Iterator[str]:
-    """Model, dense and sparse elements, alpha, and throughput, in Markdown."""
-    yield "| model | dense elements | sparse | alpha | `ps` | `mpi` | `hybrid` | `p3` |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, model in models.items():
-        shown = []
-        for system in (PS, MPI, HYBRID, FORWARD):
-            found = largest(points, name, system)
-            shown.append("" if found is None else f"{found.throughput:,.0f} {model.unit}/s")
-        sizes = f"{model.dense_elems / 1e6:.1f} M | {model.sparse_elems / 1e6:.1f} M"
-        yield f"| {name} | {sizes} | {model.alpha:.2f} | {' | '.join(shown)} |"
-
-
-def table_4(points: Sequence[Point]) -> Iterator[str]:
-    """What hybrid communication and local aggregation are worth, beside what was published."""
-    yield "| model | `ps`, no relays | + hybrid | + local aggregation |"
-    yield "|---|---|---|---|"
-    for name, published in TABLE_4.items():
-        found = [largest(points, name, system, relays=not off) for system, off in ABLATION]
-        if None in found:
-            continue
-        base = found[0]
-        shown = [
-            f"{point.throughput / base.throughput:.2f} ({own / published[0]:.2f})"
-            for point, own in zip(found, published, strict=True)
-            if point is not None and base is not None
-        ]
-        yield f"| {name} | {' | '.join(shown)} |"
-
-
-def largest(
-    points: Sequence[Point], model: str, system: str, *, relays: bool = True
-) -> Point | None:
-    """On the most machines."""
-    same = [
-        point
-        for point in points
-        if (point.model, point.system, point.local_aggregation) == (model, system, relays)
-    ]
-    return max(same, key=lambda point: point.machines, default=None)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ computation", is the second part: batches added up before they are sent, and cod
 
 from __future__ import annotations
 
-import statistics
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,11 +18,13 @@ from pathlib import Path
 import msgspec
 
 from experiments.mlp.training import SERVERS, mlp_profile
+from experiments.papers.fitting import fitted
 from foreprop.config import Config
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
+from foreprop.workload.records import write_records
 
 BATCH = 100
 PUBLISHED = {"1ps": (5, 10_150), "2ps": (3, 13_570)}
@@ -30,6 +32,16 @@ PUBLISHED = {"1ps": (5, 10_150), "2ps": (3, 13_570)}
 WORKERS = range(2, 8)
 CASES = ((128, 0.001), (256, 0.001), (512, 0.001), (256, 0.01))
 """Units of each hidden layer, and a batch's compute, s: the paper says neither."""
+OF_A_SERVER, OF_ALL = "pairs of a server's", "pairs of all"
+CONTENDED = (
+    (OF_A_SERVER, 256, 0.003, 75e-6),
+    (OF_A_SERVER, 512, 0.003, 111e-6),
+    (OF_ALL, 256, 0.003, 75e-6),
+    (OF_ALL, 512, 0.003, 111e-6),
+)
+"""What disturbs each other, hidden units, compute and cost of a pair, s. The first one has both
+published peaks, found by trying 1 to 4 ms and costs of 1/27 and 1/40 of that.
+"""
 _FAST = 10e9
 """A link that does not count, bit/s."""
 _STEPS, _UNCOUNTED = 8, 2
@@ -97,7 +109,7 @@ def simulate(
         compression=codec,
     )
     simulated = simulate_system(preset, setting, Hosts(), steps=_UNCOUNTED + _STEPS)
-    step_s = statistics.fmean(s for steps in simulated.step_s for s in steps[_UNCOUNTED:])
+    step_s = simulated.mean_step_s(_UNCOUNTED)
     return Throughput(
         study=study,
         system=system,
@@ -114,7 +126,7 @@ def simulate(
 
 
 def fitted_s_per_gb(hidden: int, compute_s: float) -> float:
-    """With which 1PS has the published images/s with five workers, by secants."""
+    """With which 1PS has the published images/s with five workers."""
     workers, images_per_s = PUBLISHED["1ps"]
     about = {"hidden": hidden, "compute_s": compute_s, "workers": workers}
 
@@ -122,12 +134,7 @@ def fitted_s_per_gb(hidden: int, compute_s: float) -> float:
         return simulate("fit", "1ps", server_s_per_gb=cost, **about).step_s  # type: ignore[arg-type]
 
     wanted_s = workers * BATCH / images_per_s
-    costs, steps_s = [1.0, 5.0], [step_s(1.0), step_s(5.0)]
-    while abs(steps_s[-1] / wanted_s - 1) > _FITTED_TO:
-        slope = (steps_s[-1] - steps_s[-2]) / (costs[-1] - costs[-2])
-        costs.append(costs[-1] + (wanted_s - steps_s[-1]) / slope)
-        steps_s.append(step_s(costs[-1]))
-    return costs[-1]
+    return fitted(step_s, wanted_s, first=(1.0, 5.0), within=_FITTED_TO)
 
 
 def peaks(
@@ -140,6 +147,45 @@ def peaks(
         for system in SERVERS:
             for count in workers:
                 yield simulate("peaks", system, workers=count, **about)  # type: ignore[arg-type]
+
+
+def pairs_of(counted: str, servers: int, workers: int) -> int:
+    """Of connections that disturb each other: those of one server, or all."""
+    connections = workers if counted == OF_A_SERVER else servers * workers
+    return connections * (connections - 1)
+
+
+def contended(
+    counted: str, hidden: int, compute_s: float, pair_s: float, workers: Sequence[int] = WORKERS
+) -> Iterator[Throughput]:
+    """What it takes: every pair of connections costs a server ``pair_s`` more in each step.
+
+    Threads that share a processor, or flows that share a switch, cost each other time: coherency,
+    in Gunther's Universal Scalability Law, which makes peaks where contention alone makes plateaus.
+    c is fitted anew to 1PS's maximum.
+    """
+    profile = mlp_profile(hidden)
+    gigabytes = 4e-9 * sum(a.rows * a.row_elems for a in profile.arrays)
+
+    def cost(system: str, count: int, byte_cost: float) -> float:
+        """Of the busiest server, s for each GB that it receives or sends."""
+        servers = SERVERS[system]
+        busiest = 2 * count * largest_share(hidden, servers) * gigabytes
+        return byte_cost + pair_s * pairs_of(counted, servers, count) / busiest
+
+    at, images_per_s = PUBLISHED["1ps"]
+    about = {"hidden": hidden, "compute_s": compute_s}
+
+    def step_s(byte_cost: float) -> float:
+        slow = cost("1ps", at, byte_cost)
+        point = simulate("fit", "1ps", workers=at, server_s_per_gb=slow, **about)  # type: ignore[arg-type]
+        return point.step_s
+
+    byte_cost = fitted(step_s, at * BATCH / images_per_s, first=(1.0, 5.0), within=_FITTED_TO)
+    for system in SERVERS:
+        for count in workers:
+            slow = cost(system, count, byte_cost)
+            yield simulate(counted, system, workers=count, server_s_per_gb=slow, **about)  # type: ignore[arg-type]
 
 
 def trade_offs(workers: Sequence[int] = (2, 4, 7)) -> Iterator[Throughput]:
@@ -160,16 +206,18 @@ def main(out: str, workers: str = "2,3,4,5,6,7") -> list[Throughput]:
     """Writes processors.json; prints what was simulated beside what was published."""
     counts = [int(count) for count in workers.split(",")]
     found = []
-    for point in (*peaks(counts), *trade_offs([n for n in (2, 4, 7) if n in counts])):
+    makes = [contended(*case, workers=counts) for case in CONTENDED]
+    makes = [peaks(counts), *makes, trade_offs([n for n in (2, 4, 7) if n in counts])]
+    for point in itertools.chain.from_iterable(makes):
         found.append(point)
         print(
             f"{point.study} {point.system} hidden {point.hidden}, {point.workers} workers,"
             f" {point.server_s_per_gb:.2f} s/GB, {point.batches} batches, {point.codec}:"
-            f" {point.images_per_s:,.0f} images/s"
+            f" {point.images_per_s:,.0f} images/s",
+            flush=True,
         )
-    data = msgspec.json.format(msgspec.json.encode(found), indent=1)
-    (Path(out) / "processors.json").write_bytes(data + b"\n")
-    for line in summary(found):
+    write_records(Path(out) / "processors.json", found)
+    for line in (*summary(found), "", *contended_summary(found)):
         print(line)
     return found
 
@@ -191,6 +239,23 @@ def summary(found: Sequence[Throughput]) -> Iterator[str]:
                 f"| {hidden}, {1e3 * compute_s:g} ms | {cost:.2f} s/GB | `{system}` |"
                 f" {most:,.0f} | {shown} | {first} workers | {at} |"
             )
+
+
+def contended_summary(found: Sequence[Throughput]) -> Iterator[str]:
+    """By what disturbs each other, and by units: images/s by workers, and where most are."""
+    yield "| disturb each other | hidden | system | images/s by workers | most with | published |"
+    yield "|---|---|---|---|---|---|"
+    curves: dict[tuple[str, int, str], list[Throughput]] = {}
+    for point in found:
+        if point.study in (OF_A_SERVER, OF_ALL):
+            place = (point.study, point.hidden, point.system)
+            curves.setdefault(place, []).append(point)
+    for (counted, hidden, system), points in curves.items():
+        most = max(points, key=lambda point: point.images_per_s)
+        shown = ", ".join(f"{point.images_per_s:,.0f}" for point in points)
+        at, published = PUBLISHED.get(system, ("", 0))
+        where = f"{most.workers} | {at}: {published:,}" if published else f"{most.workers} |"
+        yield f"| {counted} | {hidden} | `{system}` | {shown} | {where} |"
 
 
 def _case(point: Throughput) -> tuple[int, float, float]:

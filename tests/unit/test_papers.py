@@ -11,11 +11,22 @@ import torch
 
 from experiments.language.training import LanguageSetting, lstm_profile
 from experiments.papers import baseline, convergence, links, parallax, processors
+from experiments.papers.fitting import fitted
 from experiments.papers.models import ParallaxModel, language_model, translation_model
-from foreprop.workload.profile import load_profile
+from experiments.papers.parallaxtables import (
+    DENSE_PS_SLOWER,
+    NORMALISED,
+    Point,
+    merged,
+    read_points,
+    table_1,
+    table_4,
+)
+from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 from foreprop.workload.setting import LabSetting
 
 TYPES = 3_000
+TESTBED = parallax.Testbed(workers_per_machine=6, rate_bits_per_s=20e9, scale=1)
 
 
 @pytest.fixture(scope="module")
@@ -62,27 +73,66 @@ def test_a_translation_model_has_the_paper_s_layers(words: torch.Tensor) -> None
     assert sum(array.shape == (4_096, 1_024) for array in made.profile.arrays) >= 9
 
 
-def test_parallax_s_study_fits_one_point_and_predicts_the_others(
-    model: ParallaxModel,
+@pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
+def test_parallax_s_study_fits_two_costs_and_predicts_all_else(
+    model: ParallaxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = replace(model, compute_s=0.2)
-    testbed = parallax.Testbed(workers_per_machine=6, rate_bits_per_s=20e9)
-    points = list(parallax.study({"LM": model}, testbed, [2]))
-    assert [(p.system, p.local_aggregation) for p in points] == [
-        ("ps", False),
-        ("hybrid", False),
-        ("hybrid", True),
-        ("ps", True),
-        ("mpi", True),
-        ("p3", True),
-    ]
-    fitted = points[2]
-    assert fitted.normalised == pytest.approx(parallax.PUBLISHED["LM"], rel=0.011)
-    assert fitted.server_s_per_gb > 0
-    assert points[0].throughput < points[1].throughput < fitted.throughput
-    lines = [*parallax.table_1({"LM": model}, points), *parallax.table_4(points)]
-    assert lines[2].startswith("| LM |")
-    assert lines[-1].startswith("| LM | 1.00 (1.00) | ")
+    """LM's rows to 9.4 times one worker, ResNet-50's servers to 1.4 times all-reduce."""
+    dense = Profile(
+        name="dense",
+        arrays=tuple(
+            ProfiledArray(name=str(n), shape=(400_000,), forward_flops=1.0) for n in range(8)
+        ),
+    )
+    images = ParallaxModel(profile=dense, compute_s=0.02, batch=64, unit="images")
+    known = {"ResNet-50": images, "LM": replace(model, compute_s=0.2)}
+    monkeypatch.setattr(parallax, "four_models", lambda: known)
+    monkeypatch.setattr(parallax, "Testbed", lambda: TESTBED)
+    points = parallax.main(str(tmp_path), machines="2", names="ResNet-50,LM")
+    found = {(p.model, p.system, p.local_aggregation): p for p in points}
+    assert len(found) == len(points) == 4 + 6
+    fitted = found["LM", "hybrid", True]
+    assert fitted.normalised == pytest.approx(NORMALISED["LM"], rel=0.011)
+    assert fitted.row_s_per_gb > 0
+    servers, reduced = (found["ResNet-50", s, s != "ps"] for s in ("ps", "mpi"))
+    assert servers.step_s == pytest.approx(DENSE_PS_SLOWER * reduced.step_s, rel=0.011)
+    apart = found["LM", "hybrid", False]
+    assert found["LM", "ps", False].throughput < apart.throughput < fitted.throughput
+    again = parallax.main(str(tmp_path), machines="3", names="ResNet-50", costs="0.5,5")
+    assert len(again) == len(points) + 4  # added to the file
+    assert read_points(tmp_path / "parallax.json") == again
+    for name in ("throughput", "scaling"):
+        assert (tmp_path / f"parallax-{name}.png").stat().st_size > 10_000
+
+
+def test_parallax_s_tables_have_what_was_published_beside() -> None:
+    def point(system: str, relays: bool, words_per_s: float) -> Point:
+        return Point(
+            model="LM",
+            system=system,
+            local_aggregation=relays,
+            machines=8,
+            workers=48,
+            dense_s_per_gb=0.5,
+            row_s_per_gb=5.0,
+            step_s=1.0,
+            throughput=words_per_s,
+            unit="words",
+            normalised=1.0,
+        )
+
+    points = [point("ps", False, 1e5), point("hybrid", False, 1.2e5), point("hybrid", True, 3e5)]
+    rows = list(table_1({"LM": (9_400_000, 78_500_000, 0.14)}, points))
+    assert rows[2] == "| LM | 9.4 M | 78.5 M | 0.14 | 100,000 words/s |  | 300,000 words/s |  |"
+    assert list(table_4(points))[2] == "| LM | 1.00 (1.00) | 1.20 (1.11) | 3.00 (2.49) |"
+    better = point("ps", False, 2e5)
+    assert merged(points, [better]) == [*points[1:], better]
+
+
+def test_a_cost_that_no_step_shows_is_an_error() -> None:
+    assert fitted(lambda cost: 3 + 2 * cost, 9.0, first=(1.0, 5.0), within=1e-6) == 3.0
+    with pytest.raises(ValueError, match=r"a step of 2 s is not found: 2 gives 1 s"):
+        fitted(lambda _: 1.0, 2.0, first=(1.0, 2.0), within=0.01)
 
 
 def test_a_server_s_processor_has_the_published_peaks() -> None:
@@ -95,6 +145,25 @@ def test_a_server_s_processor_has_the_published_peaks() -> None:
         assert found[system, at] == pytest.approx(images_per_s, rel=0.05)
     assert found["1ps", 3] == pytest.approx(found["1ps", 5], rel=0.1)  # flat, no peak
     assert len(list(processors.summary(points))) == 5
+
+
+def test_peaks_take_a_cost_of_every_pair_of_a_server_s_connections() -> None:
+    """One coefficient, 75 us, puts 1PS's most images/s at five workers and 2PS's at three."""
+    counted, hidden, compute_s, pair_s = processors.CONTENDED[0]
+    assert counted == processors.OF_A_SERVER
+    assert processors.pairs_of(counted, 2, 3) == 6
+    assert processors.pairs_of(processors.OF_ALL, 2, 3) == 30
+    counts = (2, 3, 4, 5, 6)
+    points = list(processors.contended(counted, hidden, compute_s, pair_s, counts))
+    for system in ("1ps", "2ps"):
+        found = {p.workers: p.images_per_s for p in points if p.system == system}
+        at, images_per_s = processors.PUBLISHED[system]
+        assert max(found, key=found.__getitem__) == at, found
+        assert found[at] == pytest.approx(images_per_s, rel=0.04)
+    free = processors.contended(counted, hidden, compute_s, 0.0, (2, 3, 4))
+    flat = [p.images_per_s for p in free if p.system == "2ps"]
+    assert flat == sorted(flat)  # no peak without it
+    assert len(list(processors.contended_summary(points))) == 5
 
 
 def test_computing_more_helps_where_links_are_congested() -> None:

@@ -231,6 +231,21 @@ def test_rows_pass_a_server_s_processor_too() -> None:
     assert busy.iteration_s.median > rows_bytes * 500e-9  # four servers, four workers
 
 
+def test_a_byte_of_rows_may_cost_a_server_more_than_another() -> None:
+    """Of one row each the numbers are; dense arrays, which all servers share, are not."""
+    quick = setting("p3", rate_bits_per_s=10e9)
+    rows_bytes = 2 * ALPHA * ROWS * (2 * ROW_ELEMS * 4 + 8)
+    steps = {}
+    for cost in (0.0, 500e-9, None):
+        hosts = Hosts(server_byte_s=50e-9, server_row_byte_s=cost)
+        (record,) = simulate_lab(quick, hosts=hosts)
+        steps[cost] = record.iteration_s.median
+    assert steps[0.0] < steps[None] < steps[500e-9]
+    assert steps[500e-9] > rows_bytes * 500e-9  # four servers, four workers
+    (alone,) = simulate_lab(quick, hosts=Hosts(server_row_byte_s=500e-9))
+    assert rows_bytes * 500e-9 < alone.iteration_s.median < steps[500e-9]
+
+
 def test_only_presets_have_servers_of_their_own() -> None:
     with pytest.raises(ConfigError, match="dedicated_servers is 2, but systems has 'ring'"):
         setting("p3", "ring", dedicated_servers=2)

@@ -21,8 +21,9 @@ from foreprop.workload.limit import carried_bytes
 from foreprop.workload.links import parse_cross_traffic, parse_link_rates
 from foreprop.workload.profile import Profile, load_profile, profile_names, read_profile
 from foreprop.workload.records import Record, write_records
-from foreprop.workload.setting import LabSetting, usual_compute_s
+from foreprop.workload.setting import RING, LabSetting, usual_compute_s
 from foreprop.workload.systemconfig import environment_text
+from foreprop.workload.systemnames import base_of
 from foreprop.workload.unevenness import parse_step_lengths
 
 if TYPE_CHECKING:
@@ -115,7 +116,15 @@ def compression_lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _expected_bytes(record: Record) -> float:
-    """Of frames, what leaves a node's link: not the part for its own server, and headers."""
+    """Of frames, what leaves a node's link: not the part for its own server, and headers.
+
+    A ring's ranks send each chunk twice, less their own part, in messages of a part each.
+    """
+    if base_of(record.system) == RING:
+        ranks = record.nodes * record.workers_per_node
+        passes = 2 * (ranks - 1)
+        frames = passes * (record.counted_frames or 0)
+        return carried_bytes(frames, passes / ranks * (record.counted_bytes or 0))
     others = (record.nodes - 1) / record.nodes * record.workers_per_node
     frames = record.counted_frames or 0
     return carried_bytes(round(others * frames), others * (record.counted_bytes or 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,10 @@ class SimulatedSteps:
     """By crowd, what one of its nodes has sent in all steps, with headers."""
     samples: list[Sample] = field(default_factory=list)
     """Of node 0, every 10 ms, if the setting has ``sample_network``."""
+
+    def mean_step_s(self, uncounted: int) -> float:
+        """Of all ranks' steps but the first ones."""
+        return statistics.fmean(s for steps in self.step_s for s in steps[uncounted:])
 
 
 class Cluster:

@@ -93,7 +93,8 @@ def _worker(site: Site, rank: int, cluster: Cluster) -> ServedWorker:
 
 def _server(site: Site, index: int, cluster: Cluster) -> Server:
     hosts = cluster.hosts
-    processor = _processor(cluster, hosts.server_frame_s, hosts.server_byte_s)
+    costs = (hosts.server_frame_s, hosts.server_byte_s, hosts.server_row_byte_s)
+    processor = _processor(cluster, *costs)
     if site.agreement.tables is None:
         return Server(site, index, processor)
     return RowServer(site, index, processor, site.agreement.tables)
@@ -108,10 +109,13 @@ def _relay(
     return RowRelay(site, **about, processor=processor, tables=site.agreement.tables)
 
 
-def _processor(cluster: Cluster, frame_s: float, byte_s: float = 0.0) -> Processor | None:
-    if not frame_s and not byte_s:
+def _processor(
+    cluster: Cluster, frame_s: float, byte_s: float = 0.0, row_byte_s: float | None = None
+) -> Processor | None:
+    if not frame_s and not byte_s and not row_byte_s:
         return None
-    return Processor(cluster.clock, frame_s, 8 / cluster.link.rate_bits_per_s, byte_s=byte_s)
+    link_byte_s = 8 / cluster.link.rate_bits_per_s
+    return Processor(cluster.clock, frame_s, link_byte_s, byte_s=byte_s, row_byte_s=row_byte_s)
 
 
 def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Config:

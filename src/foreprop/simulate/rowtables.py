@@ -109,9 +109,14 @@ class Tables:
         for number, part in enumerate(parts, start=1):
             yield part, Flag.MORE if number < len(parts) else 0
 
+    @staticmethod
+    def are_in(frame: SendFrame) -> bool:
+        """Whether a frame is about rows."""
+        return frame.kind in _ABOUT_ROWS
+
     def payload_bytes(self, frame: SendFrame) -> int:
         """Of a frame about rows; 0 for others."""
-        if frame.kind not in _ABOUT_ROWS:
+        if not self.are_in(frame):
             return 0
         rows = frame.token
         if frame.kind == Kind.ROWS_PULL:

@@ -126,6 +126,10 @@ class Agreement:
             return HEADER_BYTES + (coded.push_bytes if is_push else coded.reply_bytes)
         return HEADER_BYTES + self.slices[frame.slice].elems * self.bytes_per_elem
 
+    def has_rows(self, frame: SendFrame) -> bool:
+        """Or their numbers."""
+        return self.tables is not None and self.tables.are_in(frame)
+
     def copies(self, crowd: int, frame: SendFrame) -> int:
         """From or to how many of a crowd it goes; about the norm servers talk to rank 0 only."""
         return 1 if frame.kind in (Kind.NORM, Kind.NORM_PART) else self.members[crowd]
@@ -178,7 +182,8 @@ class Exchange:
             self._hand_over((sender, frame))
             return
         copies = self._agreement.copies(frame.peer, frame) if self._crowds else 1
-        leaves_s = self._processor.leaves_s(copies, self._agreement.frame_bytes(frame))
+        size_bytes, of_rows = self._agreement.frame_bytes(frame), self._agreement.has_rows(frame)
+        leaves_s = self._processor.leaves_s(copies, size_bytes, of_rows=of_rows)
         self._clock.at(leaves_s, self._hand_over, (sender, frame))
 
     def _hand_over(self, message: Message) -> None:
@@ -196,7 +201,8 @@ class Exchange:
             sender, frame = message
             copies = self._agreement.copies(sender, frame) if self._crowds else 1
             size_bytes = self._agreement.frame_bytes(frame)
-            at_s = max(at_s, self._processor.received_s(copies, size_bytes))
+            of_rows = self._agreement.has_rows(frame)
+            at_s = max(at_s, self._processor.received_s(copies, size_bytes, of_rows=of_rows))
         if self._coder is not None:
             at_s = self._coder.decoded_s(*message, at_s)
         self._clock.at(at_s, noticed, message)

@@ -69,6 +69,9 @@ class Hosts:
     server_byte_s: float = 0.0
     """Of a server's processor for each byte that it receives or sends: copies, serialising, sums.
     What passes between a node's workers and its relays costs nothing."""
+    server_row_byte_s: float | None = None
+    """The same where the byte is a table's row's or its number's, looked up and added one by one;
+    None: as any other."""
     update_s: float = 60e-6
     """To begin an update, whatever its size."""
     sum_elem_s: float = 0.4e-9
