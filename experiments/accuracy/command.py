@@ -9,10 +9,12 @@ import msgspec
 import torch
 import typer
 
-from experiments.accuracy.comparison import chart_of, lines_of
+from experiments.accuracy.comparison import lines_of, time_lines
+from experiments.accuracy.scorecharts import chart_of
 from experiments.accuracy.steptimes import Clock
 from experiments.accuracy.studies import CODECS, NAMES, STUDIES, runs_of, train_all
 from experiments.accuracy.tasks import TASKS
+from experiments.accuracy.timed import timed
 from experiments.chart import write_chart
 from foreprop.cli.options import writable
 from foreprop.cli.output import console, say
@@ -37,9 +39,19 @@ def accuracy(
         float,
         typer.Option(min=0.0, max=1.0, help="Of the examples to train with: the first ones."),
     ] = 1.0,
-    nodes: Annotated[int, typer.Option(min=2, max=16, help="Workers of dgc and asgd.")] = (
-        _CLOCK.nodes
-    ),
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100, help="How many, from 0 on; by default 3 of codecs and 1 of others."
+        ),
+    ] = None,
+    momentum: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Of SGD; by default the task's own."),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(min=2, max=16, help="Workers of dgc and asgd; codecs have 2.")
+    ] = _CLOCK.nodes,
     rate: Annotated[str, typer.Option(help="Their links' rate, as 1Gbit.")] = "1Gbit",
     compute: Annotated[str, typer.Option(help="Their device's time per step.")] = "100ms",
     step_jitter: Annotated[
@@ -53,15 +65,16 @@ def accuracy(
 
     codecs: with each codec, three seeds each. dgc: five settings, exact and DGC at 99.9 %, as the
     P3 paper's Fig. 11. asgd: synchronous, stale synchronous and asynchronous workers, as its
-    Fig. 15. All workers are in this process; their steps' times are simulated, of ResNet-110. The
-    same options give the same results. A training is kept when it is done, so a run goes on where
-    it was interrupted.
+    Fig. 15. All workers are in this process; their steps' times are simulated: those of ResNet-110
+    for cifar, else of the model itself. The same options give the same results. A training is kept
+    when it is done, so a run goes on where it was interrupted.
 
     Examples:
       foreprop lab accuracy codecs --task fashion --codecs int8,dgc:0.001
       foreprop lab accuracy codecs --task wikitext --part 0.25 --codecs int8,int4
       foreprop lab accuracy dgc --epochs 3
-      foreprop lab accuracy asgd --nodes 4 --rate 1Gbit --step-jitter 0.3
+      foreprop lab accuracy codecs --task wikitext --part 0.25 --rate 100Mbit
+      foreprop lab accuracy asgd --nodes 4 --rate 1Gbit --step-jitter 0.3 --seeds 3
     """
     for what, value, known in (("STUDY", study, STUDIES), ("--task", task, tuple(TASKS))):
         if value not in known:
@@ -78,11 +91,23 @@ def accuracy(
     trainings = writable(out) / "trainings.json"
     torch.set_num_threads(1)
     shown = console()
-    runs = runs_of(study, task, epochs=epochs, names=chosen, clock=clock, part=part)
+    runs = runs_of(
+        study,
+        task,
+        epochs=epochs,
+        names=chosen,
+        clock=clock,
+        part=part,
+        seeds=seeds,
+        momentum=momentum,
+    )
     with shown.status("") as status:
         trained = train_all(runs, trainings, say=status.update)
     for line in lines_of(study, trained):
         say(shown, line)
-    if study != CODECS:
-        data = msgspec.json.format(msgspec.json.encode(trained), indent=1)
-        write_chart(out, f"{task}-{study}", chart_of(study, trained), data)
+    if study == CODECS:
+        trained = timed(trained, clock)
+        for line in ("", *time_lines(trained)):
+            say(shown, line)
+    data = msgspec.json.format(msgspec.json.encode(trained), indent=1)
+    write_chart(out, f"{task}-{study}", chart_of(study, trained), data)

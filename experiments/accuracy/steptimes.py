@@ -1,19 +1,25 @@
-"""How long a step of the trained model takes on a network, from `foreprop.simulate`."""
+"""How long a step of the trained model takes on a network, from `foreprop.simulate`.
+
+A profile is one of foreprop's, or that of a model trained here.
+"""
 
 from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from experiments.accuracy.tasks import TYPES, LanguageNet, perceptron
 from foreprop.quantities import rate_text
 from foreprop.simulate.compressed import with_chosen_codecs
 from foreprop.simulate.run import simulate_system
 from foreprop.simulate.setting import SimulatedSetting
 from foreprop.workload.hosts import Hosts
-from foreprop.workload.profile import load_profile
+from foreprop.workload.profile import Profile, ProfiledArray, load_profile
 
+SYSTEM = "p3"
 _STEPS, _UNCOUNTED = 24, 2
 
 
@@ -53,7 +59,7 @@ def apart_step_s(clock: Clock, system: str) -> list[list[float]]:
 
 def _simulated(clock: Clock, system: str, **changes: object) -> list[list[float]]:
     setting = SimulatedSetting(
-        profile=load_profile(clock.profile),
+        profile=_profile_named(clock.profile),
         nodes=clock.nodes,
         rate_bits_per_s=clock.rate_bits_per_s,
         compute_s=clock.compute_s,
@@ -69,3 +75,51 @@ def _simulated(clock: Clock, system: str, **changes: object) -> list[list[float]
         setting = with_chosen_codecs(setting, Hosts())
     simulated = simulate_system(system, setting, Hosts(), steps=_STEPS, first_step=1 - _UNCOUNTED)
     return [steps[_UNCOUNTED:] for steps in simulated.step_s]
+
+
+def _profile_named(name: str) -> Profile:
+    return _OWN[name]() if name in _OWN else load_profile(name)
+
+
+def _perceptron() -> Profile:
+    """FLOPs follow elements: an image passes each matrix once."""
+    arrays = [
+        ProfiledArray(
+            name=name,
+            shape=tuple(parameter.shape),
+            forward_flops=2.0 * parameter.numel() if parameter.dim() > 1 else 0.0,
+        )
+        for name, parameter in perceptron().named_parameters()
+    ]
+    return Profile(name="perceptron", arrays=tuple(arrays))
+
+
+def _language_net() -> Profile:
+    """A word's. The shared matrix is used first, so its gradient is ready last; the time of its
+    second use, for the classes, is counted for their biases."""
+    shapes = {name: tuple(p.shape) for name, p in LanguageNet().named_parameters()}
+    words = ProfiledArray(name="words.weight", shape=shapes["words.weight"], forward_flops=0.0)
+    lstm = [
+        ProfiledArray(
+            name=name,
+            shape=shape,
+            forward_flops=2.0 * shape[0] * shape[1] if len(shape) > 1 else 0.0,
+        )
+        for name, shape in shapes.items()
+        if name.startswith("lstm.")
+    ]
+    flops = 2.0 * TYPES * shapes["words.weight"][1]
+    bias = ProfiledArray(name="classes.bias", shape=shapes["bias"], forward_flops=flops)
+    return Profile(name="language_net", arrays=(words, *lstm, bias))
+
+
+_OWN: Mapping[str, Callable[[], Profile]] = {
+    "perceptron": _perceptron,
+    "language_net": _language_net,
+}
+PROFILES: Mapping[str, str] = {
+    "fashion": "perceptron",
+    "cifar": Clock().profile,
+    "wikitext": "language_net",
+}
+"""By task."""

@@ -10,8 +10,8 @@ import msgspec
 
 from benchmarks import codecs
 from experiments.accuracy.apart import train_apart
-from experiments.accuracy.steptimes import Clock, apart_step_s, synchronous_step_s
-from experiments.accuracy.tasks import TASKS, load_part
+from experiments.accuracy.steptimes import SYSTEM, Clock, apart_step_s, synchronous_step_s
+from experiments.accuracy.tasks import TASKS, Task, load_part
 from experiments.accuracy.training import EXACT, Outcome, train
 from foreprop.core.staleness import Staleness
 from foreprop.errors import ConfigError
@@ -20,11 +20,10 @@ CODECS, DGC, ASGD = "codecs", "dgc", "asgd"
 """The studies: of each codec; P3's Fig. 11, DGC; its Fig. 15, ASGD."""
 STUDIES = (CODECS, DGC, ASGD)
 NAMES = tuple(name for name in codecs.NAMES if name not in ("lossless", "fp16"))
-SEEDS = (0, 1, 2)
+_USUAL_SEEDS = {CODECS: 3, DGC: 1, ASGD: 1}
 DGC_CODEC = "dgc:0.001"
 """The paper's threshold of 99.9 %."""
-_SYSTEM = "p3"
-_SCORES = 6
+_SCORES, _CODEC_SCORES = 6, 4
 _CODEC_RANKS = 2
 _CHANGES: Sequence[dict[str, float]] = (
     {},
@@ -65,7 +64,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             return "ASGD"
         if self.staleness:
             return f"SSP, s = {self.staleness}"
-        return self.codec if self.codec != EXACT or self.clock is None else _SYSTEM
+        return self.codec if self.codec != EXACT or self.clock is None else SYSTEM
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +80,19 @@ def runs_of(
     names: Sequence[str],
     clock: Clock,
     part: float = 1.0,
+    seeds: int | None = None,
+    momentum: float | None = None,
 ) -> list[Run]:
-    """Those of a study, so that an interrupted one has something of everything."""
+    """Those of a study, so that an interrupted one has something of everything.
+
+    ``seeds``: how many, from 0 on. ``momentum``: instead of the task's own. Raises `ConfigError`.
+    """
     own = TASKS[task]
+    if momentum is not None:
+        if not 0 <= momentum < 1:
+            raise ConfigError(f"momentum is {momentum}; it must be at least 0 and less than 1")
+        own = replace(own, momentum=momentum)
+    numbers = range(_USUAL_SEEDS[study] if seeds is None else seeds)
 
     def run(ranks: int, **given: object) -> Run:
         usual = {
@@ -98,12 +107,13 @@ def runs_of(
 
     if study == CODECS:
         return [
-            run(_CODEC_RANKS, codec=name, seed=seed) for seed in SEEDS for name in (EXACT, *names)
+            run(_CODEC_RANKS, codec=name, seed=seed) for seed in numbers for name in (EXACT, *names)
         ]
     shared = {"clock": msgspec.to_builtins(clock)}
     if study == ASGD:
         return [
-            run(clock.nodes, staleness=staleness, strength=strength, **shared)
+            run(clock.nodes, staleness=staleness, strength=strength, seed=seed, **shared)
+            for seed in numbers
             for staleness, strength in _APART
         ]
     batch = own.batch * _CODEC_RANKS // clock.nodes
@@ -114,20 +124,19 @@ def runs_of(
             lr=own.lr * change.get("lr", 1.0),
             momentum=change.get("momentum", own.momentum),
             batch=int(batch * change.get("batch", 1.0)),
+            seed=seed,
             **shared,
         )
+        for seed in numbers
         for change in _CHANGES
         for codec in (EXACT, DGC_CODEC)
     ]
 
 
-def outcome_of(run: Run) -> Outcome:
-    """Train. Deterministic, but for how sums are ordered on another machine.
-
-    Raises `ConfigError` for a part of the data without a whole step.
-    """
+def task_of(run: Run) -> Task:
+    """As the run changes it. Loading raises `ConfigError` for data without a whole step."""
     whole = TASKS[run.task]
-    task = replace(
+    return replace(
         whole,
         load=lambda: load_part(whole, run.part, least=run.ranks * run.batch),
         batch=run.batch,
@@ -135,19 +144,29 @@ def outcome_of(run: Run) -> Outcome:
         lr=run.lr,
         momentum=run.momentum,
     )
+
+
+def outcome_of(run: Run) -> Outcome:
+    """Train. Deterministic, but for how sums are ordered on another machine.
+
+    Raises `ConfigError` for a part of the data without a whole step.
+    """
+    task = task_of(run)
     if run.clock is None:
-        return train(task, run.codec, run.seed, ranks=run.ranks)
+        # who learns how quickly can be seen of one seed; scores take time
+        scores = 1 if run.seed else _CODEC_SCORES
+        return train(task, run.codec, run.seed, ranks=run.ranks, scores=scores)
     if run.staleness:
         return train_apart(
             task,
             run.seed,
             staleness=run.staleness,
             strength=run.strength,
-            step_s=apart_step_s(run.clock, _SYSTEM),
+            step_s=apart_step_s(run.clock, SYSTEM),
             scores=_SCORES,
         )
     codec = None if run.codec == EXACT else run.codec
-    step_s = synchronous_step_s(run.clock, _SYSTEM, codec)
+    step_s = synchronous_step_s(run.clock, SYSTEM, codec)
     return train(task, run.codec, run.seed, ranks=run.ranks, scores=_SCORES, step_s=step_s)
 
 

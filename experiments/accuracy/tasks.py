@@ -24,6 +24,8 @@ TYPES = 10_000
 LENGTH = 35
 """Of a sequence, in words."""
 TRAINED_WORDS, TESTED_WORDS = 700_000, 70_000
+MOST_PERPLEXITY = 1e6
+"""A hundred times that of guessing: what a model has that has diverged."""
 _TEST_BATCH = 500
 
 
@@ -54,8 +56,10 @@ class Task:
 def load_part(task: Task, part: float, *, least: int) -> tuple[Examples, Examples]:
     """The first examples of those to train with, and all of those to test with.
 
-    Raises `ConfigError` for fewer than ``least``.
+    Raises `ConfigError` for fewer than ``least``, and for what is no share.
     """
+    if not 0 <= part <= 1:
+        raise ConfigError(f"part is {part}; it must be from 0 to 1")
     (inputs, labels), test = task.load()
     count = int(part * len(labels))
     if count < least:
@@ -78,13 +82,15 @@ def accuracy(model: nn.Module, test: Examples) -> float:
 
 
 def perplexity(model: nn.Module, test: Examples) -> float:
-    """The exponential of the mean cross entropy of a word."""
+    """The exponential of the mean cross entropy of a word; `MOST_PERPLEXITY` if it is more, or
+    not a number."""
     total = 0.0
     with torch.no_grad():
         for inputs, words in zip(*(torch.split(each, _TEST_BATCH) for each in test), strict=True):
             logits = model(inputs).flatten(0, 1)
             total += float(cross_entropy(logits, words.flatten(), reduction="sum"))
-    return math.exp(total / test[1].numel())
+    mean = total / test[1].numel()
+    return math.exp(mean) if mean < math.log(MOST_PERPLEXITY) else MOST_PERPLEXITY
 
 
 def perceptron() -> nn.Module:

@@ -18,6 +18,7 @@ import msgspec
 from markupsafe import Markup
 
 from benchmarks import convergence, scale, simulated_steps
+from experiments.accuracy import scorecharts
 from experiments.chart import Chart, write_chart
 from experiments.figures import distribution
 from experiments.figures.charts import throughput_chart, utilisation_chart
@@ -58,6 +59,9 @@ def main(folder: str) -> None:
     write_chart(results, "figure-2-utilisation", charts["figure-2-utilisation"], data)
     _redraw_mlp(results)
     _redraw_papers(results)
+    for name, study in scorecharts.FILES.items():
+        data = (results / f"{name}.json").read_bytes()
+        write_chart(results, name, scorecharts.chart_of(study, scorecharts.decode(data)), data)
     for name in ("simulated-steps", "predicted-steps"):
         points = msgspec.json.decode((results / f"{name}.json").read_bytes())
         simulated_steps.draw(points, str(results / name))

@@ -5,27 +5,42 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from experiments.accuracy import steptimes, studies
 from experiments.accuracy.apart import train_apart
-from experiments.accuracy.comparison import chart_of, lines_of, offered, time_to
+from experiments.accuracy.comparison import (
+    lines_of,
+    mean_course,
+    mean_loss,
+    offered,
+    time_lines,
+    time_to,
+    verdicts,
+)
+from experiments.accuracy.scorecharts import FILES, chart_of, decode, score_at
 from experiments.accuracy.steptimes import Clock, apart_step_s, synchronous_step_s
 from experiments.accuracy.studies import ASGD, CODECS, DGC, NAMES, Trained, keep, kept, runs_of
 from experiments.accuracy.tasks import (
+    MOST_PERPLEXITY,
     TASKS,
     Examples,
     LanguageNet,
     ResNet,
     Task,
     load_part,
+    perplexity,
 )
+from experiments.accuracy.timed import steps_of, timed
 from experiments.accuracy.training import EXACT, Outcome, Point, order_of, scored_steps, train
 from experiments.chart import write_chart
+from foreprop.core.codecfacts import AUTO_CODECS
 from foreprop.errors import ConfigError
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RANKS, STEPS = 2, 3
 
 
@@ -165,6 +180,7 @@ def test_the_time_to_a_score_lies_between_two_points() -> None:
     assert time_to(TASKS["wikitext"], Outcome(falling), 350) == 15
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.leaks_ok(reason="matplotlib keeps the fonts that it has used open")
 @pytest.mark.parametrize("study", [CODECS, DGC, ASGD])
 def test_a_study_trains_once_and_goes_on(
@@ -191,9 +207,11 @@ def test_a_study_trains_once_and_goes_on(
     lines = [*lines_of(study, trained)]
     assert len(lines) > 4
     assert len({line.count("|") for line in lines[2:]}) == 1
-    if study != CODECS:
-        write_chart(tmp_path, "chart", chart_of(study, trained), b"")
-        assert (tmp_path / "chart.png").stat().st_size > 10_000
+    if study == CODECS:
+        trained = timed(trained, clock)
+        assert len({line.count("|") for line in [*time_lines(trained)][2:]}) == 1
+    write_chart(tmp_path, "chart", chart_of(study, trained), b"")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -207,7 +225,9 @@ def test_outcomes_follow_from_runs(task: Task, monkeypatch: pytest.MonkeyPatch) 
     assert all(course[-1].epoch == 1 for course in courses)
     assert courses[2][-1].time_s == pytest.approx(courses[0][-1].time_s, rel=0.3)
     plain = runs_of(CODECS, "cifar", epochs=1, names=[], clock=clock)[0]
-    assert studies.outcome_of(plain).course == train(task, EXACT, 0).course
+    assert studies.outcome_of(plain) == train(task, EXACT, 0, scores=4)
+    other = msgspec.structs.replace(plain, seed=1)
+    assert studies.outcome_of(other) == train(task, EXACT, 1)
 
 
 def test_a_part_of_the_data_is_its_first_examples(
@@ -224,7 +244,7 @@ def test_a_part_of_the_data_is_its_first_examples(
     monkeypatch.setattr(studies, "TASKS", {"fashion": task})
     run = runs_of(CODECS, "fashion", epochs=1, names=[], clock=Clock(), part=0.5)[0]
     shortened = replace(task, load=lambda: ((inputs, targets), test))
-    assert studies.outcome_of(run) == train(shortened, EXACT, 0)
+    assert studies.outcome_of(run) == train(shortened, EXACT, 0, scores=4)
     heading = next(lines_of(CODECS, [Trained(run=run, outcome=studies.outcome_of(run))] * 2))
     assert "1 epochs of the first 50% of the examples" in heading
 
@@ -238,3 +258,110 @@ def test_what_is_no_file_of_trainings_is_told(tmp_path: Path) -> None:
     run = runs_of(CODECS, "fashion", epochs=1, names=[], clock=Clock())[0]
     keep(out, [Trained(run=run, outcome=Outcome([Point(1, 0, 80)]))])
     assert kept(out)[0].run == run
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_codecs_training_takes_as_many_steps_as_it_has(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the nodes that were trained, with the times of the task's own model."""
+    monkeypatch.setattr(studies, "TASKS", {"fashion": task})
+    runs = runs_of(CODECS, "fashion", epochs=2, names=["int4"], clock=Clock(), seeds=1)
+    assert [steps_of(run) for run in runs] == [2 * STEPS] * 2
+    course = [Point(1, 0, 70), Point(2, 0, 80)]
+    clock = Clock(rate_bits_per_s=1e7, step_jitter=0.0)
+    exact, int4 = timed([Trained(run=run, outcome=Outcome(course)) for run in runs], clock)
+    own = exact.run.clock
+    assert own is not None
+    assert (own.profile, own.nodes, own.rate_bits_per_s) == ("perceptron", RANKS, 1e7)
+    step_s = synchronous_step_s(own, "p3", None)
+    assert step_s > 4 * 118_272 / 1.25e6 > 0.1  # half of the bytes each way, pushes and replies
+    assert exact.outcome.course == [
+        Point(1, pytest.approx(STEPS * step_s), 70),
+        Point(2, pytest.approx(2 * STEPS * step_s), 80),
+    ]
+    assert 0.1 < int4.outcome.course[-1].time_s / (2 * STEPS) < 0.5 * step_s
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.parametrize("name", ["language_net", "perceptron"])
+def test_models_trained_here_have_steps_of_their_own(name: str) -> None:
+    clock = Clock(profile=name, nodes=2, step_jitter=0.0)
+    fast = synchronous_step_s(clock, "p3", None)
+    assert 0.1 <= fast < 0.2
+    model = LanguageNet() if name == "language_net" else TASKS["fashion"].build()
+    elems = sum(p.numel() for p in model.parameters())
+    slow = msgspec.structs.replace(clock, rate_bits_per_s=1e6)
+    least_s = 8 * 4 * elems / 1e6
+    found_s = synchronous_step_s(slow, "p3", None)
+    assert least_s <= found_s <= 1.2 * least_s + 0.1  # three slices are not dealt evenly
+
+
+def test_seeds_and_momentum_are_those_asked_for() -> None:
+    for study, each in ((CODECS, 2), (DGC, 10), (ASGD, 4)):
+        runs = runs_of(study, "cifar", epochs=1, names=["int8"], clock=Clock(), seeds=2)
+        assert [run.seed for run in runs] == [0] * each + [1] * each
+        assert len(set(runs)) == 2 * each
+    less = runs_of(ASGD, "cifar", epochs=1, names=[], clock=Clock(), momentum=0.6)
+    assert {run.momentum for run in less} == {0.6}
+    assert "momentum 0.6" in next(
+        lines_of(ASGD, [Trained(run=run, outcome=Outcome([Point(1, 9, 60)])) for run in less])
+    )
+    for wrong in (1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"momentum is {wrong}; it must be"):
+            runs_of(ASGD, "cifar", epochs=1, names=[], clock=Clock(), momentum=wrong)
+
+
+def test_several_seeds_have_a_mean_course() -> None:
+    one = Outcome([Point(1, 10, 50), Point(2, 20, 60)])
+    other = Outcome([Point(1, 12, 54), Point(2, 24, 70)])
+    assert mean_course([one, other]).course == [Point(1, 11, 52), Point(2, 22, 65)]
+    runs = runs_of(ASGD, "cifar", epochs=2, names=[], clock=Clock(), seeds=2)
+    trained = [Trained(run=run, outcome=(one, other)[run.seed]) for run in runs]
+    assert "| p3 | 65.00 | 60.00 to 70.00 | 22.0 | 22.0 | 1.00 |" in [*lines_of(ASGD, trained)]
+
+
+def test_what_has_ended_keeps_its_score() -> None:
+    outcome = Outcome([Point(1, 10, 50), Point(2, 20, 60)])
+    assert [score_at(outcome, at_s) for at_s in (5, 10, 15, 20, 99)] == [50, 50, 55, 60, 60]
+
+
+def test_dgcs_mean_loss_is_of_the_last_scores() -> None:
+    runs = runs_of(DGC, "cifar", epochs=1, names=[], clock=Clock())
+    scores = {EXACT: 60.0, "dgc:0.001": 57.0}
+    trained = [
+        Trained(run=run, outcome=Outcome([Point(1, 9, 90), Point(2, 18, scores[run.codec])]))
+        for run in runs
+    ]
+    assert mean_loss(trained) == 3
+    assert [*lines_of(DGC, trained)][-1] == "| mean; the paper's -0.4 | | | -3.00 |"
+
+
+def test_a_model_that_diverged_has_the_highest_perplexity() -> None:
+    words = torch.zeros(2, 35, dtype=torch.int64)
+    for weight in (1e4, float("nan")):
+        model = LanguageNet(8)
+        model.bias.data[1] = weight
+        assert perplexity(model, (words, words)) == MOST_PERPLEXITY
+
+
+def test_auto_offers_what_passes_on_every_task() -> None:
+    """docs/compression.md's tables, from the trainings that lie beside them."""
+    found = verdicts(kept(RESULTS / "accuracy-trainings.json"))
+    for name in AUTO_CODECS:
+        assert all(found.get(name, {}).values()), name
+    for name in ("int2", "terngrad", "1bit", "dgc:0.001"):
+        assert not all(found[name].values()), name
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_charts_of_results_are_of_the_trainings_that_are_kept(name: str) -> None:
+    """Their scores, to the bit; times may be of another clock."""
+    scores = {
+        msgspec.structs.replace(each.run, clock=None): each.outcome.score
+        for each in kept(RESULTS / "accuracy-trainings.json")
+    }
+    drawn = decode((RESULTS / f"{name}.json").read_bytes())
+    assert drawn
+    for each in drawn:
+        assert scores[msgspec.structs.replace(each.run, clock=None)] == each.outcome.score

@@ -359,6 +359,8 @@ def test_codecs_are_offered_where_the_wire_is_too_slow() -> None:
     assert auto.shares in text(made)
     assert "Not exact: " in text(made)
     assert auto.not_exact
+    assert "As good as exact in short trainings" in auto.accuracy
+    assert auto.accuracy in text(made)
 
 
 def test_the_exact_codec_comes_first_and_says_that_it_is() -> None:
@@ -369,6 +371,9 @@ def test_the_exact_codec_comes_first_and_says_that_it_is() -> None:
     assert "The same bits as without." in text(made)
     assert codecs["lossless"].step_s > codecs["auto"].step_s > codecs["dgc"].step_s
     assert "DGC sends the largest 0.1%" in text(made)
+    assert "Counted with 85% of the bytes left" in codecs["lossless"].accuracy
+    assert codecs["dgc"].accuracy.startswith("Worse than exact in short trainings")
+    assert all(codec.accuracy in text(made) for codec in codecs.values())
 
 
 def test_no_codec_is_offered_that_is_not_worth_it_or_refused() -> None:

@@ -5,13 +5,19 @@ Sizes and costs are those of `core.codecfacts`; no gradient is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from foreprop.core.codec import AUTO, NONE, takes
-from foreprop.core.codecfacts import AUTO_CODECS, LOSSLESS, KnownCodec, codec_named
+from foreprop.core.codecfacts import (
+    AUTO_CODECS,
+    LOSSLESS,
+    LOSSLESS_SHARE,
+    KnownCodec,
+    codec_named,
+)
 from foreprop.core.justenough import MOST_CORES, Carriers, checked_enough, shares_text
 from foreprop.model import served
 from foreprop.model.deployment import Deployment
@@ -30,6 +36,8 @@ _NOT_EXACT: Mapping[str, str] = {
     "terngrad": "TernGrad draws -1, 0 or 1 of a scale, right on average (int2 answers)",
     _DGC: "DGC sends the largest 0.1% of a gradient, and the rest as it adds up over the steps",
 }
+_TRAININGS = "short trainings of three models (docs/compression.md)"
+_DGC_NEEDS = "They warmed up (dgc:0.001:STEPS). Only for torch.optim.SGD."
 
 
 class Compressed(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +53,8 @@ class Compressed(msgspec.Struct, frozen=True, kw_only=True):
     """Of the bytes by codec, in words."""
     not_exact: str
     """What is lost, in words; empty if nothing is."""
+    accuracy: str
+    """What that did to trained models, in sentences; of exact codecs, what bytes are counted."""
     kept_bytes: int
     """What stays with each push's sender from step to step: error feedback."""
 
@@ -121,11 +131,22 @@ def _compressed(
         limit_s=_limit_s(deployment),
         shares=shares_text(codecs, sizes),
         not_exact="; ".join(_NOT_EXACT[name] for name in lossy),
+        accuracy=_accuracy(lossy),
         kept_bytes=sum(
             codec.facts.state_arrays * size * limit.BYTES_PER_ELEM
             for codec, size in zip(codecs, sizes, strict=True)
         ),
     )
+
+
+def _accuracy(lossy: Iterable[str]) -> str:
+    lossy = set(lossy)
+    if not lossy:
+        return f"Counted with {LOSSLESS_SHARE:.0%} of the bytes left; most gradients leave less."
+    if lossy.issubset(AUTO_CODECS):
+        return f"As good as exact in {_TRAININGS}."
+    worse = f"Worse than exact in {_TRAININGS}."
+    return f"{worse} {_DGC_NEEDS}" if _DGC in lossy else worse
 
 
 def _limit_s(deployment: Deployment) -> float:

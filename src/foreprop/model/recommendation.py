@@ -308,7 +308,7 @@ def _compression_text(made: Compressed, gain: str) -> str:
     return (
         f"{made.code} {gain} {made.shares[0].upper()}{made.shares[1:]}; a step takes"
         f" {time_text(made.step_s)}, with so many bytes no less than {time_text(made.limit_s)}."
-        f" {exact}{kept}"
+        f" {exact} {made.accuracy}{kept}"
     )
 
 

@@ -1,0 +1,146 @@
+"""Charts of scores by simulated time: P3's Figs. 11 and 15, and of the codecs."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.accuracy.comparison import PAPERS_LOSS, mean_course, mean_loss, outcomes_by
+from experiments.accuracy.studies import ASGD, CODECS, DGC, DGC_CODEC, Trained
+from experiments.accuracy.tasks import TASKS, Task
+from experiments.accuracy.training import Outcome, Point
+from experiments.chart import Chart
+from foreprop.report.style import OTHER, STYLES, Style, lighter
+
+_STYLE_OF: Mapping[str, Style] = {
+    "p3": STYLES["p3"],
+    "SSP": STYLES["ring"],
+    "ASGD": STYLES["kvstore"],
+    "DC-ASGD": STYLES["ddp"],
+    DGC_CODEC: STYLES["ddp"],
+    "bf16": STYLES["mxnet-kvstore"],
+    "int8": STYLES["ring"],
+    "int4": STYLES["hybrid"],
+    "int2": STYLES["kvstore"],
+    "terngrad": STYLES["tensorflow"],
+    "1bit": STYLES["wfbp"],
+    "topk:0.01": STYLES["slicing"],
+}
+_CHART_IN = (6.0, 3.8)
+_GRID = 60
+"""Times at which a band is drawn."""
+_SHOWN_FACTOR = 2.5
+"""Perplexities above this many times the best are not shown: who has diverged is in the table."""
+FILES = {
+    "accuracy-asgd": ASGD,
+    "accuracy-codecs-wikitext": CODECS,
+}
+"""Files of docs/results, and what they are of."""
+
+
+def chart_of(study: str, trained: Sequence[Trained]) -> Chart:
+    """Fig. 11: bands from the worst setting to the best. Fig. 15: the mean of the seeds, and their
+    range. Codecs: seed 0 on its way, and the seeds' range at the end."""
+    task, run = TASKS[trained[0].run.task], trained[0].run
+    by_label = outcomes_by(trained, lambda run: run.label)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for label, outcomes in by_label.items():
+            style = _STYLE_OF.get(label.partition(",")[0], OTHER)
+            if study == DGC:
+                _draw_settings(axes, label, outcomes, style)
+            elif study == CODECS:
+                _draw_codec(axes, label, outcomes, style)
+            else:
+                _draw_seeds(axes, label, outcomes, style)
+        shortened = f"{run.epochs} epoch{'s' * (run.epochs > 1)}"
+        if run.part < 1:
+            shortened += f" of {run.part:.0%} of the data"
+        axes.set(title=task.title, xlabel=f"s, simulated ({shortened})", ylabel=task.unit)
+        if study == DGC:
+            axes.set_title(_losses(trained), loc="right", fontsize=8.5, fontweight="normal", y=0.02)
+        if study == CODECS:
+            _set_codec_axes(axes, task, by_label)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+    return Chart(whole=draw, whole_in=_CHART_IN, parts=[])
+
+
+def decode(data: bytes) -> list[Trained]:
+    """What lies beside a chart."""
+    return msgspec.json.decode(data, type=list[Trained])
+
+
+def _losses(trained: Sequence[Trained]) -> str:
+    return f"at the end {mean_loss(trained):.1f} points apart on average (paper: {PAPERS_LOSS})"
+
+
+def _draw_seeds(axes: Axes, label: str, outcomes: Sequence[Outcome], style: Style) -> None:
+    times_s, scores = _line(mean_course(outcomes).course)
+    _plot(axes, label, times_s, scores, style)
+    if len(outcomes) > 1:
+        ranges = [*zip(*([p.score for p in outcome.course] for outcome in outcomes), strict=True)]
+        _fill(axes, times_s, [min(each) for each in ranges], [max(each) for each in ranges], style)
+
+
+def _draw_settings(axes: Axes, label: str, outcomes: Sequence[Outcome], style: Style) -> None:
+    """Settings have different steps, so scores of one moment lie between points. What has ended
+    keeps its score."""
+    start_s = max(outcome.course[0].time_s for outcome in outcomes)
+    end_s = max(outcome.course[-1].time_s for outcome in outcomes)
+    times_s = [start_s + (end_s - start_s) * n / _GRID for n in range(_GRID + 1)]
+    scores = [[score_at(outcome, at_s) for outcome in outcomes] for at_s in times_s]
+    _fill(axes, times_s, [min(each) for each in scores], [max(each) for each in scores], style)
+    axes.plot(times_s, [*map(statistics.fmean, scores)], label=f"{label}, mean", color=style.light)
+
+
+def score_at(outcome: Outcome, at_s: float) -> float:
+    """In a line between two points; before the first its score, after the last the last's."""
+    times_s, scores = _line(outcome.course)
+    after = bisect_right(times_s, at_s)
+    if after in (0, len(times_s)):
+        return scores[min(after, len(scores) - 1)]
+    share = (at_s - times_s[after - 1]) / (times_s[after] - times_s[after - 1])
+    return scores[after - 1] + share * (scores[after] - scores[after - 1])
+
+
+def _draw_codec(axes: Axes, label: str, outcomes: Sequence[Outcome], style: Style) -> None:
+    """The longest course, and the range of all ends."""
+    longest = max(outcomes, key=lambda outcome: len(outcome.course))
+    _plot(axes, label if label != "p3" else "exact", *_line(longest.course), style)
+    scores = [outcome.score for outcome in outcomes]
+    middle, half = (max(scores) + min(scores)) / 2, (max(scores) - min(scores)) / 2
+    end_s = longest.course[-1].time_s
+    axes.errorbar([end_s], [middle], yerr=[half], color=style.light, capsize=3, linewidth=1)
+
+
+def _set_codec_axes(axes: Axes, task: Task, by_label: Mapping[str, Sequence[Outcome]]) -> None:
+    axes.set_xscale("log")
+    if not task.lower_is_better:
+        return
+    best = min(outcome.score for outcomes in by_label.values() for outcome in outcomes)
+    axes.set_ylim(0.9 * best, _SHOWN_FACTOR * best)
+
+
+def _plot(
+    axes: Axes, label: str, times_s: Sequence[float], scores: Sequence[float], style: Style
+) -> None:
+    axes.plot(
+        times_s, scores, label=label, color=style.light, marker=style.marker, linestyle=style.dashes
+    )
+
+
+def _fill(
+    axes: Axes, times_s: Sequence[float], low: Sequence[float], high: Sequence[float], style: Style
+) -> None:
+    axes.fill_between(times_s, low, high, color=lighter(style, 0.4, "", "-").light, alpha=0.5)
+
+
+def _line(course: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [point.time_s for point in course], [point.score for point in course]
