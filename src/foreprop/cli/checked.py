@@ -56,6 +56,7 @@ OTHER_NAMES = {
     "--report": Renamed("--out"),
     "--batch-size": Renamed("--batch", lasting=True),
     "--hostfile": Renamed("--resources", lasting=True),
+    "--nnodes": Renamed("--nodes", lasting=True),
     "--nproc-per-node": Renamed("--workers-per-node", lasting=True),
 }
 """Accepted where a command has the option of today, and none of this name."""
