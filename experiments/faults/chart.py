@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from experiments.chart import Chart
-from experiments.faults.trial import P3, Trial
+from experiments.faults.trial import P3, REJOIN, Trial
 from foreprop.report.style import QUIET, WAIT, style_of
 
 _BIN_S = 2.0
@@ -18,16 +18,17 @@ def chart_of(trials: Sequence[Trial]) -> Chart:
     names = [drawn_as(trial) for trial in trials]
 
     def draw(figure: Figure) -> None:
-        axes, length_s = figure.subplots(), trials[0].length_s
+        axes, length_s = figure.subplots(), max(trial.length_s for trial in trials)
         for trial, name in zip(trials, names, strict=True):
             style = style_of(name)
-            starts = [i * _BIN_S for i in range(int(length_s / _BIN_S))]
+            starts = [i * _BIN_S for i in range(int(trial.length_s / _BIN_S))]
             paces = [trial.pace(start, start + _BIN_S) for start in starts]
             middles = [start + _BIN_S / 2 for start in starts]
             axes.plot(middles, paces, style.dashes, color=style.light, label=name)
         for fault, until_s in trials[0].windows():
             end_s = fault.at_s + fault.for_s if fault.for_s else until_s
-            axes.axvspan(fault.at_s, end_s, color=WAIT, alpha=0.08, linewidth=0)
+            if fault.name != REJOIN:
+                axes.axvspan(fault.at_s, end_s, color=WAIT, alpha=0.08, linewidth=0)
             axes.text(
                 fault.at_s,
                 1.0,

@@ -26,8 +26,8 @@ _START_S = 180.0
 _WARM_STEPS = 4
 _LOOK_S = 0.1
 _TAIL = 400
-_REJOINED = 2.0
-"""Pauses after the last fault: a worker has to start, which takes longer than a step."""
+_REJOIN_S = 60.0
+"""A worker that has made no step by then is not waited for: to start takes longer than a step."""
 
 
 def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> list[Trial]:
@@ -43,19 +43,19 @@ def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) 
 def _run_system(system: FaultSystem, setting: FaultSetting, say: Callable[[str], None]) -> Trial:
     network = setting.network
     faults = usual_faults(setting.nodes, setting.pause_s)
-    length_s = faults[-1].at_s + _REJOINED * setting.pause_s
     system.clear()
     with Cluster(serve_node, network, nodes=setting.nodes, network=network) as cluster:
         lab = _Lab(cluster, system, setting.nodes)
         lab.start()
         say(f"{system.name}: starting")
         began = lab.wait_for_steps()
-        moments = _moments(lab, faults)
-        for at_s, act in [*moments, (length_s, lambda: None)]:
-            while (left_s := began + at_s - time.monotonic()) > 0:
-                say(f"{system.name}: {time.monotonic() - began:.0f} of {length_s:.0f} s")
-                time.sleep(min(left_s, 1.0))
+        for at_s, act in _moments(lab, faults):
+            _sleep_until(began + at_s, lambda now_s: say(f"{system.name}: {now_s - began:.0f} s"))
             act()
+        say(f"{system.name}: waiting for the worker that rejoins")
+        lab.wait_for_rejoin(faults[-1].node)
+        time.sleep(setting.pause_s)
+        length_s = time.monotonic() - began
         cluster.ask_all(Stopped())
     workers = [
         Steps(rank=rank, ends_s=[end - began for end in lab.ends(rank)])
@@ -68,6 +68,12 @@ def _run_system(system: FaultSystem, setting: FaultSetting, say: Callable[[str],
         faults=faults,
         length_s=length_s,
     )
+
+
+def _sleep_until(moment_s: float, look: Callable[[float], None]) -> None:
+    while (left_s := moment_s - time.monotonic()) > 0:
+        look(time.monotonic())
+        time.sleep(min(left_s, 1.0))
 
 
 def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[], None]]]:
@@ -87,6 +93,7 @@ class _Lab:
         self._cluster = cluster
         self._system = system
         self._nodes = nodes
+        self._rejoined_s: float | None = None
 
     def start(self) -> None:
         for node in range(self._nodes):
@@ -104,6 +111,7 @@ class _Lab:
         """If the others say where: a study goes on without, and the table says that it has not."""
         try:
             self._start_worker(node, again=True)
+            self._rejoined_s = time.monotonic()
         except PeerLost as error:
             with self._log(node).open("a") as log:
                 log.write(f"{error}\n")
@@ -130,6 +138,14 @@ class _Lab:
                 )
             time.sleep(_LOOK_S)
         return time.monotonic()
+
+    def wait_for_rejoin(self, node: int) -> None:
+        """Until it has made a step, if it has started, for a minute at most."""
+        since_s = self._rejoined_s
+        while since_s is not None and time.monotonic() < since_s + _REJOIN_S:
+            if any(end >= since_s for end in self.ends(node)):
+                return
+            time.sleep(_LOOK_S)
 
     def _ask(self, node: int, order: object) -> None:
         connection = self._cluster.connections[node]
