@@ -52,6 +52,7 @@ class _Node:
 
     def obey(self, order: object) -> None:
         if isinstance(order, Start):
+            self.end()
             with order.log.open("ab") as log:
                 self._worker = subprocess.Popen(
                     order.command,

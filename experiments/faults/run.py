@@ -2,143 +2,78 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 
-import msgspec
-
-from experiments.faults import worker
 from experiments.faults.node import LinkFactor, Signal, Start, Stopped, serve_node
-from experiments.faults.worker import Task
-from foreprop.errors import ConfigError, StepTimeout
+from experiments.faults.systems import FaultSystem, system_of
+from experiments.faults.trial import (
+    KILL,
+    REJOIN,
+    Fault,
+    FaultSetting,
+    Steps,
+    Trial,
+    usual_faults,
+)
+from foreprop.errors import PeerLost, StepTimeout
 from foreprop.lab.cluster import Cluster
-from foreprop.workload.network import Network
 
-SYSTEM = "p3-elastic"
 _START_S = 180.0
 _WARM_STEPS = 4
 _LOOK_S = 0.1
 _TAIL = 400
+_REJOIN_S = 60.0
+"""A worker that has made no step by then is not waited for: to start takes longer than a step."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that begins ``at_s`` after the start and is over ``for_s`` later, or never: 0."""
+def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> list[Trial]:
+    """One system after the other, each in a cluster of its own.
 
-    name: str
-    at_s: float
-    for_s: float
-    node: int
-
-
-def usual_faults(nodes: int, pause_s: float) -> list[Fault]:
-    """``pause_s`` between one and the next; node 0, which has the rendezvous, is spared."""
-    last = nodes - 1
-    return [
-        Fault(name="slow link", at_s=pause_s, for_s=pause_s, node=last),
-        Fault(name="stop", at_s=3 * pause_s, for_s=pause_s / 3, node=last - 1),
-        Fault(name="cut", at_s=4 * pause_s, for_s=pause_s / 3, node=1),
-        Fault(name="kill", at_s=5 * pause_s, for_s=0.0, node=last),
-    ]
+    Raises `StepTimeout` with the end of a log if a training does not begin, `ConfigError` for a
+    system that is not there.
+    """
+    systems = [system_of(name, setting, folder / name) for name in setting.systems]
+    return [_run_system(system, setting, say) for system in systems]
 
 
-class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """When a worker ended its steps, seconds after the start."""
-
-    rank: int
-    ends_s: list[float]
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
-
-    version: str
-    workers: list[Steps]
-    faults: list[Fault]
-    length_s: float
-
-    def pace(self, since_s: float, until_s: float) -> float:
-        """Steps per second of all workers together."""
-        ends = [end for each in self.workers for end in each.ends_s]
-        return sum(since_s <= end < until_s for end in ends) / (until_s - since_s)
-
-    def down_s(self, fault: Fault, until_s: float) -> float:
-        """The longest time in which no worker but the fault's ended a step, from its beginning."""
-        others = [each for each in self.workers if each.rank != fault.node]
-        ends = sorted(end for each in others for end in each.ends_s)
-        before = [end for end in ends if end < fault.at_s][-1:]
-        inside = [end for end in ends if fault.at_s <= end < until_s]
-        moments = [*before, *inside, until_s]
-        return max(b - a for a, b in pairwise(moments))
-
-    def windows(self) -> list[tuple[Fault, float]]:
-        """Each fault, and when the next one begins."""
-        begins = [fault.at_s for fault in self.faults[1:]]
-        return list(zip(self.faults, [*begins, self.length_s], strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultSetting:
-    """``silent_s``: after which a worker that answers nothing is taken for dead."""
-
-    model: str = "resnet50"
-    scale: int = 16
-    nodes: int = 4
-    rate_bits_per_s: float = 200e6
-    compute_s: float = 0.5
-    pause_s: float = 12.0
-    silent_s: float = 8.0
-
-    def __post_init__(self) -> None:
-        if self.nodes < 3:
-            raise ConfigError(f"--nodes is {self.nodes}; a fault needs 3 at least")
-        if self.silent_s <= self.pause_s / 3:
-            raise ConfigError(
-                f"--silent is {self.silent_s:g} s; stops and cuts take {self.pause_s / 3:g} s, a"
-                " third of --pause, and are to be outlived: more than that"
-            )
-
-
-def run_faults(setting: FaultSetting, folder: Path, say: Callable[[str], None]) -> Trial:
-    """Raises `StepTimeout` with the end of a log if the training does not begin."""
-    network = Network(
-        nodes=setting.nodes,
-        rate_bits_per_s=setting.rate_bits_per_s,
-        buffer_scale=setting.scale,
-    )
+def _run_system(system: FaultSystem, setting: FaultSetting, say: Callable[[str], None]) -> Trial:
+    network = setting.network
     faults = usual_faults(setting.nodes, setting.pause_s)
-    length_s = faults[-1].at_s + 1.5 * setting.pause_s
-    for old in (*folder.glob("steps-*"), *folder.glob("worker-*.log")):
-        old.unlink()
+    system.clear()
     with Cluster(serve_node, network, nodes=setting.nodes, network=network) as cluster:
-        lab = _Lab(cluster, setting, folder)
+        lab = _Lab(cluster, system, setting.nodes)
         lab.start()
-        say("starting")
+        say(f"{system.name}: starting")
         began = lab.wait_for_steps()
-        moments = _moments(lab, faults)
-        for at_s, act in [*moments, (length_s, lambda: None)]:
-            while (left_s := began + at_s - time.monotonic()) > 0:
-                say(f"{time.monotonic() - began:.0f} of {length_s:.0f} s")
-                time.sleep(min(left_s, 1.0))
+        for at_s, act in _moments(lab, faults):
+            _sleep_until(began + at_s, lambda now_s: say(f"{system.name}: {now_s - began:.0f} s"))
             act()
+        say(f"{system.name}: waiting for the worker that rejoins")
+        lab.wait_for_rejoin(faults[-1].node)
+        time.sleep(setting.pause_s)
+        length_s = time.monotonic() - began
         cluster.ask_all(Stopped())
     workers = [
         Steps(rank=rank, ends_s=[end - began for end in lab.ends(rank)])
         for rank in range(setting.nodes)
     ]
     return Trial(
-        version=version("foreprop"),
+        system=system.name,
+        version=system.version,
         workers=workers,
         faults=faults,
         length_s=length_s,
     )
+
+
+def _sleep_until(moment_s: float, look: Callable[[float], None]) -> None:
+    while (left_s := moment_s - time.monotonic()) > 0:
+        look(time.monotonic())
+        time.sleep(min(left_s, 1.0))
 
 
 def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[], None]]]:
@@ -154,55 +89,63 @@ def _moments(lab: _Lab, faults: Sequence[Fault]) -> list[tuple[float, Callable[[
 class _Lab:
     """The processes on all nodes."""
 
-    def __init__(self, cluster: Cluster, setting: FaultSetting, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, system: FaultSystem, nodes: int) -> None:
         self._cluster = cluster
-        self._setting = setting
-        self._folder = folder
+        self._system = system
+        self._nodes = nodes
+        self._rejoined_s: float | None = None
 
     def start(self) -> None:
-        for node in range(self._setting.nodes):
+        for node in range(self._nodes):
             self._start_worker(node)
 
-    def _start_worker(self, node: int) -> None:
-        setting = self._setting
-        task = Task(
-            model=setting.model,
-            scale=setting.scale,
-            nodes=setting.nodes,
-            compute_s=setting.compute_s,
-            silent_s=setting.silent_s,
-            steps=str(self._steps(node)),
+    def _start_worker(self, node: int, *, again: bool = False) -> None:
+        order = Start(
+            command=self._system.command,
+            environment=self._system.environment(node, again=again),
+            log=self._log(node),
         )
-        environment = {
-            "TASK": msgspec.json.encode(task).decode(),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        command = [sys.executable, "-m", worker.__name__]
-        log = self._folder / f"worker-{node}.log"
-        self._ask(node, Start(command=command, environment=environment, log=log))
+        self._ask(node, order)
 
-    def _steps(self, rank: int) -> Path:
-        return self._folder / f"steps-{rank}"
+    def _rejoin(self, node: int) -> None:
+        """If the others say where: a study goes on without, and the table says that it has not."""
+        try:
+            self._start_worker(node, again=True)
+            self._rejoined_s = time.monotonic()
+        except PeerLost as error:
+            with self._log(node).open("a") as log:
+                log.write(f"{error}\n")
+
+    def _log(self, node: int) -> Path:
+        return self._system.folder / f"worker-{node}.log"
 
     def ends(self, rank: int) -> list[float]:
-        path = self._steps(rank)
+        path = self._system.steps_of(rank)
         lines = path.read_text().splitlines() if path.exists() else []
         return [float(line.split()[1]) for line in lines if len(line.split()) == 2]
 
     def wait_for_steps(self) -> float:
         """Return the moment when all workers have made a few."""
         deadline = time.monotonic() + _START_S
-        ranks = range(self._setting.nodes)
+        ranks = range(self._nodes)
         while min(len(self.ends(rank)) for rank in ranks) < _WARM_STEPS:
             if time.monotonic() > deadline:
                 late = min(ranks, key=lambda rank: len(self.ends(rank)))
-                log = (self._folder / f"worker-{late}.log").read_text()
+                log = self._log(late).read_text()
                 raise StepTimeout(
-                    f"rank {late} made {len(self.ends(late))} steps in"
-                    f" {_START_S:.0f} s; {self._folder} has the logs: ...{log[-_TAIL:]}"
+                    f"rank {late} of {self._system.name} made {len(self.ends(late))} steps in"
+                    f" {_START_S:.0f} s; {self._system.folder} has the logs: ...{log[-_TAIL:]}"
                 )
             time.sleep(_LOOK_S)
         return time.monotonic()
+
+    def wait_for_rejoin(self, node: int) -> None:
+        """Until it has made a step, if it has started, for a minute at most."""
+        since_s = self._rejoined_s
+        while since_s is not None and time.monotonic() < since_s + _REJOIN_S:
+            if any(end >= since_s for end in self.ends(node)):
+                return
+            time.sleep(_LOOK_S)
 
     def _ask(self, node: int, order: object) -> None:
         connection = self._cluster.connections[node]
@@ -213,11 +156,13 @@ class _Lab:
 
     def acts(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None] | None]:
         """What begins and what ends it."""
+        if fault.name == REJOIN:
+            return partial(self._rejoin, fault.node), None
         orders: dict[str, tuple[object, object | None]] = {
             "slow link": (LinkFactor(0.25), LinkFactor(1.0)),
             "cut": (LinkFactor(0.0), LinkFactor(1.0)),
             "stop": (Signal(signal.SIGSTOP), Signal(signal.SIGCONT)),
-            "kill": (Signal(signal.SIGKILL), None),
+            KILL: (Signal(signal.SIGKILL), None),
         }
         begin, end = orders[fault.name]
         ask = partial(self._ask, fault.node)

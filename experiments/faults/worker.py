@@ -30,8 +30,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     steps: str
 
 
-def main() -> None:
-    task = msgspec.json.decode(os.environ["TASK"], type=Task)
+def model_of(task: Task) -> EmulatedModel:
     setting = LabSetting(
         profile=load_profile(task.model),
         nodes=task.nodes,
@@ -39,7 +38,12 @@ def main() -> None:
         compute_s=task.compute_s,
         systems=("p3",),
     )
-    model = EmulatedModel(setting.layers)
+    return EmulatedModel(setting.layers)
+
+
+def main() -> None:
+    task = msgspec.json.decode(os.environ["TASK"], type=Task)
+    model = model_of(task)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     limit_s = task.silent_s / SILENT_SHARE
     foreprop.parallelize(model, optimizer, elastic=True, step_timeout_s=limit_s)

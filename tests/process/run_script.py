@@ -1,7 +1,7 @@
 """A worker for the tests of ``foreprop run``: says hello, then does as told for its rank.
 
 ``run_script.py RANK:ACTION=VALUE...``, one after the other; the actions are in `ACTIONS`, and the
-rank may be ``all``.
+rank may be ``all``. ``RANK+`` is one that joins.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ ACTIONS: dict[str, Callable[[str], object]] = {
     "step": lambda text: step(text),
     "sleep": lambda seconds: time.sleep(float(seconds)),
     "stubborn": stubborn,
+    "show": lambda name: print(f"{name}={os.environ[name]}"),
+    "secret": lambda _: print(
+        "secret", Path(os.environ["FOREPROP_SECRET_FILE"]).read_bytes().hex()
+    ),
+    "serve": lambda text: serve(text),
 }
 
 
@@ -53,6 +58,14 @@ def step(text: str) -> None:
     from foreprop.checkpoints.workerprogress import report_step
 
     report_step(int(os.environ["RANK"]), int(text))
+
+
+def serve(text: str) -> None:
+    """Say that there are servers at these addresses, as an elastic session does."""
+    file = Path(os.environ["FOREPROP_SERVERS_FILE"])
+    unfinished = file.with_suffix(".new")
+    unfinished.write_text("".join(f"{address}\n" for address in text.split(",")))
+    unfinished.replace(file)
 
 
 def wait_for(path: Path) -> None:
@@ -64,9 +77,10 @@ def main() -> None:
     rank = os.environ["RANK"]
     where = f"{os.environ['WORLD_SIZE']} in {os.getcwd()}"
     print(f"rank {rank} of {where}, GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+    me = rank + "+" * ("FOREPROP_JOIN" in os.environ)
     for told in sys.argv[1:]:
         whose, _, action = told.partition(":")
-        if whose in (rank, "all"):
+        if whose in (me, "all"):
             name, _, value = action.partition("=")
             ACTIONS[name](value)
     print("done without a line end", end="")

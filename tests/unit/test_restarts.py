@@ -13,6 +13,7 @@ from foreprop.errors import ConfigError
 from foreprop.run import restarts
 from foreprop.run.agent import last_step
 from foreprop.run.plan import Plan
+from foreprop.run.rejoins import NodeRange, Rejoins
 from foreprop.run.resources import Host
 from foreprop.run.restarts import Restarts
 from foreprop.run.run import Outcome, WorkerError
@@ -39,13 +40,17 @@ class Tries:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome) -> None:
         self.plans: list[Plan] = []
         self.spare: list[int] = []
+        self.rejoins: list[Rejoins | None] = []
         self.said: list[str] = []
         self._outcomes: Iterator[Outcome] = iter(outcomes)
         monkeypatch.setattr(restarts, "Launcher", self._launcher)
 
-    def _launcher(self, plan: Plan, out: Any, err: Any, *, spare_hosts: int, say: Any) -> Tries:
+    def _launcher(
+        self, plan: Plan, out: Any, err: Any, *, spare_hosts: int, say: Any, rejoins: Any
+    ) -> Tries:
         self.plans.append(plan)
         self.spare.append(spare_hosts)
+        self.rejoins.append(rejoins)
         return self
 
     def run(self) -> Outcome:
@@ -174,6 +179,23 @@ def test_the_next_host_must_be_reachable_for_the_others(monkeypatch: pytest.Monk
     outcome = tries.restarted(plan(hosts=hosts, here=frozenset({"127.0.0.1"})), least_hosts=2)
     assert outcome.code == 1
     assert "no other machine can reach it" in str(outcome.failure)
+
+
+def test_a_range_of_nodes_has_one_try_with_the_first_that_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a, b and c two are enough, and no more begin: c takes the place of a."""
+    tries = Tries(monkeypatch, without("a"), KILLED)
+    assert tries.restarted(plan(), most=5, nodes=NodeRange(2, 2)) == KILLED
+    assert tries.hosts() == ["ab", "bc"]
+    assert tries.spare == [1, 0]
+    rejoins = tries.rejoins[1]
+    assert rejoins is not None
+    for name in ("b", "c"):
+        rejoins.start(name, 0.0)
+    rejoins.leave("c", 1, 0.0)
+    assert rejoins.next_start(0.0) == (HOSTS[0], 1)  # a comes in for c
+    assert rejoins.after_failure("c") == "c is started again (restart 1 of 5)"
 
 
 def test_more_hosts_than_there_are() -> None:

@@ -15,6 +15,7 @@ from foreprop.cli.main import app
 from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import Plan, check_reachable, hosts_here
+from foreprop.run.records import Place
 from foreprop.run.resources import Host
 
 HOSTS = (
@@ -52,6 +53,30 @@ def test_the_task_of_a_host() -> None:
     ]
     assert task.environment == {"FOREPROP_PRESET": "p3", "CUDA_VISIBLE_DEVICES": "4,5"}
     assert (task.host, task.directory, task.port) == ("node1", "/home/me/a project", 1234)
+
+
+def test_the_task_of_a_host_that_joins() -> None:
+    """torchrun is alone there; the place says which ranks its workers have among the others."""
+    joins = plan(port=1234, elastic=True).joining_task(1, "node0:29600,node2:29600")
+    assert joins.arguments == [
+        *("--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "train.py", "--name", "it's a test"),
+    ]
+    assert joins.environment == {
+        "FOREPROP_ELASTIC": "True",
+        "FOREPROP_JOIN": "node0:29600,node2:29600",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+    }
+    assert joins.place == Place(node_rank=1, nodes=2, first_rank=2, world_size=4)
+    assert (joins.host, joins.port) == ("node1", None)
+    assert plan().task(1).place is None
+
+
+def test_another_host_in_a_place() -> None:
+    other = Host(name="node2", workers=2)
+    changed = plan().with_host(1, other)
+    assert changed.hosts == (HOSTS[0], other)
+    assert (list(changed.ranks(1)), changed.command(1)[-2]) == ([2, 3], "node2")
 
 
 def test_ranks_are_counted_through_the_hosts() -> None:
@@ -193,3 +218,34 @@ def test_wrong_usage_is_a_clear_error(arguments: tuple[str, ...], message: str) 
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"foreprop: {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--elastic", "--nodes", "2:1"), "--nodes is '2:1'; the first number is the smaller one"),
+        (("--elastic", "--nodes", "x"), "--nodes is 'x'; it must be MIN:MAX, two whole numbers"),
+        (("--elastic", "--nodes", "1:3"), "--nodes is '1:3', and there are 2 hosts; give at most"),
+        (("--nodes", "1:2"), "--nodes is '1:2' without --elastic; only an elastic run goes on"),
+        (
+            ("--elastic", "--nodes", "1:2", "--min-hosts", "1"),
+            "--nodes is '1:2', whose first number says what --min-hosts 1 says; leave out",
+        ),
+        (("--elastic", "--nnodes", "2:1"), "--nnodes is '2:1'; the first number is the smaller"),
+    ],
+    ids=["order", "no number", "too many", "not elastic", "min hosts", "torchrun's name"],
+)
+def test_nodes_that_cannot_be(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("198.51.100.1\n198.51.100.2\n")
+    result = invoke("--resources", str(file), *arguments, "--dry-run", "train.py")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"foreprop: {message}")
+
+
+def test_nodes_that_can_be(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("198.51.100.1\n198.51.100.2\n")
+    for nodes in ("1:2", "2"):
+        arguments = ("--resources", str(file), "--elastic", "--nodes", nodes)
+        assert invoke(*arguments, "--dry-run", "train.py").exit_code == 0

@@ -23,7 +23,7 @@ PANELS = {
     "Model and compute": "model profile scale compute batch batch_size slice_elems width hidden"
     " dense_gradients preset part",
     "What is compared": "systems presets steps rounds warm_up seed trace mxnet_python ablation"
-    " quick only what_if_range",
+    " torchft_python quick only what_if_range",
     "Uneven nodes and steps": "slow_nodes slowdown jitter step_jitter step_lengths staleness",
     "Simulation": "symmetric representatives compression rows dedicated_servers server_s_per_gb",
     "On every host": "env python directory ssh grace module backend find_unused_parameters",
@@ -56,6 +56,7 @@ OTHER_NAMES = {
     "--report": Renamed("--out"),
     "--batch-size": Renamed("--batch", lasting=True),
     "--hostfile": Renamed("--resources", lasting=True),
+    "--nnodes": Renamed("--nodes", lasting=True),
     "--nproc-per-node": Renamed("--workers-per-node", lasting=True),
 }
 """Accepted where a command has the option of today, and none of this name."""

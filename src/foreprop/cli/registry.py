@@ -139,7 +139,7 @@ COMMANDS = (
     Entry(
         "lab faults",
         "experiments.faults.command:faults",
-        "Train through a slow link, a stop, a cut and a kill; draw throughput over time.",
+        "Train through a slow link, a stop, a cut, a kill and a rejoin; draw throughput over time.",
         from_clone=True,
     ),
     Entry(

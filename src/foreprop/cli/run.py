@@ -18,6 +18,7 @@ from foreprop.cli.output import print_json
 from foreprop.config.otherhosts import environment_for_hosts
 from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
+from foreprop.run.rejoins import NodeRange, parse_nodes
 from foreprop.run.resources import Host, read_resources
 from foreprop.run.restarts import Restarts
 from foreprop.run.run import Outcome
@@ -93,12 +94,29 @@ def asking_for_hosts(**helps: str) -> Callable[[Command], Command]:
 
 
 MaxRestarts = Annotated[
-    int, typer.Option(min=0, help="How often to start again after a failure; Ctrl-C is none.")
+    int,
+    typer.Option(
+        min=0,
+        help="How often to start again after a failure; with --nodes, each host. Ctrl-C is none.",
+    ),
 ]
 MinHosts = Annotated[
     int | None,
     typer.Option(
         min=1, help="Start with the hosts that answer if they are so many; by default all."
+    ),
+]
+
+
+Elastic = Annotated[
+    bool, typer.Option("--elastic", help="Go on without a host that fails (docs/elastic.md).")
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MIN:MAX",
+        help="With --elastic: begin with the hosts that answer, go on with so many, and start those"
+        " that fail again.",
     ),
 ]
 
@@ -120,10 +138,8 @@ def run(
         float,
         typer.Option(min=0.0, help="Seconds from SIGTERM to SIGKILL for workers that have to end."),
     ] = 10.0,
-    elastic: Annotated[
-        bool,
-        typer.Option("--elastic", help="Go on without a host that fails (docs/elastic.md)."),
-    ] = False,
+    elastic: Elastic = False,
+    nodes: Nodes = None,
     max_restarts: MaxRestarts = 0,
     min_hosts: MinHosts = None,
     dry_run: Annotated[
@@ -139,8 +155,9 @@ def run(
     Every line that a worker prints is prefixed by its rank, every line of torchrun or ssh by its
     host. If one worker fails, all are ended, and its exit code is this command's; Ctrl-C and
     SIGTERM end all too. No process is left on any host, however this command ends.
-    With --elastic the other hosts go on. With --max-restarts all are started again, with the hosts
-    that answer; a script that uses foreprop.checkpoint goes on where it was.
+    With --elastic the other hosts go on, and with --nodes MIN:MAX a host that fails is started
+    again and joins them. With --max-restarts alone all are started again, with the hosts that
+    answer; a script that uses foreprop.checkpoint goes on where it was.
 
     ssh has to work without a password; hosts that are this machine need none. docs/run.md
     describes the file.
@@ -151,19 +168,46 @@ def run(
       foreprop run --resources hosts.txt --env NCCL_DEBUG=INFO -m package.train
       foreprop run --resources hosts.txt --max-restarts 3 --min-hosts 2 train.py
       foreprop run --resources hosts.txt --elastic train.py
+      foreprop run --resources hosts.txt --elastic --nodes 2:4 --max-restarts 3 train.py
       foreprop run --resources hosts.txt --dry-run train.py
     """
     if as_json and not dry_run:
         raise ConfigError("--json is given without --dry-run: it is what that prints as JSON")
     plan = hosts_from(given).plan(script, module=module, grace_s=grace)
     plan = replace(plan, elastic=elastic)
+    range_of_nodes = _checked_nodes(nodes, plan, min_hosts)
     if dry_run:
         _print_plan(plan, as_json=as_json)
         return
     check_script(plan)
+    _end_as(_tries(plan, max_restarts, min_hosts, range_of_nodes).run())
+
+
+def _tries(
+    plan: Plan, most: int, least_hosts: int | None, range_of_nodes: NodeRange | None
+) -> Restarts:
     streams = sys.stdout.buffer, sys.stderr.buffer
-    outcome = Restarts(plan, *streams, say=_say, most=max_restarts, least_hosts=min_hosts).run()
-    _end_as(outcome)
+    return Restarts(
+        plan, *streams, say=_say, most=most, least_hosts=least_hosts, nodes=range_of_nodes
+    )
+
+
+def _checked_nodes(nodes: str | None, plan: Plan, min_hosts: int | None) -> NodeRange | None:
+    """Raises `ConfigError`."""
+    if nodes is None:
+        return None
+    found = parse_nodes(nodes, len(plan.hosts))
+    if not plan.elastic:
+        raise ConfigError(
+            f"nodes is {nodes!r} without --elastic; only an elastic run goes on without a host: add"
+            " --elastic, or give --min-hosts and --max-restarts, which start all again"
+        )
+    if min_hosts is not None:
+        raise ConfigError(
+            f"nodes is {nodes!r}, whose first number says what --min-hosts {min_hosts} says; leave"
+            " out --min-hosts"
+        )
+    return found
 
 
 def _end_as(outcome: Outcome) -> None:

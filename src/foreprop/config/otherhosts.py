@@ -19,6 +19,10 @@ def foreign_setting(name: Foreign) -> str | None:
 
 ELASTIC = "FOREPROP_ELASTIC"
 """The setting, which ``foreprop run --elastic`` sets for its workers."""
+JOIN = "FOREPROP_JOIN"
+"""Where a worker asks a session that runs to take it in: servers' HOST:PORT, with commas."""
+SERVERS_FILE = "FOREPROP_SERVERS_FILE"
+"""Set by ``foreprop run`` for elastic workers: where they write where servers are, one a line."""
 STEPS_FILE = "FOREPROP_STEPS_FILE"
 """Set by ``foreprop run`` for its workers: where they say how far they have come."""
 

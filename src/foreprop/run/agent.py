@@ -1,8 +1,9 @@
-"""torchrun, with pipes instead of log files: ``python -m foreprop.run.agent GRACE ARGUMENTS``.
+"""torchrun with pipes for log files: ``python -m foreprop.run.agent GRACE PLACE ARGUMENTS``.
 
-Started by `host`. The arguments are torchrun's own and so is all that happens, but for two things:
-the workers' standard output and error are pipes, whose lines leave as records with the rank; and a
-worker that fails is reported when it ends, not when torchrun has ended the others.
+Started by `host`. The arguments are torchrun's own and so is all that happens, but for three
+things: the workers' standard output and error are pipes, whose lines leave as records with the
+rank; a worker that fails is reported when it ends, not when torchrun has ended the others; and
+workers that come to a run which goes on (a `Place`, in JSON) have their ranks there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
@@ -26,7 +28,14 @@ from torch.distributed.launcher import api as torch_launcher
 
 from foreprop.config.otherhosts import ELASTIC, STEPS_FILE
 from foreprop.run.processes import end_with_parent, exit_at_once, write_all
-from foreprop.run.records import LineSplitter, Stream, WorkerFailed, encode_news, encode_output
+from foreprop.run.records import (
+    LineSplitter,
+    Place,
+    Stream,
+    WorkerFailed,
+    encode_news,
+    encode_output,
+)
 
 _CHUNK_BYTES = _STEPS_BYTES = 65_536
 _STREAMS: tuple[Stream, Stream] = ("out", "err")
@@ -156,7 +165,15 @@ class PipeLogs(DefaultLogsSpecs):
         return logs
 
 
-def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
+def take_place(group: Any, place: Place) -> None:
+    """Have torchrun's worker group, which is alone, be a part of a larger world."""
+    group.group_rank, group.group_world_size = place.node_rank, place.nodes
+    for worker in group.workers:
+        worker.global_rank = worker.role_rank = place.first_rank + worker.local_rank
+        worker.world_size = worker.role_world_size = place.world_size
+
+
+def run_torchrun(arguments: list[str], watch: WorkerWatch, place: Place | None) -> int:
     """The exit code. Each worker that fails has been reported by then."""
     parsed = torchrun.parse_args(arguments)  # type: ignore[no-untyped-call]
     config, command, command_arguments = torchrun.config_from_args(parsed)
@@ -165,6 +182,8 @@ def run_torchrun(arguments: list[str], watch: WorkerWatch) -> int:
 
     class Agent(LocalElasticAgent):
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            if place is not None:
+                take_place(worker_group, place)
             pids: dict[int, Any] = super()._start_workers(worker_group)
             for worker in worker_group.workers:
                 watch.watch_end(worker.global_rank, pids[worker.local_rank])
@@ -194,12 +213,13 @@ def main() -> int:
     end_with_parent(signal.SIGTERM)
     output = os.dup(1)
     os.dup2(2, 1)  # whatever torch prints is not a record
-    grace_s, arguments = float(sys.argv[1]), sys.argv[2:]
+    grace_s, arguments = float(sys.argv[1]), sys.argv[3:]
+    place = msgspec.json.decode(sys.argv[2], type=Place | None)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))
     watch = WorkerWatch(output)
     os.environ[STEPS_FILE] = watch.open_steps()
     try:
-        return run_torchrun(arguments, watch)
+        return run_torchrun(arguments, watch, place)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending; torch's handler would raise
         watch.finish()

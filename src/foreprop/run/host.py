@@ -14,21 +14,27 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
+from foreprop.config.otherhosts import ELASTIC, SERVERS_FILE
 from foreprop.run import processes
 from foreprop.run.records import (
     END,
     KILL,
     PROTOCOL,
+    SERVERS,
     SILENCE_S,
     START,
     LineSplitter,
     News,
     Ready,
     Refused,
+    Serving,
     Task,
     encode_news,
 )
@@ -94,18 +100,25 @@ class Inbox:
 class Watch:
     """The agent's process, and all that descend from it."""
 
-    def __init__(self, task: Task, port: int, secret: bytes, inbox: Inbox) -> None:
+    def __init__(
+        self, task: Task, port: int, secret: bytes, inbox: Inbox, servers_file: str | None
+    ) -> None:
         self._inbox = inbox
+        self._servers_file = servers_file
         self._grace_s = task.grace_s
         self._kill_at: float | None = None
         self._ending_at: float | None = None
         self._code: int | None = None
         # without ``-P`` Python would look for modules in the directory
         agent = [sys.executable, "-P", "-m", "foreprop.run.agent", str(task.grace_s)]
+        agent.append(msgspec.json.encode(task.place).decode())
         self._process = subprocess.Popen(
             [*agent, "--master-port", str(port), *task.arguments],
             cwd=task.directory,
-            env=os.environ | task.environment | {"FOREPROP_SECRET_FILE": keep_secret(secret)},
+            env=os.environ
+            | task.environment
+            | {"FOREPROP_SECRET_FILE": keep_secret(secret)}
+            | ({} if servers_file is None else {SERVERS_FILE: servers_file}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -118,6 +131,8 @@ class Watch:
                 self._kill_at = time.monotonic()
             elif command == END and self._code is None:
                 self._end()
+            elif command == SERVERS:
+                _send(Serving(addresses=addresses_in(self._servers_file)))
             self._collect()
             self._kill_if_late()
         return self._code
@@ -168,8 +183,26 @@ def main() -> int:
         if line in (END, KILL):
             return 1
     _, port, secret = line.split()
-    code = Watch(task, int(port), bytes.fromhex(secret.decode()), inbox).run()
+    with servers_file(task) as file:
+        code = Watch(task, int(port), bytes.fromhex(secret.decode()), inbox, file).run()
     return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def servers_file(task: Task) -> Iterator[str | None]:
+    """A path at which elastic workers can write where their servers are; None for others."""
+    if task.environment.get(ELASTIC) != str(True):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="foreprop-") as folder:
+        yield os.path.join(folder, "servers")
+
+
+def addresses_in(file: str | None) -> list[str]:
+    """The lines of a file that need not be there."""
+    with contextlib.suppress(OSError):
+        return [] if file is None else Path(file).read_text().split()
+    return []
 
 
 def keep_secret(secret: bytes) -> str:

@@ -8,15 +8,16 @@ import math
 import shlex
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 import psutil
+from msgspec.structs import replace as replace_struct
 
-from foreprop.config.otherhosts import ELASTIC
+from foreprop.config.otherhosts import ELASTIC, JOIN
 from foreprop.errors import ConfigError
 from foreprop.link.stream import is_loopback
-from foreprop.run.records import Task
+from foreprop.run.records import Place, Task
 from foreprop.run.resources import Host
 
 DEFAULT_PORT = 29500
@@ -60,6 +61,10 @@ class Plan:
         first = sum(host.workers for host in self.hosts[:index])
         return range(first, first + self.hosts[index].workers)
 
+    def with_host(self, index: int, host: Host) -> Plan:
+        """Another one, of as many workers, in a host's place."""
+        return replace(self, hosts=(*self.hosts[:index], host, *self.hosts[index + 1 :]))
+
     def environment_of(self, index: int) -> dict[str, str]:
         """What a host's workers have beside their machine's own environment."""
         found = {}
@@ -84,12 +89,34 @@ class Plan:
             grace_s=self.grace_s,
         )
 
+    def joining_task(self, index: int, address: str) -> Task:
+        """Of a host that comes when the others run: with a rendezvous of its own, on a free port.
+
+        ``address``: where its workers ask to be taken in.
+        """
+        ranks = self.ranks(index)
+        return replace_struct(
+            self.task(index),
+            environment=self.environment_of(index) | {JOIN: address},
+            arguments=self._arguments_for(ranks, nodes=1, node_rank=0, address="127.0.0.1"),
+            port=None,
+            place=Place(
+                node_rank=index,
+                nodes=len(self.hosts),
+                first_rank=ranks[0],
+                world_size=sum(host.workers for host in self.hosts),
+            ),
+        )
+
     def _torchrun_arguments(self, index: int) -> list[str]:
-        address = self.master_address
+        address, nodes = self.master_address, len(self.hosts)
+        return self._arguments_for(self.ranks(index), nodes, node_rank=index, address=address)
+
+    def _arguments_for(self, ranks: range, nodes: int, node_rank: int, address: str) -> list[str]:
         return [
-            *("--nnodes", str(len(self.hosts))),
-            *("--node-rank", str(index)),
-            *("--nproc-per-node", str(self.hosts[index].workers)),
+            *("--nnodes", str(nodes)),
+            *("--node-rank", str(node_rank)),
+            *("--nproc-per-node", str(len(ranks))),
             *("--master-addr", f"[{address}]" if ":" in address else address),
             *(("--module",) if self.module else ()),
             *self.script,

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Changes when a launcher and a host of different versions would not understand each other."""
 
 MARK = b"\x1e"  # ASCII's record separator
@@ -25,6 +25,8 @@ KILL = b"kill"
 """End them at once."""
 ALIVE = b""
 """The launcher is still there."""
+SERVERS = b"servers"
+"""Say where the servers of the workers' session are: another worker may join it there."""
 START = b"start"
 """``start PORT SECRET``: begin, with the rendezvous at this port of the first host, and with the
 job's secret, in hexadecimal. It goes to standard input, and no further than to a file in memory."""
@@ -33,6 +35,15 @@ BEAT_S = 10.0
 """How often the launcher says that it is alive, at least."""
 SILENCE_S = 60.0
 """After a silence as long as this a host takes its launcher to be gone."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Of workers that come to others who run already: what torchrun would have counted."""
+
+    node_rank: int
+    nodes: int
+    first_rank: int
+    world_size: int
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +58,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None
     """None if this host is to choose a free one."""
     grace_s: float
+    place: Place | None = None
+    """None if all hosts start together, and torchrun counts."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -70,7 +83,13 @@ class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """As far as it had come, if it has said so (`foreprop.checkpoint` does)."""
 
 
-News = Ready | Refused | WorkerFailed
+class Serving(msgspec.Struct, frozen=True, kw_only=True, tag="serving"):
+    """The answer to `SERVERS`: HOST:PORT of each; none if no session runs, or it tells of none."""
+
+    addresses: list[str]
+
+
+News = Ready | Refused | WorkerFailed | Serving
 Stream = Literal["out", "err"]
 
 

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from foreprop.errors import ConfigError
 from foreprop.run.plan import Plan, check_reachable
+from foreprop.run.rejoins import NodeRange, Rejoins
 from foreprop.run.run import Launcher, Outcome
 
 
@@ -28,11 +29,16 @@ class Restarts:
         say: Callable[[str], object],
         most: int = 0,
         least_hosts: int | None = None,
+        nodes: NodeRange | None = None,
     ) -> None:
         """At most ``most`` restarts; every try with ``least_hosts`` or more, by default all.
 
-        ``say`` is told of each restart, and of each host that is left out. Raises `ConfigError`.
+        With ``nodes`` there is one try, and each host's workers have ``most`` restarts of their
+        own, while the others go on. ``say`` is told of each restart, and of each host that is left
+        out. Raises `ConfigError`.
         """
+        if nodes is not None:
+            least_hosts = nodes.least
         least_hosts = len(plan.hosts) if least_hosts is None else least_hosts
         if least_hosts > len(plan.hosts):
             raise ConfigError(
@@ -42,7 +48,9 @@ class Restarts:
         self._plan = plan
         self._out, self._err = out, err
         self._say = say
-        self._most = most
+        self._most = 0 if nodes is not None else most
+        self._most_rejoins = most
+        self._nodes = nodes
         self._least_hosts = least_hosts
 
     def run(self) -> Outcome:
@@ -65,29 +73,34 @@ class Restarts:
 
     def _try(self) -> Outcome:
         """With the hosts that answer."""
-        plan = self._plan
+        most = len(self._plan.hosts) if self._nodes is None else self._nodes.most
+        absent: dict[str, str] = {}
         while True:
-            spare = len(plan.hosts) - self._least_hosts
-            streams = self._out, self._err
-            outcome = Launcher(plan, *streams, spare_hosts=spare, say=self._say).run()
+            try:
+                plan = without_hosts(self._plan, absent, most)
+            except ConfigError as error:
+                return Outcome(1, str(error))
+            outcome = self._launcher(plan, len(self._plan.hosts) - len(absent)).run()
             if not outcome.absent:
                 return outcome
             for name, reason in outcome.absent.items():
                 self._say(f"goes on without {name}: {reason}")
-            try:
-                plan = without_hosts(self._plan, {**outcome.absent, **_absent(self._plan, plan)})
-            except ConfigError as error:
-                return Outcome(1, str(error))
+            absent |= outcome.absent
+
+    def _launcher(self, plan: Plan, known: int) -> Launcher:
+        """``known``: hosts that may answer, of which the plan has some."""
+        rejoins = None
+        if self._nodes is not None:
+            others = [host for host in self._plan.hosts if host not in plan.hosts]
+            rejoins = Rejoins(self._nodes, plan.hosts, others, self._most_rejoins)
+        spare = known - self._least_hosts
+        streams = self._out, self._err
+        return Launcher(plan, *streams, spare_hosts=spare, say=self._say, rejoins=rejoins)
 
 
-def _absent(whole: Plan, plan: Plan) -> dict[str, str]:
-    there = {host.name for host in plan.hosts}
-    return {host.name: "" for host in whole.hosts if host.name not in there}
-
-
-def without_hosts(plan: Plan, absent: Mapping[str, str]) -> Plan:
+def without_hosts(plan: Plan, absent: Mapping[str, str], most: int) -> Plan:
     """The same with fewer hosts; the first of them has the rendezvous. Raises `ConfigError`."""
-    hosts = tuple(host for host in plan.hosts if host.name not in absent)
+    hosts = tuple(host for host in plan.hosts if host.name not in absent)[:most]
     if hosts[0] == plan.hosts[0]:
         return replace(plan, hosts=hosts)
     check_reachable(hosts, plan.here)

@@ -7,20 +7,18 @@ import queue
 import secrets
 import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, BinaryIO
-
-import msgspec
 
 from foreprop.link.secret import read_secret
 from foreprop.run import records
+from foreprop.run.hostprocess import Events, HostProcess, Printer
 from foreprop.run.plan import Plan
-from foreprop.run.processes import PipedProcess
+from foreprop.run.rejoins import Rejoins
 
+_ASK_AGAIN_S = 1.0
 _ANSWER_S = 60.0
 """A host that has not answered by then is given up."""
 _MARGIN_S = 10.0
@@ -55,69 +53,6 @@ class Outcome:
     """Whether all hosts had answered, and workers were started."""
 
 
-_Event = Callable[["Launcher"], None]
-"""What the launcher is to do about something that has happened."""
-_Events = queue.SimpleQueue[_Event]
-
-
-class Printer:
-    """Whole lines to standard output and error, from any thread, never mixed up."""
-
-    def __init__(self, out: BinaryIO, err: BinaryIO, events: _Events) -> None:
-        self._streams = {"out": out, "err": err}
-        self._events = events
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def write(self, stream: str, text: bytes) -> None:
-        with self._lock:
-            if self._closed or not text:
-                return
-            try:
-                self._streams[stream].write(text)
-                self._streams[stream].flush()
-            except OSError:  # whoever read it has gone
-                self._closed = True
-                self._events.put(lambda launcher: launcher.end(128 + signal.SIGPIPE, None))
-
-
-class HostProcess:
-    """The program on one host: what it says becomes events, or is printed."""
-
-    def __init__(self, plan: Plan, index: int, events: _Events, printer: Printer) -> None:
-        self.name = plan.hosts[index].name
-        self.port: int | None = None
-        self.code: int | None = None
-        self.index = index
-        self._events = events
-        self._printer = printer
-        self._prefix = b"[%s] " % self.name.encode()
-        self.process = PipedProcess(
-            plan.command(index),
-            said=self._read,
-            complained=lambda lines: printer.write("err", self._prefixed(lines)),
-            ended=lambda code: events.put(lambda launcher: launcher.note_end(self, code)),
-            limit_bytes=2 * records.LIMIT_BYTES,  # a record is a line and what is put before it
-        )
-        self.process.send(msgspec.json.encode(plan.task(index)))
-
-    def _read(self, lines: list[bytes]) -> None:
-        printed: dict[str, list[bytes]] = {"out": [], "err": []}
-        for line in lines:
-            record = records.decode(line)
-            if isinstance(record, records.Output):
-                printed[record.stream].append(b"[%d] %s\n" % (record.rank, record.text))
-            elif record is None:
-                printed["err"].append(self._prefixed([line]))
-            else:
-                self._events.put(partial(Launcher.hear, host=self, news=record))
-        for stream, texts in printed.items():
-            self._printer.write(stream, b"".join(texts))
-
-    def _prefixed(self, lines: list[bytes]) -> bytes:
-        return b"".join(self._prefix + line + b"\n" for line in lines)
-
-
 class Launcher:
     """Runs a plan once, in the main thread."""
 
@@ -129,19 +64,28 @@ class Launcher:
         *,
         spare_hosts: int = 0,
         say: Callable[[str], object] = lambda text: None,
+        rejoins: Rejoins | None = None,
     ) -> None:
         """So many hosts may fail to answer: then all is ended, and the outcome names them.
 
-        ``say`` is told of each host that an elastic run goes on without.
+        ``say`` is told of each host that an elastic run goes on without. ``rejoins`` says which are
+        tried again.
         """
         self._plan = plan
         self._spare_hosts = spare_hosts
         self._say = say
-        self._lost: dict[int, Outcome] = {}
-        """By host, of an elastic run: what would have ended another one."""
+        self._lost: dict[HostProcess, Outcome] = {}
+        """Of an elastic run: what would have ended another one."""
+        self._rejoins = rejoins
+        self._ask_s = 0.0
+        """When hosts may be asked again where a worker can join."""
+        self._told: dict[str, str] = {}
+        """By host that is out: what was said last of why it is."""
+        self._over = False
+        """Whether a host's workers have come to the end: nobody joins any more."""
         self._absent: dict[str, str] = {}
         self._secret = _secret_of(plan)
-        self._events: _Events = queue.SimpleQueue()
+        self._events: Events = Events()
         self._printer = Printer(out, err, self._events)
         self._hosts: list[HostProcess] = []
         self._outcome: Outcome | None = None
@@ -181,12 +125,16 @@ class Launcher:
 
     def _patience_s(self) -> float:
         if self._started and self._outcome is None:
-            return records.BEAT_S
+            due_s = None if self._rejoins is None else self._rejoins.next_due_s()
+            if due_s is None:
+                return records.BEAT_S
+            return min(records.BEAT_S, max(0.0, max(due_s, self._ask_s) - time.monotonic()))
         return min(records.BEAT_S, max(0.1, self._deadline - time.monotonic()))
 
     def _look_at_the_clock(self) -> None:
         for host in self._running():
             host.process.send(records.ALIVE)
+        self._try_hosts_again()
         if time.monotonic() < self._deadline:
             return
         if self._outcome is not None and time.monotonic() < self._deadline + _KILL_S:
@@ -202,17 +150,35 @@ class Launcher:
 
     def note_end(self, host: HostProcess, code: int) -> None:
         host.code = code
-        if code and not self._started:
+        if host.joins and not host.started:
+            self._miss_again(host)
+        elif code and not self._started:
             self._miss([host], self._why_ended(host))
         elif code:
             self._lose(host, Outcome(1, self._why_ended(host)))
+        elif self._started:
+            self._over = True
+        if host in self._lost:
+            self._leave(host)
+        if self._over and not any(each.started for each in self._running()):
+            for each in self._running():  # whom they would join has gone
+                each.process.send(records.END)
 
     def hear(self, host: HostProcess, news: records.News) -> None:
         if isinstance(news, records.Ready):
             host.port = news.port
-            self._begin_if_all_answered()
+            if not host.joins:
+                self._begin_if_all_answered()
+            elif self._outcome is None and not self._over:
+                self._start_workers(host, host.port)
+                ranks = ", ".join(map(str, host.plan.ranks(host.index)))
+                self._say(f"{host.name} starts as rank {ranks}; now {self._left()} of {self._of()}")
         elif isinstance(news, records.Refused):
-            self._miss([host], f"{host.name}: {news.reason}")
+            host.refusal = f"{host.name}: {news.reason}"
+            if not host.joins:
+                self._miss([host], host.refusal)
+        elif isinstance(news, records.Serving):
+            self._start_those_due(",".join(news.addresses))
         elif isinstance(news, records.WorkerFailed):
             code = news.code if news.code > 0 else 128 - news.code
             text = f"rank {news.rank} on {host.name} {_ending(news.code)}"
@@ -223,13 +189,86 @@ class Launcher:
         """A host's workers have failed: that ends all, or else is told, if others may go on."""
         if not self._plan.elastic:
             self._finish(outcome)
-        elif self._outcome is None and host.index not in self._lost:
-            self._lost[host.index] = outcome
-            left = len(self._hosts) - len(self._lost)
+        elif self._outcome is None and host not in self._lost:
+            self._lost[host] = outcome
+            left, more = self._left(), ""
+            if self._rejoins is not None:
+                least = self._rejoins.nodes.least
+                if left < least:
+                    why = f"{outcome.failure}; {left} of {self._of()} hosts are left, and --nodes"
+                    how = f"says {least} at least: start again with those that answer, or fewer"
+                    self._finish(replace(outcome, failure=f"{why} {how}"))
+                    return
+                more = "" if self._over else f"; {self._rejoins.after_failure(host.name)}"
             if left:
-                self._say(f"{outcome.failure}; goes on with {left} of {len(self._hosts)}")
+                self._say(f"{outcome.failure}; goes on with {left} of {self._of()}{more}")
             else:  # the first failure counts
                 self._finish(next(iter(self._lost.values())))
+
+    def _left(self) -> int:
+        """Hosts whose workers run, or have come to the end."""
+        return sum(host.started and host not in self._lost for host in self._hosts)
+
+    def _of(self) -> int:
+        return len(self._plan.hosts)
+
+    # Hosts that are out.
+    def _try_hosts_again(self) -> None:
+        """If the time of one has come: first ask the others where it can join."""
+        now_s = time.monotonic()
+        if self._rejoins is None or not self._started or self._outcome or self._over:
+            return
+        for host in self._running():  # a connection that hangs
+            if host.joins and not host.started and now_s > host.asked_s + _ANSWER_S:
+                host.refusal = f"no answer from {host.name} within {_ANSWER_S:g} s"
+                host.process.kill()
+        due_s = self._rejoins.next_due_s()
+        if due_s is not None and now_s >= max(due_s, self._ask_s):
+            self._ask_s = now_s + _ASK_AGAIN_S
+            for host in self._running():
+                if host.started and host not in self._lost:
+                    host.process.send(records.SERVERS)
+
+    def _start_those_due(self, addresses: str) -> None:
+        now_s = time.monotonic()
+        if self._rejoins is None or self._outcome or self._over or not addresses:
+            return
+        while found := self._rejoins.next_start(now_s):
+            name, place = found[0].name, found[1]
+            plan = self._plan.with_host(place, found[0])
+            try:
+                host = HostProcess(plan, place, self._events, self._printer, joins_by=addresses)
+            except OSError as error:
+                self._say(f"{plan.command(place)[0]} cannot be started: {error.strerror}")
+                self._rejoins.miss(name, place, now_s)
+            else:
+                self._plan = plan
+                self._hosts.append(host)
+
+    def _miss_again(self, host: HostProcess) -> None:
+        """It has ended before its workers were started."""
+        self._forget(host)
+        if self._rejoins is None or self._outcome or self._over:
+            return
+        self._rejoins.miss(host.name, host.index, time.monotonic())
+        why = host.refusal or self._why_ended(host)
+        if self._told.get(host.name) != why:
+            self._told[host.name] = why
+            self._say(f"{why}; it is tried again")
+
+    def _leave(self, host: HostProcess) -> None:
+        """Its workers have failed, and its program has ended."""
+        if self._rejoins is None:
+            return
+        self._forget(host)
+        gone_s = 0.0
+        if self._is_unreached(host):  # its workers may run until it hears nothing any more
+            gone_s = records.SILENCE_S + self._plan.grace_s
+        self._rejoins.leave(host.name, host.index, time.monotonic(), gone_s=gone_s)
+
+    def _forget(self, host: HostProcess) -> None:
+        self._hosts.remove(host)
+        host.process.close()
 
     def _miss(self, hosts: Sequence[HostProcess], reason: str) -> None:
         """They will not take part; that ends all, but not before the others have answered."""
@@ -254,8 +293,14 @@ class Launcher:
     def _begin(self) -> None:
         self._started = True
         for host in self._hosts:
-            about = (self._hosts[0].port or 0, self._secret.hex().encode())
-            host.process.send(records.START + b" %d %s" % about)
+            self._start_workers(host, self._hosts[0].port or 0)
+
+    def _start_workers(self, host: HostProcess, port: int) -> None:
+        host.started = True
+        host.process.send(records.START + b" %d %s" % (port, self._secret.hex().encode()))
+        self._told.pop(host.name, None)
+        if self._rejoins is not None:
+            self._rejoins.start(host.name, time.monotonic())
 
     def interrupt(self, number: int) -> None:
         if not self._interrupted and (self._outcome is None or self._outcome.absent):
@@ -285,10 +330,10 @@ class Launcher:
             host.process.send(records.END)
 
     def _why_ended(self, host: HostProcess) -> str:
-        how, over_ssh = _ending(host.code or 0), not self._plan.is_here(host.index)
-        if over_ssh and host.code == _SSH_FAILED and host.port is not None:
+        how = _ending(host.code or 0)
+        if self._is_unreached(host) and host.port is not None:
             return f"the connection to {host.name} was lost"
-        if over_ssh and host.code == _SSH_FAILED:
+        if self._is_unreached(host):
             test = shlex.join([*host.process.command[:-1], "true"])
             return f"{host.name} cannot be reached; try `{test}`"
         if host.port is not None:
@@ -297,6 +342,9 @@ class Launcher:
             return f"{host.name} has no {self._plan.python}; give --python"
         command = shlex.join(host.process.command)
         return f"`{command}` {how}; is this version of foreprop installed for Python there?"
+
+    def _is_unreached(self, host: HostProcess) -> bool:
+        return host.code == _SSH_FAILED and not host.plan.is_here(host.index)
 
 
 def _secret_of(plan: Plan) -> bytes:
@@ -317,7 +365,7 @@ def _ending(code: int) -> str:
 
 
 @contextlib.contextmanager
-def _signals_as_events(events: _Events) -> Iterator[None]:
+def _signals_as_events(events: Events) -> Iterator[None]:
     """`SimpleQueue.put` may be called from a signal's handler, whatever the thread was doing."""
 
     def note(number: int, _: object) -> None:
