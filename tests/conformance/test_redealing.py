@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from foreprop.cluster.world import World
 from foreprop.core.dealing import CERTAIN_STEPS, MemberChange
 from foreprop.errors import PeerLost
 from tests.cluster import run_cluster
-from tests.conformance.counting_runs import ELASTIC, Died, dedicated, die, make_step
-from tests.conformance.parity import build_seeded, servers_only, with_sgd
+from tests.conformance.counting_runs import ELASTIC, Died, dedicated, die, lose_node, make_step
+from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
 from tests.dealtloop import Loop, left_within, run
 from tests.tiers import long_cases
@@ -43,46 +45,73 @@ class Run:
         victims: dict[int, tuple[int, int | None]],
         *,
         epochs: int = 2,
+        make_validation: Callable[[], Any] | None = None,
+        log: Path | None = None,
+        beside: bool = False,
         **settings: Any,
     ) -> None:
-        """``victims``: by rank in which step, and at which layer of its backward or after it."""
+        """``victims``: by rank in which step, and at which layer of its backward or after it.
+
+        ``log``: where dedicated servers write. ``beside``: there are none, and nodes die.
+        """
         self.make_loader, self.victims, self.epochs = make_loader, victims, epochs
-        self.settings = settings
+        self.make_validation = make_validation
+        usual: dict[str, Any] = {**ELASTIC, **settings}
+        self.settings = {"step_timeout_s": 30.0, **settings} if beside else usual
+        self.log, self.beside = log, beside
+        self.validated: list[list[Read]] = [[] for _ in range(RANKS)]
+        self.models: list[Any] = [None] * RANKS
         self.read: list[list[Read]] = [[] for _ in range(RANKS)]
         self.lengths: list[list[int]] = [[] for _ in range(RANKS)]
         self.stats: list[Any] = [None] * RANKS
-        self.ended = run_cluster(RANKS, self._work)
+        local_size = 1 if "counted_replay" not in settings else RANKS
+        self.ended = run_cluster(RANKS, self._work, local_size=local_size)
         self.survivors = [rank for rank in range(RANKS) if rank not in victims]
         assert [rank for rank in range(RANKS) if self.ended[rank]] == self.survivors
 
     def _work(self, world: World) -> bool:
-        x, y = table()
         rank = world.rank
         model, optimizer = build_seeded(with_sgd(), seed=rank)
-        victim_step, layer = self.victims.get(rank, (0, None))
+        servers: Any = contextlib.nullcontext()
+        if not self.beside:
+            own = {} if self.log is None else {"counted_log": str(self.log)}
+            servers = dedicated(world, **own)
         try:
-            with dedicated(world):
-                about: Any = {**ELASTIC, **self.settings}
+            with servers:
+                about: Any = self.settings
                 with foreprop.parallelize(model, optimizer, world=world, **about) as session:
-                    loader = foreprop.shard(self.make_loader(), world=world, seed=5)
-                    step = 0
-                    for _ in range(self.epochs):
-                        self.read[rank].append([])
-                        for batch in loader:
-                            step += 1
-                            samples = torch.as_tensor(batch).reshape(-1)
-                            self.read[rank][-1].append((step, samples.tolist()))
-                            self.lengths[rank].append(len(loader))
-                            if step == victim_step and layer is not None:
-                                model[layer].weight.register_hook(lambda _: die(session))
-                            make_step(model, optimizer, (x[samples], y[samples]))
-                            if step == victim_step and layer is None:
-                                session.flush()
-                                die(session)
+                    self._train(world, model, optimizer, session)
+                    self.models[rank] = snapshot(model.state_dict())
                 self.stats[rank] = session.stats()
                 return True
         except (Died, PeerLost):
             return False
+
+    def _train(self, world: World, model: Any, optimizer: Any, session: Any) -> None:
+        x, y = table()
+        rank, step = world.rank, 0
+        end = lose_node if self.beside else die
+        victim_step, layer = self.victims.get(rank, (0, None))
+        loader = foreprop.shard(self.make_loader(), world=world, seed=5)
+        validation = None
+        if self.make_validation is not None:
+            validation = foreprop.shard(self.make_validation(), world=world)
+        for _ in range(self.epochs):
+            self.read[rank].append([])
+            for batch in loader:
+                step += 1
+                samples = torch.as_tensor(batch).reshape(-1)
+                self.read[rank][-1].append((step, samples.tolist()))
+                self.lengths[rank].append(len(loader))
+                if step == victim_step and layer is not None:
+                    model[layer].weight.register_hook(lambda _: end(session))
+                make_step(model, optimizer, (x[samples], y[samples]))
+                if step == victim_step and layer is None:
+                    session.flush()
+                    end(session)
+            if validation is not None:
+                read = [(step, torch.as_tensor(each).reshape(-1).tolist()) for each in validation]
+                self.validated[rank].append(read)
 
     @property
     def changes(self) -> list[MemberChange]:
@@ -236,6 +265,42 @@ def test_two_die_one_after_the_other() -> None:
     """The second one owes some of what was the first one's."""
     found = Run(usual, {0: (2, None), 2: (5, None)})
     found.check([shuffled(0), shuffled(1)], rounds=BATCH)
+
+
+def test_a_node_dies_with_its_server() -> None:
+    """Of who left within which step all hear from the servers that are left."""
+    about = {"elastic": True, "architecture": "p2p", "slice_elems": 10}
+    found = Run(usual, {1: (3, None)}, beside=True, **about)
+    found.check([shuffled(0), shuffled(1)], rounds=BATCH)
+    check_same_bits(found.models[0], found.models[2])
+
+
+def test_validation_is_dealt_among_those_who_are_here() -> None:
+    """Of two loaders each has deals of its own."""
+    found = Run(usual, {1: (4, None)}, make_validation=lambda: usual(shuffle=False))
+    found.check([shuffled(0), shuffled(1)], rounds=BATCH)
+    for number in range(2):
+        validated = [flat_read(found.validated[rank][number]) for rank in found.survivors]
+        assert [sorted(each) for each in validated] == [
+            list(range(0, SAMPLES, 2)),
+            list(range(1, SAMPLES, 2)),
+        ]
+
+
+def flat_read(read: Read) -> list[int]:
+    return [sample for _, samples in read for sample in samples]
+
+
+@pytest.mark.parametrize("layer", [2, *long_cases(None)])
+def test_a_replay_reads_what_the_session_read(tmp_path: Path, layer: int | None) -> None:
+    """The dead rank takes part in it, and is not counted; all others read and compute the same."""
+    found = Run(usual, {1: (3, layer)}, log=tmp_path)
+    about = {"architecture": "p2p", "servers_per_node": 2, "slice_elems": 10}
+    again = Run(usual, {}, beside=True, counted_replay=str(tmp_path), **about)
+    for rank in found.survivors:
+        assert again.read[rank] == found.read[rank]
+        check_same_bits(again.models[rank], found.models[rank])
+    check_same_bits(again.models[1], found.models[0])
 
 
 def test_a_death_at_the_end_is_made_up_after_it() -> None:
