@@ -360,12 +360,24 @@ def test_lines_are_few() -> None:
     assert [replay.at(6, step) for step in (2, 3)] == [(0, 1, 2), (0, 2)]
 
 
+def test_the_log_says_who_has_left() -> None:
+    log = CountedLog(3, [0, 2])
+    lines = [log.head(), *log.left(1, 7), "8 0 2 0,2"]
+    assert lines[1] == "7 left 1"
+    replay = CountedReplay(lines, 3, [0, 2])
+    assert replay.left == {1: 7}
+    assert [replay.at(2, step) for step in (7, 8)] == [(0, 1, 2), (0, 2)]
+    assert CountedLog(3, []).left(1, 0) == [], "who holds nothing knows nothing of its steps"
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([], "the log begins with '', not 'foreprop counted sets 1: 2 workers, 1 slices'"),
         (["foreprop counted sets 1: 3 workers, 1 slices"], "begins with .*3 workers"),
         ([CountedLog(2, [0]).head(), "1 0 0"], "'1 0 0' is no line of a log"),
+        ([CountedLog(2, [0]).head(), "1 left"], "'1 left' is no line of a log"),
+        ([CountedLog(2, [0]).head(), "1 left 2"], "'1 left 2' counts ranks that there are not"),
         ([CountedLog(2, [0]).head(), "1 0 0 0,2"], "'1 0 0 0,2' counts ranks that there are not"),
         ([CountedLog(2, [0]).head(), "1 0 0 1,0"], "'1 0 0 1,0' counts ranks that there are not"),
     ],

@@ -96,6 +96,7 @@ class Members:
 
 # What was counted, in lines.
 HEAD = "foreprop counted sets 1"
+_LEFT = "left"
 
 
 class CountedLog:
@@ -103,7 +104,8 @@ class CountedLog:
 
     ``slices``: the server's. A line is ``step first last ranks``: from that step on, the server's
     slices with numbers from ``first`` to ``last`` count these ranks, until another line says
-    otherwise. At the start all are counted.
+    otherwise. At the start all are counted. A line ``step left rank`` says who has left, within the
+    last step that it has pushed any of the slices for.
     """
 
     def __init__(self, workers: int, slices: Sequence[int]) -> None:
@@ -126,6 +128,9 @@ class CountedLog:
             self._last[slice_] = counted
             self._changes.setdefault(step, {})[slice_] = counted
         return self._lines(step - 2) if self._changes else []
+
+    def left(self, rank: int, step: int) -> list[str]:
+        return [f"{step} {_LEFT} {rank}"] if self._slices else []
 
     def rest(self) -> list[str]:
         """The lines of all steps."""
@@ -154,6 +159,8 @@ class CountedReplay:
         self._steps: dict[int, list[int]] = {}
         self._sets: dict[int, list[tuple[int, ...]]] = {}
         self._everybody = tuple(range(workers))
+        self.left: dict[int, int] = {}
+        """Who has left, by rank within which step."""
         first, *rest = [line.strip() for line in lines if line.strip()] or [""]
         expected = CountedLog(workers, slices).head()
         if first != expected:
@@ -163,16 +170,20 @@ class CountedReplay:
 
     def _read(self, line: str, slices: Sequence[int]) -> None:
         try:
-            step, first, last, ranks = line.split()
-            at, begin, end = int(step), int(first), int(last)
-            counted = () if ranks == "-" else tuple(map(int, ranks.split(",")))
-        except ValueError as error:
+            at, first, *rest = line.split()
+            step = int(at)
+            begin, end = (0, -1) if first == _LEFT else (int(first), int(rest[0]))
+            (named,) = rest if first == _LEFT else rest[1:]
+            counted = () if named == "-" else tuple(map(int, named.split(",")))
+        except (ValueError, IndexError) as error:
             raise ConfigError(f"counted_replay: {line[:80]!r} is no line of a log") from error
         if not set(counted) <= set(self._everybody) or list(counted) != sorted(set(counted)):
             raise ConfigError(f"counted_replay: {line[:80]!r} counts ranks that there are not")
+        if first == _LEFT:
+            self.left |= dict.fromkeys(counted, step)
         for slice_ in slices:
             if begin <= slice_ <= end:
-                self._steps.setdefault(slice_, []).append(at)
+                self._steps.setdefault(slice_, []).append(step)
                 self._sets.setdefault(slice_, []).append(counted)
 
     def at(self, slice_: int, step: int) -> tuple[int, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -16,6 +17,9 @@ from foreprop.data.shares import InitWorker, SharedOrder, SharedStream
 from foreprop.data.turns import OrderCheck, Turn
 from foreprop.errors import ConfigError
 from foreprop.tables.lookahead import lookahead
+
+if TYPE_CHECKING:  # for sessions that go on without some workers
+    from foreprop.data.redealing import Redealing
 
 L = TypeVar("L")
 Share = SharedOrder | SharedStream
@@ -44,11 +48,11 @@ def shard(
     _check_kind(loader)
     kind = ShardedIterator if isinstance(loader, Iterator) else ShardedLoader
     if divided or check_divided(loader, world):
-        return kind(loader, None, loader)
+        return kind(loader, None, loader, world)
     shares, share = _divide(loader, Turn(rank=world.rank, size=world.size), seed)
     if isinstance(share, SharedOrder):
         share.check = OrderCheck(world, share.sampler)
-    return kind(shares, share, loader)
+    return kind(shares, share, loader, world)
 
 
 def _check_kind(loader: Any) -> None:
@@ -73,7 +77,7 @@ def _divide(loader: Any, turn: Turn, seed: int) -> tuple[Any, Share]:
     return stream, stream
 
 
-_OWN = frozenset({"_loader", "_share", "_original", "_batches", "epoch"})
+_OWN = frozenset({"_loader", "_share", "_original", "_world", "_redealing", "_batches", "epoch"})
 
 
 class ShardedLoader:
@@ -82,10 +86,13 @@ class ShardedLoader:
     Attributes are those of the loader that was given; setting one sets it there.
     """
 
-    def __init__(self, loader: Any, share: Share | None, original: Any) -> None:
+    _redealing: Redealing | None = None
+
+    def __init__(self, loader: Any, share: Share | None, original: Any, world: World) -> None:
         self._loader = loader
         self._share = share
         self._original = original
+        self._world = world
 
     @property
     def epoch(self) -> int:
@@ -112,7 +119,20 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._share, SharedStream):
             self._share.begin_pass()
-        return lookahead.follow(self._checked(iter(self._loader)))
+        return lookahead.follow(self._checked(self._pass()))
+
+    def _pass(self) -> Iterator[Any]:
+        """Dealt anew when workers leave, if there is a session that goes on then."""
+        elastic = sys.modules.get("foreprop.elastic.attendance")  # no other session loads it
+        attendance = None if elastic is None else elastic.maybe_attendance(self._world)
+        if attendance is None:
+            return iter(self._loader)
+        if self._redealing is None:
+            from foreprop.data.redealing import Redealing
+
+            name = type(self._original).__name__
+            self._redealing = Redealing(self._share, self._world, name)
+        return self._redealing.passed(self._loader, attendance)
 
     def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Raises `ConfigError` at the first batch of a loader that has not asked for its share."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import (
@@ -20,6 +21,9 @@ from torch.utils.data import (
 )
 
 from foreprop.data.turns import CommonRandomness, OrderCheck, Turn
+
+if TYPE_CHECKING:  # for sessions that go on without some workers
+    from foreprop.data.redealing import DealtPass
 
 _SEEDABLE = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _OF_TORCH = (*_SEEDABLE, SequentialSampler)
@@ -38,9 +42,12 @@ class SharedOrder(Sampler[Any]):
         """Which the next pass is."""
         self.drawn = False
         """Whether anybody has asked for the order."""
-        self._turn = turn
+        self.turn = turn
         self._seed = seed
         self.check: OrderCheck | None = None
+        self.dealing: DealtPass | None = None
+        """Who deals the pass under way, if workers may leave in it."""
+        self._world_rank = turn.rank
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next pass is; told to the sampler, too, if it wants to know."""
@@ -49,6 +56,10 @@ class SharedOrder(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        dealing = self.dealing
+        if dealing is not None and dealing.begun:
+            yield from dealing.rest()
+            return
         epoch, self.epoch = self.epoch, self.epoch + 1
         seed = self._seed + epoch
         self.drawn = True
@@ -59,10 +70,17 @@ class SharedOrder(Sampler[Any]):
             drawn = iter(_seeded(self.sampler, seed))
         if self.check is not None:
             drawn = self.check.watch(drawn, epoch)
-        yield from self._turn.deal(drawn, drawing)
+        yield from (self.turn if dealing is None else dealing).deal(drawn, drawing)
+
+    def divide_among(self, members: Sequence[int]) -> None:
+        """From now on: the ranks that are left."""
+        if self._world_rank in members:
+            place = members.index(self._world_rank)
+            self.turn = replace(self.turn, rank=place, size=len(members))
 
     def __len__(self) -> int:
-        return self._turn.count(len(self.sampler))
+        items = len(self.sampler)
+        return self.turn.count(items) if self.dealing is None else self.dealing.count(items)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "sampler" not in vars(self):

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from foreprop.core.dealing import MemberChange
 from foreprop.core.membership import CountedLog, CountedReplay
+from foreprop.core.slicing import Slice
 from foreprop.errors import ConfigError, StorageError
 
 _ENDING = ".counted"
@@ -57,3 +59,16 @@ def read_replay(folder: str, index: int, workers: int, slices: Sequence[int]) ->
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"counted_replay: {found[0]} cannot be read: {error}") from error
     return CountedReplay(lines, workers, slices)
+
+
+def read_left(folder: str, workers: int, slices: Sequence[Slice]) -> list[MemberChange]:
+    """Who left, by all servers' logs: so a worker of a replay deals its data as that session did.
+
+    Raises `ConfigError` if a log is not there.
+    """
+    found: dict[int, int] = {}
+    for server in sorted({piece.server for piece in slices}):
+        own = [piece.number for piece in slices if piece.server == server]
+        for rank, step in read_replay(folder, server, workers, own).left.items():
+            found[rank] = max(step, found.get(rank, step))
+    return [MemberChange(rank, step) for rank, step in found.items()]

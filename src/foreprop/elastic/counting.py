@@ -96,7 +96,6 @@ class Counting:
             UpdateCounted: self._update_counted,
             AnswerSlice: self._answer,
             DropPush: self._drop,
-            MemberLeft: self._tell,
         }
 
     # Doing.
@@ -152,23 +151,28 @@ class Counting:
                 return False
             peer.left = peer.silent = True
             self._reasons[peer.number] = failure.message
-            instructions = self.machine.handle(PeerDropped(peer.number))
+            told, instructions = _parted(self.machine.handle(PeerDropped(peer.number)))
+            for left in told:  # before any answer that does without this worker: `core.dealing`
+                self._tell(left)
             self._leaving.append((peer, time.monotonic() + _TOLD_S))
-        told = Failure(
+        farewell = Failure(
             kind="PeerLost",
             message=f"rank {peer.number} was dropped, and the others go on without it:"
             f" {failure.message}",
             peer=failure.peer,
             step=failure.step,
         )
-        peer.start_sending_past_queue("foreprop-dropped", Kind.FAILURE, told.encode())
-        self._go_on(instructions)
+        peer.start_sending_past_queue("foreprop-dropped", Kind.FAILURE, farewell.encode())
+        self._go_on(told, instructions)
         return True
 
-    def _go_on(self, instructions: Sequence[object]) -> None:
+    def _go_on(self, told: Sequence[MemberLeft], instructions: Sequence[object]) -> None:
         """Close what waited for it; no receiving thread is there to take an error."""
         host = self._executor.host
         try:
+            with self._lock:
+                if self._file is not None:
+                    self._file.write([line for left in told for line in self._log.left(*left[:2])])
             with torch.no_grad():  # in the server's own thread it is not off
                 self._executor.execute(instructions)
         except ForepropError as error:
@@ -214,6 +218,12 @@ class Counting:
                     self._file.close()
         except StorageError as error:
             LOGGER.error("server %d: %s", self._index, error)
+
+
+def _parted(instructions: Sequence[object]) -> tuple[list[MemberLeft], list[object]]:
+    """Word of who has left, and all else, in order."""
+    told = [each for each in instructions if isinstance(each, MemberLeft)]
+    return told, [each for each in instructions if not isinstance(each, MemberLeft)]
 
 
 def _maybe_replay(

@@ -8,6 +8,7 @@ import msgspec
 
 from foreprop.config import LOGGER
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.elastic.attendance import Attendance
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
@@ -38,6 +39,7 @@ class MemberNotices:
         self._world_size = engine.manifest.world_size
         self._told: dict[int, dict[int, Departure]] = {}
         """By rank and server."""
+        self.attendance = Attendance(engine)
         engine.use(self)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -57,6 +59,7 @@ class MemberNotices:
                 "rank %d has left within step %d: %s; %d of %d workers are left",
                 *(told.rank, told.step, told.reason, len(members), self._world_size),
             )
+        self.attendance.hear_left(told.rank, peer.number, told.step)
 
     @property
     def members(self) -> list[int]:

@@ -106,7 +106,7 @@ class WorkerEngine:
             turns=turns_of(manifest.knobs.lanes, rank, manifest.knobs.servers),
         )
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
-        self._welcomes = self._steps = 0
+        self._welcomes = self.steps = 0
         self.end_window: Callable[[int], None] | None = None
         """Told now and then how many steps are done: to tell the servers this rank's pace."""
         self._offered = 0  # values that have still to leave
@@ -257,9 +257,9 @@ class WorkerEngine:
 
     def end_step(self, step: int) -> None:
         """Every rank decides by itself what it sends next; now and then all tell their pace."""
-        self._steps += 1
-        if self.end_window is not None and self._steps % PACE_STEPS == 0:
-            self.end_window(self._steps)
+        self.steps += 1
+        if self.end_window is not None and self.steps % PACE_STEPS == 0:
+            self.end_window(self.steps)
 
     def wait(self, parameter: int, step: int) -> None:
         """Block until the parameter's last reply is in; raises what went wrong meanwhile."""

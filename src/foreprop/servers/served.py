@@ -82,10 +82,10 @@ class ServedBackend:
         self.late: LatePushes | None = None
         self.notices: MemberNotices | None = None
         self.survival: Survival | None = None
-        if manifest.knobs.elastic or manifest.knobs.backup_workers:
+        if setup.config.counts_some:
             from foreprop.servers.surviving import add_members
 
-            add_members(self)
+            add_members(self, setup.world)
         self._pace = Later({Kind.PACE_REPORT}, self._make_pace)
         alone = setup.world.size == 1 or self.connections.workers_per_push > 1
         alone = alone or setup.config.counts_some

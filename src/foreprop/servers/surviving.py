@@ -10,27 +10,46 @@ import time
 from typing import TYPE_CHECKING
 
 from foreprop.buddies.survival import Survival
+from foreprop.config import LOGGER
+from foreprop.elastic.attendance import Attendance, keep_attendance
+from foreprop.elastic.countedfile import read_left
 from foreprop.elastic.departure import LatePushes, MemberNotices
-from foreprop.errors import TransportError
+from foreprop.errors import ConfigError, TransportError
 from foreprop.link.connection import greeting
 from foreprop.link.stream import Stream, connect
 
 if TYPE_CHECKING:
     from foreprop.buddies.substitutes import Substitution
+    from foreprop.cluster.world import World
     from foreprop.path.worker import WorkerEngine
     from foreprop.servers.launch import Connections
     from foreprop.servers.served import ServedBackend
 
 
-def add_members(backend: ServedBackend) -> None:
+def add_members(backend: ServedBackend, world: World) -> None:
     """What a worker has where not all workers always count."""
     engine, knobs = backend.engine, backend.engine.manifest.knobs
     if knobs.backup_workers:
         backend.late = LatePushes(engine)
-    if knobs.elastic:
+    if knobs.elastic or knobs.counted_replay:
         backend.notices = MemberNotices(engine)
+        keep_attendance(world, backend.notices.attendance)
+        if (folder := engine.config.counted_replay) is not None:
+            replay_left(backend.notices.attendance, folder, engine)
         if knobs.buddy_steps is not None:
             backend.survival = survival_of(engine, backend.connections, backend.notices)
+
+
+def replay_left(attendance: Attendance, folder: str, engine: WorkerEngine) -> None:
+    """`foreprop.shard` is to deal as it did when the log was written."""
+    try:
+        attendance.replay(read_left(folder, engine.manifest.world_size, engine.slices))
+    except ConfigError as error:
+        LOGGER.warning(
+            "rank %d: shard() deals data as if nobody had left in the session of the log, of which"
+            " this machine has not all: %s",
+            *(engine.rank, error),
+        )
 
 
 def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberNotices) -> Survival:

@@ -1,0 +1,211 @@
+"""A loader's passes, dealt anew among those who are here when workers of a session have left.
+
+`core.dealing` decides, and `elastic.attendance` knows who is here. A pass that ends while something
+is owed goes on: its loader is begun once more, and draws that.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from foreprop.cluster.world import World
+from foreprop.config import LOGGER
+from foreprop.core.dealing import DealtEpoch
+from foreprop.data.shares import SharedOrder
+from foreprop.elastic.attendance import Attendance, maybe_attendance
+
+_REMEMBERED = 8
+"""Passes that have ended: who has left in their last steps comes to be known later."""
+
+
+def maybe_why_not(loader: Any, share: object, attendance: Attendance) -> str | None:
+    """Why this loader's passes cannot be dealt anew, if so."""
+    if not isinstance(share, SharedOrder):
+        return "it is read in order, or is divided by somebody else"
+    if type(loader).__iter__ is not DataLoader.__iter__ or not _draws_once(loader, share):
+        return "it draws its batches in a way of its own"
+    if not attendance.is_training_thread:
+        return "another thread reads it than makes the steps"
+    return None
+
+
+def _draws_once(loader: Any, share: SharedOrder) -> bool:
+    """Whether each batch that the loader gives out is drawn once, and in this order."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return loader.sampler is share
+    return batches is share or (type(batches) is BatchSampler and batches.sampler is share)
+
+
+class Redealing:
+    """Of one loader: what it knows of its passes."""
+
+    def __init__(self, share: object, world: World, name: str) -> None:
+        self._share = share
+        self._world = world
+        self.name = name
+        self._heard: weakref.WeakSet[Attendance] = weakref.WeakSet()
+        self._refused: str | None = None
+        self._lock = threading.RLock()  # an abandoned pass may end wherever garbage is collected
+        self._ended: list[tuple[int, DealtEpoch[Any]]] = []
+        """With their epochs' numbers."""
+
+    def passed(self, loader: Any, attendance: Attendance) -> Iterator[Any]:
+        """The batches of one pass."""
+        self.hear(attendance)
+        share = self._share
+        self._refused = maybe_why_not(loader, share, attendance)
+        if self._refused is not None or not isinstance(share, SharedOrder):
+            return iter(loader)
+        return DealtPass(self, share, self._world, attendance).batches(lambda: iter(loader))
+
+    def hear(self, attendance: Attendance) -> None:
+        """Be told who leaves."""
+        if attendance in self._heard:
+            return
+        self._heard.add(attendance)
+        alive = weakref.ref(self)
+
+        def tell(step: int, members: Sequence[int]) -> None:
+            if (found := alive()) is not None:
+                found._report(attendance, step)
+
+        attendance.on_membership.append(tell)
+
+    def _report(self, attendance: Attendance, step: int) -> None:
+        """Any thread."""
+        if self._refused is not None and attendance.rank == attendance.members[0]:
+            LOGGER.warning(
+                "what a worker that has left within step %d was still to read of a %s is not seen,"
+                " and its part is missing in each later pass: %s",
+                *(step, self.name, self._refused),
+            )
+        self.write_off(attendance)
+
+    def ended(self, number: int, epoch: DealtEpoch[Any], attendance: Attendance) -> None:
+        """A pass is over."""
+        with self._lock:
+            self._ended = [*self._ended, (number, epoch)][-_REMEMBERED:]
+        self.write_off(attendance)
+
+    def write_off(self, attendance: Attendance) -> None:
+        """Say what passes that are over have lost. Any thread."""
+        changes = attendance.known()
+        with self._lock:
+            lost = [
+                (number, change, count)
+                for number, epoch in self._ended
+                for change in changes
+                if (count := epoch.write_off(change))
+            ]
+        for number, change, count in lost if attendance.rank == attendance.members[0] else ():
+            LOGGER.warning(
+                "epoch %d of a %s had ended when rank %d was known to have left within step %d:"
+                " %d of its samples are not seen",
+                *(number, self.name, change.rank, change.step, count),
+            )
+
+
+class DealtPass:
+    """One pass of a loader. The thread that trains."""
+
+    def __init__(
+        self, owner: Redealing, share: SharedOrder, world: World, attendance: Attendance
+    ) -> None:
+        self.begun = False
+        """Whether the order is being drawn: then a loader that begins again goes on with it."""
+        self._owner = owner
+        self._share = share
+        self._world = world
+        self._attendance = attendance
+        self._number = share.epoch
+        self._order: Iterator[Any]
+        self._drawing: AbstractContextManager[object]
+        changes = attendance.changes()
+        self._epoch: DealtEpoch[Any] = DealtEpoch(
+            attendance.workers,
+            changes,
+            attendance.done,
+            rank=world.rank,
+            rounds=share.turn.rounds,
+        )
+
+    def count(self, items: int) -> int:
+        """Of this rank, if the order has so many, and nobody else leaves."""
+        return self._epoch.count(items)
+
+    def batches(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """What the loader gives, and after its end what others have left."""
+        share, epoch = self._share, self._epoch
+        share.dealing = self
+        try:
+            batches = begin()
+            while True:
+                epoch.ask(self._present().done)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    if not self._goes_on():
+                        return
+                    share.dealing = self
+                    batches = begin()
+                    continue
+                epoch.given += 1
+                yield batch
+        finally:
+            if share.dealing is self:
+                share.dealing = None
+            share.divide_among(epoch.members)
+            self._owner.ended(self._number, epoch, self._attendance)
+
+    def _present(self) -> Attendance:
+        """Of the session's present connection: the first step may make another one."""
+        found = maybe_attendance(self._world) or self._attendance
+        if found is not self._attendance:
+            self._attendance = found
+            self._owner.hear(found)
+            self._epoch.begin_anew()
+        return found
+
+    def _goes_on(self) -> bool:
+        attendance, before = self._present(), len(self._epoch.deals)
+        goes_on = self._epoch.goes_on(attendance.done, attendance.changes())
+        self._report_deals(before)
+        return goes_on
+
+    # What the sampler asks.
+    def deal(self, order: Iterator[Any], drawing: AbstractContextManager[object]) -> Iterator[Any]:
+        """This rank's items; they are drawn inside of ``drawing``, and given out outside."""
+        self.begun = True
+        self._order, self._drawing = order, drawing
+        return self.rest()
+
+    def rest(self) -> Iterator[Any]:
+        """Those that are left."""
+        while items := self._draw():
+            yield from items
+
+    def _draw(self) -> list[Any]:
+        attendance, before = self._present(), len(self._epoch.deals)
+        changes = attendance.changes()
+        with self._drawing:
+            items = self._epoch.draw(self._order, attendance.done, changes)
+        self._report_deals(before)
+        return items
+
+    def _report_deals(self, before: int) -> None:
+        """Those since there were so many."""
+        for deal in self._epoch.deals[before:]:
+            if self._world.rank == deal.members[0]:
+                LOGGER.warning(
+                    "epoch %d of a %s is dealt out anew among rank %s, from batch %d on: %d samples"
+                    " first that rank %s was still to read",
+                    *(self._number, self._owner.name, ", ".join(map(str, deal.members))),
+                    *(deal.batch, deal.items, ", ".join(str(rank) for rank, _ in deal.owed)),
+                )
