@@ -24,6 +24,7 @@ from tests.conformance.counting_runs import (
     make_step,
     pieces_of,
 )
+from tests.conformance.node_losses import BESIDE, lose_node
 from tests.conformance.parity import (
     Build,
     batches_of,
@@ -42,30 +43,12 @@ from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
-BESIDE: dict[str, Any] = {
-    "elastic": True,
-    "architecture": "p2p",
-    "slice_elems": 10,
-    "step_timeout_s": 20.0,
-}
 STEPS = 7
 
 
 def with_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = small_model()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def lose_node(session: Any) -> None:
-    """As if the machine were gone: worker and server end without a word."""
-    backend = session._training.backends.all[0]
-    for handle in backend.connections.handles:
-        for substitute in handle._server._joining.work.recovery.substitutes:
-            substitute.cancel()
-        handle._server.cancel()
-    for connection in backend.engine.connections:
-        connection.stream.close()
-    raise Died
 
 
 Victims = dict[int, tuple[int, int | None]]
