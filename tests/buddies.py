@@ -3,7 +3,8 @@
 All slices belong to one server, whose node ``lost`` has a worker, too. Links are queues in order.
 At some moment the node is gone: what it had sent arrives up to some point, and what was sent to it
 is lost. The survivors settle with a substitute where its slices go on, and train to the end. A
-slice's values and its optimizer state are the stories of their updates.
+slice's values and its optimizer state are the stories of their updates. What happens next is chosen
+outside: by a seed, or every choice is looked at.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from foreprop.core.buddy import (
@@ -42,15 +42,22 @@ from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.takeover import Settled, Settlement, SliceTakenOver, pushed_again
 from foreprop.core.wire import Kind
 from foreprop.core.worker_machine import WorkerMachine
+from tests.unit.exploration import explore_states
 
 Story = tuple[tuple[int, tuple[int, ...]], ...]
 """The updates of a slice: step, and the ranks that were counted."""
 Message = tuple[str, Any]
+Choice = tuple[str, int]
+"""What happens, and to whom: a worker's rank, or the place of what a server has copied."""
+LOSE: Choice = ("lose", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """``lost`` is None: no node is lost. ``kill_after`` so many actions it is."""
+    """``lost`` is None: no node is lost. ``kill_after`` so many events of a seeded run it is.
+
+    ``prompt``: frames leave and copies are made at once, so that there are fewer orders.
+    """
 
     workers: int
     sizes_elems: Sequence[int] = (2, 1)
@@ -58,6 +65,7 @@ class Plan:
     every: int = 2
     lost: int | None = 0
     kill_after: int = 10**9
+    prompt: bool = False
 
 
 @dataclass
@@ -76,11 +84,10 @@ class Worker:
 
 
 class ServedLife:
-    """Runs a plan under the schedule of a seed; raises `AssertionError` when a rule is broken."""
+    """Of one plan; raises `AssertionError` when a rule is broken."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.random = random.Random(seed)
         partition = Partition(servers=1, slice_elems=1)
         self.slices = plan_slices(plan.sizes_elems, [4] * len(plan.sizes_elems), partition)
         self.numbers = [piece.number for piece in self.slices]
@@ -98,7 +105,6 @@ class ServedLife:
         self.buddy = buddy_of(host, self.members)
         self.server = self._server(host, epoch=0)
         self.settlement: Settlement | None = None
-        self.actions_done = 0
 
     # Making them.
     def _worker(self, rank: int) -> Worker:
@@ -114,18 +120,20 @@ class ServedLife:
         return Server(self, list(self.members), node, epoch)
 
     # The schedule.
-    def run(self) -> ServedLife:
-        while not self._is_over():
-            actions = self._actions()
-            assert actions, self._describe()
-            self.random.choice(actions)()
-            self.actions_done += 1
-            if self.actions_done == self.plan.kill_after and self.plan.lost is not None:
-                self._lose(self.plan.lost)
-        self._check_end()
+    def run(self, seed: int) -> ServedLife:
+        chance, happened = random.Random(seed), 0
+        while not self.is_over:
+            choices = [choice for choice in self.choices() if choice != LOSE]
+            assert choices, self.describe()
+            self.happen(chance.choice(choices))
+            happened += 1
+            if happened == self.plan.kill_after and self.plan.lost is not None:
+                self.happen(LOSE)
+        self.check_end()
         return self
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
         return all(
             worker.step == self.plan.steps and not worker.to_compute and self._is_complete(worker)
             for worker in self._present()
@@ -137,36 +145,56 @@ class ServedLife:
     def _is_complete(self, worker: Worker) -> bool:
         return all(map(worker.machine.is_complete, range(len(self.plan.sizes_elems))))
 
-    def _actions(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
+    def choices(self) -> list[Choice]:
+        found: list[Choice] = []
         for worker in self._present():
-            found += self._actions_of(worker)
+            found += self._choices_of(worker)
+        if not self.is_lost and self.plan.lost is not None:
+            found.append(LOSE)
         if self.is_lost and not self.settled:
             return found
-        found += self.server.actions()
-        ranks = [rank for rank in self.members if self.to_server[rank]]
-        return found + [partial(self.server.receive, rank) for rank in ranks]
+        found += self.server.choices()
+        return found + [("arrive", rank) for rank in self.members if self.to_server[rank]]
 
-    def _actions_of(self, worker: Worker) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
-        if worker.to_compute:
-            found.append(partial(self._compute, worker))
-        elif worker.step < self.plan.steps and self._is_complete(worker):
-            found.append(partial(self._begin_step, worker))
-        if self.to_worker[worker.rank]:
-            found.append(partial(self._receive, worker))
-        elif self.is_lost and not worker.claimed:
-            found.append(partial(self._claim, worker))
+    def _choices_of(self, worker: Worker) -> list[Choice]:
+        rank, found = worker.rank, list[Choice]()
+        if worker.step < self.plan.steps or worker.to_compute:
+            parameters = range(len(self.plan.sizes_elems))
+            if worker.to_compute or all(map(worker.machine.is_complete, parameters)):
+                found.append(("compute", rank))
+        if self.to_worker[rank]:
+            found.append(("receive", rank))
+        if self.is_lost and not worker.claimed:
+            found.append(("claim", rank))
         if worker.claimed and self.settled and not worker.resumed:
-            found.append(partial(self._resume, worker))
+            found.append(("resume", rank))
         return found
 
-    def _begin_step(self, worker: Worker) -> None:
-        worker.step += 1
-        worker.to_compute = list(range(len(self.plan.sizes_elems)))
-        self.random.shuffle(worker.to_compute)
+    def happen(self, choice: Choice) -> None:
+        what, which = choice
+        if what == "lose":
+            assert self.plan.lost is not None
+            self._lose(self.plan.lost)
+        elif what == "arrive":
+            self.server.receive(which)
+        elif what in ("updated", "sent", "copied"):
+            self.server.happen(choice)
+        else:
+            do = {
+                "compute": self._compute,
+                "receive": self._receive,
+                "claim": self._claim,
+                "resume": self._resume,
+            }
+            do[what](self.workers[which])
 
     def _compute(self, worker: Worker) -> None:
+        """The next gradient of a step; each worker has orders of its own."""
+        if not worker.to_compute:
+            worker.step += 1
+            worker.to_compute = list(range(len(self.plan.sizes_elems)))
+            order = random.Random(1000 * worker.step + worker.rank + self.plan.kill_after)
+            order.shuffle(worker.to_compute)
         parameter = worker.to_compute.pop()
         self._do(worker, worker.machine.handle(GradientReady(parameter, worker.step)))
 
@@ -201,13 +229,12 @@ class ServedLife:
         self.is_lost = True
         self.members.remove(node)
         for rank in self.members:
-            queue = self.to_worker[rank]
-            for _ in range(self.random.randint(0, len(queue))):
-                queue.pop()  # the end of what it had sent
             self.to_server[rank].clear()
 
     def _claim(self, worker: Worker) -> None:
+        """What had not come by then does not come any more."""
         worker.claimed = True
+        self.to_worker[worker.rank].clear()
         if self.settlement is None:
             self.settlement = Settlement(self.numbers, self.members, buddy=self.buddy)
         steps = [worker.stories[number][-1][0] for number in self.numbers]
@@ -239,7 +266,7 @@ class ServedLife:
             self._do(worker, worker.machine.handle(frame))
 
     # The end.
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         first = self._present()[0]
         for worker in self._present():
             assert worker.stories == first.stories
@@ -248,9 +275,45 @@ class ServedLife:
             for _, ranks in story[1:]:
                 assert set(ranks) >= set(self.members)
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
         waits = [(each.rank, each.step, each.unanswered, each.resumed) for each in self._present()]
         return f"deadlock: {waits}"
+
+    def state(self) -> tuple[str, ...]:
+        """All that what may follow depends on."""
+        workers = [
+            (
+                (each.step, each.to_compute, each.unanswered, each.claimed, each.resumed),
+                (each.stories, each.held.all()),
+                (each.machine._awaited_step, each.machine._missing, each.machine._step),
+            )
+            for each in self._present()
+        ]
+        to_server = [list(self.to_server[rank]) for rank in self.members]
+        to_worker = [
+            [(kind, frame._replace(token=0), story) for kind, (frame, story) in queue]
+            for queue in map(self.to_worker.__getitem__, self.members)
+        ]
+        claims = self.settlement and sorted(self.settlement._claims.items())
+        own = self.is_lost, self.settled, claims
+        lost_server = self.is_lost and not self.settled
+        server = self.server.stories if lost_server else self.server.state()
+        return tuple(map(repr, (workers, to_server, to_worker, own, server)))
+
+
+def explore(plan: Plan, look: Callable[[ServedLife], None] = lambda _: None) -> int:
+    """All states that any order of events can reach; returns how many. Each end is checked."""
+
+    def visit(life: ServedLife) -> list[Choice]:
+        look(life)
+        choices = life.choices()
+        if life.is_over:
+            life.check_end()
+        else:
+            assert choices, life.describe()
+        return choices
+
+    return explore_states(ServedLife(plan), visit)
 
 
 class Server:
@@ -284,12 +347,40 @@ class Server:
             inner, life.numbers, node=node, members=ranks, every=life.plan.every
         )
 
-    def actions(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
-        if self._updating is not None:
-            found.append(self._updated)
-        found += [partial(self._sent, peer) for peer in self._sending]
-        return found + [partial(self._tell_copied, each) for each in self._copied]
+    def choices(self) -> list[Choice]:
+        found: list[Choice] = [("updated", 0)] if self._updating is not None else []
+        found += [("sent", peer) for peer in self._sending]
+        return found + [("copied", place) for place in range(len(self._copied))]
+
+    def happen(self, choice: Choice) -> None:
+        what, which = choice
+        if what == "updated":
+            self._updated()
+        elif what == "sent":
+            self._sent(which)
+        else:  # some time later: other threads go on meanwhile
+            self._do(self.machine.handle(self._copied.pop(which)))
+
+    def state(self) -> tuple[Any, ...]:
+        outer, inner = self.machine, self.machine._machine
+        assert isinstance(inner, CountingServer)
+        queued = inner._lanes.items()
+        collected = [
+            (each.done, each.step, each.pushed, each.closing, each.late, each.priority, each.last)
+            for each in inner._collected.values()
+        ]
+        return (
+            (self.epoch, self.stories, self.states, self._updating, self._sending, self._copied),
+            sorted(self._has_state),
+            (outer.buddy, outer._done, outer._held, outer._next_due, outer._ready),
+            (outer._waiting, outer._queued, outer._under_way, outer._unqueued),
+            (collected, inner._updates.items(), inner._updating, sorted(inner._lanes._busy)),
+            [(frame._replace(token=0), self._story(frame)) for frame in queued],
+        )
+
+    def _story(self, frame: SendFrame) -> Story:
+        is_snapshot = frame.kind == Kind.SNAPSHOT
+        return self.kept[frame.slice, frame.step] if is_snapshot else self._answers[frame.token]
 
     def receive(self, rank: int) -> None:
         kind, content = self._life.to_server[rank].popleft()
@@ -338,11 +429,6 @@ class Server:
         self.states[slice_] += ((step, ranks),)
         self._do(self.machine.handle(SliceUpdated()))
 
-    def _tell_copied(self, copied: StateKept) -> None:
-        """Some time later: other threads go on meanwhile."""
-        self._copied.remove(copied)
-        self._do(self.machine.handle(copied))
-
     def _sent(self, peer: int) -> None:
         del self._sending[peer]
         self._do(self.machine.handle(FrameSent(peer)))
@@ -353,7 +439,10 @@ class Server:
                 slice_, step = instruction
                 assert not self.states[slice_] or self.states[slice_][-1][0] <= step
                 self.kept[slice_, step] = self.states[slice_]
-                self._copied.append(StateKept(slice_, step))
+                if self._life.plan.prompt:
+                    self._do(self.machine.handle(StateKept(slice_, step)))
+                else:
+                    self._copied.append(StateKept(slice_, step))
             elif isinstance(instruction, UpdateCounted):
                 assert self._updating is None
                 assert instruction.counted == tuple(self._ranks)
@@ -385,9 +474,7 @@ class Server:
     def _send(self, frame: SendFrame) -> None:
         assert frame.peer not in self._sending, "two frames are in the hands of one link"
         self._sending[frame.peer] = frame
-        if frame.kind == Kind.SNAPSHOT:
-            content = (frame, self.kept[frame.slice, frame.step])
-            self._life.to_worker[frame.peer].append(("snapshot", content))
-        else:
-            content = (frame, self._answers[frame.token])
-            self._life.to_worker[frame.peer].append(("reply", content))
+        kind = "snapshot" if frame.kind == Kind.SNAPSHOT else "reply"
+        self._life.to_worker[frame.peer].append((kind, (frame, self._story(frame))))
+        if self._life.plan.prompt:
+            self._sent(frame.peer)

@@ -25,6 +25,7 @@ from tests.conformance.counting_runs import (
     make_step,
     pieces_of,
 )
+from tests.conformance.node_losses import BESIDE, lose_node
 from tests.conformance.parity import (
     Build,
     batches_of,
@@ -43,12 +44,6 @@ from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
-BESIDE: dict[str, Any] = {
-    "elastic": True,
-    "architecture": "p2p",
-    "slice_elems": 10,
-    "step_timeout_s": 20.0,
-}
 STEPS = 7
 
 

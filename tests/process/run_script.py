@@ -43,6 +43,7 @@ ACTIONS: dict[str, Callable[[str], object]] = {
     "exit": lambda code: sys.exit(int(code)),
     "kill": lambda number: os.kill(os.getpid(), int(number)),
     "step": lambda text: step(text),
+    "lost": lambda peer: report_lost(int(os.environ["RANK"]), peer),
     "sleep": lambda seconds: time.sleep(float(seconds)),
     "stubborn": stubborn,
     "show": lambda name: print(f"{name}={os.environ[name]}"),
@@ -51,6 +52,13 @@ ACTIONS: dict[str, Callable[[str], object]] = {
     ),
     "serve": lambda text: serve(text),
 }
+
+
+def report_lost(rank: int, peer: str) -> None:
+    """Say so, as a session does."""
+    from foreprop.config import otherhosts
+
+    otherhosts.report_lost(rank, peer)
 
 
 def step(text: str) -> None:

@@ -85,6 +85,54 @@ def test_the_first_failure_is_named_not_what_follows(launch: Launch) -> None:
     assert outcome == Outcome(137, "rank 0 on 127.0.0.1 was killed by SIGKILL")
 
 
+def test_who_has_lost_another_one_is_not_the_first(launch: Launch) -> None:
+    """Rank 0 has failed, and takes longer to end than rank 1, which has heard of that."""
+    mark = str(launch.folder / "mark")
+    actions = ("1:lost=rank 0", f"1:touch={mark}", "1:exit=3")
+    outcome = launch.run(LOCAL, *actions, "0:wait=" + mark, "0:sleep=1", "0:exit=7")
+    assert outcome == Outcome(7, "rank 0 on 127.0.0.1 ended with exit code 7")
+
+
+@pytest.mark.long
+def test_who_has_lost_another_one_says_so_if_that_does_not_end(launch: Launch) -> None:
+    outcome = launch.run(LOCAL, "0:sleep=600", "1:lost=server 0", "1:exit=3", grace_s=1.0)
+    told = "rank 1 on 127.0.0.2 ended with exit code 3, for it had lost server 0"
+    assert outcome == Outcome(3, told)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["p2p", "ring"])
+def test_the_one_that_raises_is_named_and_not_who_hears_of_it(
+    launch: Launch, architecture: str
+) -> None:
+    """A session whose rank 1 raises an error, and then has something else to do before it ends."""
+    script = launch.folder / "raises.py"
+    script.write_text(RAISES)
+    variables = environment_for_hosts() | {"FOREPROP_ARCHITECTURE": architecture}
+    outcome = launch.run(LOCAL, script=(str(script),), environment=variables)
+    assert outcome == Outcome(1, "rank 1 on 127.0.0.2 ended with exit code 1"), launch.err
+
+
+RAISES = """
+import atexit, os, time
+import torch
+import foreprop
+
+rank = int(os.environ["RANK"])
+if rank == 1:
+    atexit.register(time.sleep, 1.5)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with foreprop.parallelize(model, optimizer, step_timeout_s=20):
+    for step in range(50):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if (rank, step) == (1, 5):
+            raise ValueError("a mistake")
+"""
+
+
 def test_the_child_of_a_worker_is_ended_too(launch: Launch) -> None:
     """The plugin that looks for processes left behind would find it."""
     assert launch.run("127.0.0.1", "0:child=600", grace_s=1.0) == Outcome(0)

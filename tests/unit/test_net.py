@@ -408,8 +408,10 @@ def test_tune_leaves_other_sockets_alone() -> None:
 
 
 def test_a_loopback_address_is_not_announced_to_other_machines() -> None:
-    check_reachable("127.0.1.1", "127.0.0.1")
-    check_reachable("127.0.0.1", "localhost")
-    check_reachable("10.0.0.7", "node0")
-    with pytest.raises(ConfigError, match=r"'node0' is 127\.0\.1\.1 .*FOREPROP_INTERFACE"):
-        check_reachable("127.0.1.1", "node0")
+    check_reachable("127.0.1.1", "127.0.0.1", "lo")
+    check_reachable("127.0.0.1", "localhost", None)
+    check_reachable("10.0.0.7", "node0", "eth0")
+    with pytest.raises(ConfigError, match=r"'node0' is 127\.0\.1\.1 .*Set FOREPROP_INTERFACE"):
+        check_reachable("127.0.1.1", "node0", None)
+    with pytest.raises(ConfigError, match=r"interface is 'lo' .*127\.0\.0\.1.* or leave it out"):
+        check_reachable("127.0.0.1", "node0", "lo")

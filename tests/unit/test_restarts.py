@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from foreprop.config.otherhosts import STEPS_FILE, report_lost
 from foreprop.errors import ConfigError
 from foreprop.run import restarts
-from foreprop.run.agent import last_step
+from foreprop.run.agent import last_step, lost_by
 from foreprop.run.plan import Plan
 from foreprop.run.rejoins import NodeRange, Rejoins
 from foreprop.run.resources import Host
@@ -214,3 +215,18 @@ def test_the_last_step_that_a_rank_has_told() -> None:
     finally:
         os.close(descriptor)
     assert last_step(None, 0) is None
+
+
+def test_whom_a_rank_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name is no news; a peer's name is one line, whatever that says."""
+    descriptor = os.memfd_create("steps")
+    try:
+        monkeypatch.setenv(STEPS_FILE, f"/proc/self/fd/{descriptor}")
+        for rank, peer in ((0, "rank 0"), (1, "server 0"), (2, "x\n0 lost \u00e9" + 99 * "y")):
+            report_lost(rank, peer)
+        found = [lost_by(descriptor, rank) for rank in range(4)]
+    finally:
+        os.close(descriptor)
+    assert found[:2] == ["", "server 0"]
+    assert found[2].startswith("x 0 lost \\xe9yyy")
+    assert (len(found[2]) < 100, found[3], lost_by(None, 1)) == (True, "", "")

@@ -31,7 +31,13 @@ def test_output_arrives_as_it_was(rank: int, texts: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "news", [Ready(port=29500), Refused(reason="no\nroom"), WorkerFailed(rank=3, code=-9)]
+    "news",
+    [
+        Ready(port=29500),
+        Refused(reason="no\nroom"),
+        WorkerFailed(rank=3, code=-9),
+        WorkerFailed(rank=3, code=1, step=7, lost="server 0"),
+    ],
 )
 def test_news_arrives_as_it_was(news: News) -> None:
     line, nothing = encode_news(news).split(b"\n")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
+from foreprop.core import buddy
 from foreprop.core.buddy import most_lost
 from foreprop.core.collect import UpdateSlice
 from foreprop.core.counting_server import CountingServer
@@ -15,7 +17,8 @@ from foreprop.core.membership import AnswerSlice, Members, UpdateCounted
 from foreprop.core.slicing import Partition, plan_slices
 from foreprop.core.takeover import Settled, Settlement, SliceTakenOver, pushed_again
 from foreprop.errors import RemoteProtocolError
-from tests.buddies import Plan, ServedLife
+from tests import buddies
+from tests.buddies import Plan, ServedLife, explore
 from tests.tiers import long_cases
 
 
@@ -103,7 +106,7 @@ def test_any_node_may_be_lost_at_any_moment(
     for seed in seeds:
         kill_after = random.Random(seed).randint(1, 60 * workers)
         plan = Plan(workers=workers, lost=lost, every=every, kill_after=kill_after)
-        life = ServedLife(plan, seed).run()
+        life = ServedLife(plan).run(seed)
         behind += life.behind
         undone += life.undone
     assert len(behind) > 2 * len(seeds), "too few nodes were lost"
@@ -111,3 +114,82 @@ def test_any_node_may_be_lost_at_any_moment(
     if len(seeds) > 50:
         assert undone, "no update was lost that nobody had seen"
         assert every == 5 or max(behind) == most_lost(every)
+
+
+# Every order of events of the smallest sessions: `tests.buddies` checks the rules of each step.
+def alike(**plan: Any) -> Plan:
+    return Plan(prompt=True, **plan)
+
+
+SMALLEST = [
+    # the session; how many steps of state are lost, updates that nobody has seen, and the states
+    (Plan(workers=2, sizes_elems=(1,), steps=2, every=1, lost=0), {0}, {0, 1}, 200),
+    (alike(workers=2, sizes_elems=(1,), steps=3, every=2, lost=1), {0, 1, 2}, {0}, 150),
+    (alike(workers=2, sizes_elems=(2,), steps=2, every=1, lost=1), {0}, {0, 1, 2}, 300),
+    (alike(workers=3, sizes_elems=(1,), steps=2, every=1, lost=0), {0}, {0, 1}, 300),
+    (alike(workers=3, sizes_elems=(1,), steps=3, every=2, lost=1), {0, 1, 2}, {0}, 800),
+]
+LONGER = [
+    (Plan(workers=3, sizes_elems=(1,), steps=2, every=1, lost=2), {0}, {0, 1}, 900),
+    (alike(workers=3, sizes_elems=(1, 1), steps=1, every=1, lost=2), {0}, {0, 1, 2}, 2000),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "lost_steps", "lost_updates", "states"),
+    [*SMALLEST, *[pytest.param(*each, marks=pytest.mark.long) for each in LONGER]],
+    ids=str,
+)
+def test_in_any_interleaving_each_step_is_made_once(
+    plan: Plan, lost_steps: set[int], lost_updates: set[int], states: int
+) -> None:
+    behind, undone = set[int](), set[int]()
+
+    def look(life: ServedLife) -> None:
+        behind.update(life.behind)
+        undone.add(life.undone)
+
+    assert explore(plan, look) > states
+    assert (behind, undone) == (lost_steps, lost_updates)
+
+
+# That the exploration finds a rule that is broken.
+def give_what_is_old(self: Settlement, place: int) -> Settled:
+    steps = {member: claimed[place] for member, claimed in sorted(self._claims.items())}
+    return SETTLE(self, place)._replace(giver=min(steps, key=steps.__getitem__))
+
+
+SETTLE = Settlement._settle
+
+
+def test_the_exploration_notices_values_of_the_wrong_survivor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Settlement, "_settle", give_what_is_old)
+    with pytest.raises(AssertionError):
+        explore(alike(workers=3, sizes_elems=(1,), steps=2, every=1, lost=0))
+
+
+def test_the_exploration_notices_a_push_that_is_sent_again_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buddies, "pushed_again", lambda unanswered, settled: sorted(unanswered))
+    with pytest.raises((AssertionError, RemoteProtocolError)):
+        explore(alike(workers=3, sizes_elems=(1,), steps=2, every=1, lost=0))
+
+
+def test_the_exploration_notices_a_push_that_is_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buddies, "pushed_again", lambda unanswered, settled: [])
+    with pytest.raises(AssertionError, match="deadlock"):
+        explore(alike(workers=2, sizes_elems=(1,), steps=2, every=1, lost=0))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_exploration_notices_a_state_that_is_too_old(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buddy, "most_lost", lambda every: most_lost(every) + 1)
+    with pytest.raises(AssertionError):
+        explore(alike(workers=2, sizes_elems=(1,), steps=4, every=every, lost=0))

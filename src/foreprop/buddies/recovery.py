@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from foreprop.buddies.snapshots import LoadedStates, Snapshots
-from foreprop.buddies.substitutes import Adoption, Substitutes, Substitution
+from foreprop.buddies.substitutes import Adoption, DeferredStates, Substitutes, Substitution
 from foreprop.core.buddy import BuddiedServer
+from foreprop.core.wire import Kind
 
 if TYPE_CHECKING:
     from foreprop.config import Config
     from foreprop.core.manifest import OptimizerInfo
     from foreprop.elastic.counting import Counting
-    from foreprop.link.connection import Service
+    from foreprop.link.connection import Connection, Service
     from foreprop.path.calls import States
     from foreprop.path.executor import Executor
     from foreprop.path.joining import Composer
     from foreprop.path.server import Server
+
+_GOODBYE_S = 1.0
 
 
 def keeps_state(optimizer: OptimizerInfo) -> bool:
@@ -31,6 +35,7 @@ class Recovery:
 
     ``substitution``: of a substitute's, whom it stands in for. ``every``: see `core.buddy`; 0:
     nobody keeps copies, and what a lost server had of the optimizer's state begins anew.
+    ``connections`` are the workers', by rank; ``session`` is its id.
     """
 
     def __init__(
@@ -39,9 +44,13 @@ class Recovery:
         slices: Sequence[int],
         index: int,
         substitution: Substitution | None,
+        connections: Mapping[int, Connection],
         *,
         every: int,
+        session: str,
     ) -> None:
+        self._connections = connections
+        self._session = session
         self._counting = counting
         self._slices = slices
         self._index = index
@@ -70,17 +79,32 @@ class Recovery:
         if self._every:
             found = [LoadedStates(executor, states), Snapshots(executor, store.export_state)]
         if self._substitution is None:
-            self._substitutes = Substitutes(executor, config, self._index, composer_of)
+            own = (self._counting.members, self._index, self._session)
+            self._substitutes = Substitutes(executor, config, *own, composer_of)
             return [*found, self._substitutes]
+        found[0] = deferred = DeferredStates(executor, found[0], self._slices)
         about = (self._counting.machine, executor, store, self._slices, self._substitution)
-        return [*found, Adoption(*about)]
+        return [*found, Adoption(*about, deferred)]
 
     @property
     def substitutes(self) -> list[Server]:
         """Those that this server has started."""
         return [] if self._substitutes is None else self._substitutes.servers
 
+    def close(self, *, failed: bool) -> None:
+        """Its session is over. If all workers have left, they are told that this is no loss."""
+        if failed:
+            self.stop(failed=True)
+        if failed or not self._counting.members.all_left:
+            return
+        goodbyes = [
+            self._connections[rank].start_sending_past_queue("foreprop-goodbye", Kind.BYE)
+            for rank in sorted(self._counting.members.left)
+        ]
+        deadline = time.monotonic() + _GOODBYE_S
+        for goodbye in goodbyes:
+            goodbye.join(max(0.0, deadline - time.monotonic()))
+
     def stop(self, *, failed: bool) -> None:
-        """Its session is over."""
         if self._substitutes is not None:
             self._substitutes.stop(failed=failed)

@@ -24,7 +24,7 @@ _ASKED_BY: dict[int, tuple[Kind, ...]] = {
 _ANSWERED = frozenset(kind for kinds in _ASKED_BY.values() for kind in kinds)
 _NUMBERS_KEPT = 4
 """As many announcements of the optimizer's numbers as servers look back."""
-_LATER = frozenset({Kind.BYE, Kind.STATE, Kind.FAILURE})
+_LATER = frozenset({Kind.STATE, Kind.FAILURE})
 """Of frames that nobody answers, those that a substitute has to know of if they were not taken."""
 
 
@@ -44,6 +44,9 @@ class ReplaceableStream:
         self._blobs: dict[int, SentFrame] = {}
         self._numbers: list[SentFrame] = []
         self._untaken: list[SentFrame] = []  # what was to be sent since the loss
+        self._goodbye: list[SentFrame] = []  # none, or one that every server is to have
+        self.closed = False
+        """By this side, for good."""
 
     # As a stream.
     def send(self, header: bytes, payload: memoryview) -> None:
@@ -68,6 +71,8 @@ class ReplaceableStream:
             del self._numbers[:-_NUMBERS_KEPT]
         elif told.kind == Kind.BLOB:
             self._blobs[told.slice] = frame
+        elif told.kind == Kind.BYE:
+            self._goodbye = [frame]
         elif self._lost and told.kind in _LATER:
             self._untaken.append(frame)
 
@@ -78,6 +83,7 @@ class ReplaceableStream:
         return self._stream.receive_into(view)
 
     def close(self) -> None:
+        self.closed = True
         self._stream.close()
 
     # What is answered.
@@ -96,6 +102,8 @@ class ReplaceableStream:
     def receive_from(self, stream: Stream) -> None:
         """The substitute's, to which others do not send yet; its receiver starts anew."""
         self._stream = stream
+        if self.closed:  # meanwhile
+            stream.close()
 
     def resume(self, first: Iterator[SentFrame], settled: Mapping[int, int]) -> int:
         """Send these frames first, then all that is lost; others follow.
@@ -122,7 +130,7 @@ class ReplaceableStream:
             for (asked, _), frame in kept.items():
                 if asked not in (Kind.VALUE, Kind.PUSH):
                     self._stream.send(*frame)
-            for frame in self._untaken:
+            for frame in [*self._untaken, *self._goodbye]:
                 self._stream.send(*frame)
             self._untaken.clear()
             self._lost = False

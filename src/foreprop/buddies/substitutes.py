@@ -10,20 +10,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from foreprop.config import LOGGER, Config
 from foreprop.core.frames import CONTROL_PRIORITY, Peers
+from foreprop.core.manifest import Manifest
+from foreprop.core.membership import Members
 from foreprop.core.takeover import Settled, Settlement, SliceTakenOver
 from foreprop.core.wire import Header, Kind
 from foreprop.errors import RemoteProtocolError
-from foreprop.link.connection import Connection, bounded
+from foreprop.link.connection import Connection, FrameOwner, bounded
 from foreprop.link.stream import listen
-from foreprop.path.executor import Executor, Machine
-from foreprop.path.joining import Composer
+from foreprop.path.executor import Executor, Host, Machine
+from foreprop.path.joining import Composer, Work
 from foreprop.path.server import Server
 
 if TYPE_CHECKING:
@@ -55,6 +57,11 @@ class Substitution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return dataclasses.replace(peers, absent=frozenset(range(peers.count)) - set(self.members))
 
 
+def substitute_id(session: str, server: int, lost: int) -> str:
+    """By which workers greet the substitute for a server that was on the lost node."""
+    return f"{session}-{server}-{lost}"
+
+
 _SUBSTITUTION = msgspec.json.Decoder(Substitution)
 _CLAIM = msgspec.json.Decoder(tuple[int, ...])
 _SETTLED = msgspec.json.Decoder(list[Settled])
@@ -81,7 +88,8 @@ def room_for_words(header: Header) -> memoryview:
 class Substitutes:
     """Owns the wish for a substitute, which only the worker on its node may have.
 
-    ``index``: this server's number; ``composer_of`` composes a substitute.
+    ``index``: this server's number, and its node's; ``session``: its id; ``composer_of`` composes a
+    substitute.
     """
 
     kinds = frozenset({Kind.TAKEOVER})
@@ -90,14 +98,19 @@ class Substitutes:
         self,
         executor: Executor,
         config: Config,
+        members: Members,
         index: int,
+        session: str,
         composer_of: Callable[[Substitution], Composer],
     ) -> None:
         self._executor = executor
         self._config = config
+        self._members = members
         self._index = index
+        self._session = session
         self._composer_of = composer_of
         self._servers: dict[int, Server] = {}
+        self._composers: list[_NotedComposer] = []
         self._threads: list[threading.Thread] = []
         self._stopped = False
 
@@ -111,20 +124,17 @@ class Substitutes:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         told = decode_substitution(payload)
         peers = self._executor.peers
-        if peer.number != told.node or told.server in self._servers:
-            raise RemoteProtocolError(
-                f"rank {peer.number} wants a substitute for server {told.server} on node"
-                f" {told.node}, out of turn"
-            )
-        if not set(told.members) <= set(range(peers.count)) or peer.number not in told.members:
-            raise RemoteProtocolError(f"a substitute for ranks {list(told.members)}")
+        self._check(peer, told)
+        if self._members.all_left:  # nobody needs one
+            return
         listener = listen(told.address, self._config.port_range)
         port = listener.getsockname()[1]
+        composer = _NotedComposer(self._composer_of(told))
         server = Server(
             index=told.server,
             session_id=told.session,
             config=self._config,
-            composer=self._composer_of(told),
+            composer=composer,
             world_size=peers.count,
             name=f"server {told.server} (substitute on node {told.node})",
             process=f"server {told.server}",
@@ -140,6 +150,7 @@ class Substitutes:
                 listener.close()
                 return
             self._servers[told.server] = server
+            self._composers.append(composer)
             thread.start()
             self._threads.append(thread)
         LOGGER.warning("server %d starts a substitute for server %d", self._index, told.server)
@@ -148,17 +159,77 @@ class Substitutes:
         for rank in told.members:
             self._executor.answer(rank, Kind.TAKEOVER, about, data)
 
+    def _check(self, peer: Connection, told: Substitution) -> None:
+        """Its id is in files' names, so no word of a peer's is taken for it."""
+        nodes = range(self._executor.peers.count)
+        if not peer.number == told.node == self._index or told.server in self._servers:
+            raise RemoteProtocolError(
+                f"rank {peer.number} wants a substitute for server {told.server} on node"
+                f" {told.node}, out of turn"
+            )
+        if not set(told.members) <= set(nodes) or peer.number not in told.members:
+            raise RemoteProtocolError(f"a substitute for ranks {list(told.members[:100])}")
+        if told.session not in {substitute_id(self._session, told.server, lost) for lost in nodes}:
+            raise RemoteProtocolError(f"a substitute with the id {told.session[:100]!r}")
+
     def stop(self, *, failed: bool) -> None:
         """The session is over here: its workers have left the substitutes, or are about to."""
         with self._executor.lock:
             self._stopped = True
         deadline = time.monotonic() + (0.0 if failed else _LEAVE_S)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for thread, composer in zip(self._threads, self._composers, strict=True):
+            if composer.has_composed:  # nobody needs one that all had not joined by now
+                thread.join(max(0.0, deadline - time.monotonic()))
         for server in self._servers.values():
             server.cancel()
         for thread in self._threads:
             thread.join()
+
+
+class _NotedComposer:
+    """Another one, and whether all have joined what it was to compose."""
+
+    def __init__(self, inner: Composer) -> None:
+        self.peers, self.why_not = inner.peers, inner.why_not
+        self.has_composed = False
+        self._inner = inner
+
+    def compose(
+        self, manifest: Manifest, host: Host, connections: Mapping[int, Connection]
+    ) -> Work:
+        self.has_composed = True
+        return self._inner.compose(manifest, host, connections)
+
+
+class DeferredStates:
+    """Owns optimizer state that workers send and ask for: what comes before the buddy's waits.
+
+    Of a slice's pushes that is so by itself (`core.takeover`).
+    """
+
+    kinds = frozenset({Kind.STATE, Kind.STATE_PULL})
+
+    def __init__(self, executor: Executor, inner: FrameOwner, slices: Sequence[int]) -> None:
+        self._lock = executor.lock
+        self._inner = inner
+        self._waiting: dict[int, list[tuple[Connection, Header, memoryview]]] = {
+            slice_: [] for slice_ in slices
+        }
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return self._inner.room(peer, header)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        with self._lock:
+            if header.slice in self._waiting:
+                self._waiting[header.slice].append((peer, header, payload))
+            else:
+                self._inner.on_frame(peer, header, payload)
+
+    def adopted(self, slice_: int) -> None:
+        """The buddy's is here. With the lock held."""
+        for waiting in self._waiting.pop(slice_, []):
+            self._inner.on_frame(*waiting)
 
 
 class Adoption:
@@ -173,7 +244,9 @@ class Adoption:
         store: SliceStore,
         slices: Sequence[int],
         told: Substitution,
+        states: DeferredStates,
     ) -> None:
+        self._states = states
         self._machine = machine
         self._executor = executor
         self._lock = executor.lock
@@ -212,7 +285,9 @@ class Adoption:
             self._on_claim(peer, payload)
         elif header.kind == Kind.STATE_TAKEN_OVER:
             with self._lock:
-                self._store.import_state(header.slice, payload)
+                if payload:
+                    self._store.import_state(header.slice, payload)
+                self._states.adopted(header.slice)
         else:
             self._on_values(peer, header)
 

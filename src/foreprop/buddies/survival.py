@@ -5,6 +5,9 @@ stays kept (`buddies.replaceable`). The worker on its buddy's node has its own s
 substitute, and that server tells all where it is. Each survivor connects, claims what it has, hears
 where each slice goes on, and sends what is lost. The machines of training know nothing of this: a
 reply comes a little later.
+
+A worker that has closed its session takes part until the servers end, for others may need what it
+has. A server that ends because all workers have left says so. One that says nothing is lost.
 """
 
 from __future__ import annotations
@@ -22,15 +25,23 @@ from foreprop.buddies.substitutes import (
     decode_settled,
     decode_substitution,
     room_for_words,
+    substitute_id,
 )
 from foreprop.config import LOGGER
 from foreprop.core.buddy import HeldStates, buddy_of
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.takeover import Settled
 from foreprop.core.wire import Header, Kind, encode_header
-from foreprop.errors import ForepropError, RemoteProtocolError, StepTimeout, failure_of
-from foreprop.link.connection import EMPTY, Connection, FrameOwner, bounded
+from foreprop.errors import (
+    ForepropError,
+    RemoteProtocolError,
+    StepTimeout,
+    TransportError,
+    failure_of,
+)
+from foreprop.link.connection import EMPTY, Connection, FrameOwner, bounded, nothing
 from foreprop.link.stream import Stream
+from foreprop.path.ending import GOODBYE_S
 from foreprop.path.tensors import state_limit_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +145,7 @@ class Survival:
     number at the start.
     """
 
-    kinds = frozenset({Kind.TAKEOVER, Kind.SETTLED, Kind.WELCOME})
+    kinds = frozenset({Kind.TAKEOVER, Kind.SETTLED, Kind.WELCOME, Kind.BYE})
 
     def __init__(
         self,
@@ -156,6 +167,8 @@ class Survival:
             self._streams.append(stream)
         self._node_of = list(range(len(self._streams)))  # by server
         self._losses: dict[int, Loss] = {}
+        self._gone, self._parted = set[int](), set[int]()  # nodes; servers that all have left
+        self._threads: list[threading.Thread] = []
         self._told: dict[int, Substitution] = {}  # by server, of losses
         self._takeovers: list[dict[str, Any]] = []
         self._own: dict[int, list[int]] = {server: [] for server in self._node_of}
@@ -175,11 +188,12 @@ class Survival:
         with self._lock:
             node = self._node_of[server]
             others = [loss for loss in self._losses.values() if loss.node != node]
-            if node == engine.rank or server in self._losses or others or engine.progress.failed:
-                return False  # this node is going itself, or a second one
+            if node == engine.rank or server in self._losses or others or self._is_over(server):
+                return False  # this node is going itself, or a second one, or all end
             self._streams[server].lose()
             loss = self._losses[server] = Loss(server, node)
-            members = tuple(rank for rank in self._members_now() if rank != node)
+            self._gone.add(node)  # nobody need have dropped its worker: it may have left before
+            members = tuple(rank for rank in self._members_now() if rank not in self._gone)
             successor = buddy_of(node, members)
         if successor == engine.rank:
             self._ask_for(
@@ -187,7 +201,7 @@ class Survival:
                     server,
                     successor,
                     members,
-                    f"{engine.manifest.session}-{server}-{node}",
+                    substitute_id(engine.manifest.session, server, node),
                     self._address,
                     0,
                 )
@@ -198,6 +212,11 @@ class Survival:
         )
         self._join_if_told(loss)
         return True
+
+    def _is_over(self, server: int) -> bool:
+        """Whether it ends with the session, or this worker's part of that does."""
+        ended = server in self._parted or self._streams[server].closed
+        return ended or self._ending.failed.is_set() or self._engine.progress.failed
 
     def _ask_for(self, wish: Substitution) -> None:
         """Have this node's server start a substitute."""
@@ -212,17 +231,22 @@ class Survival:
                 return
             loss.joining = True
         name = f"foreprop-takeover-{loss.server}"
-        threading.Thread(target=self._go_on, args=(loss, told), name=name, daemon=True).start()
+        thread = threading.Thread(target=self._go_on, args=(loss, told), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     # Frames.
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind == Kind.WELCOME:
             return self._welcomes.room(peer, header)
-        return room_for_words(header)
+        return nothing(header) if header.kind == Kind.BYE else room_for_words(header)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.TAKEOVER:
             self._on_substitution(peer, decode_substitution(payload))
+            return
+        if header.kind == Kind.BYE:
+            self._parted.add(peer.number)
             return
         loss = self._losses.get(peer.number)
         if header.kind == Kind.WELCOME and loss is None:
@@ -274,8 +298,8 @@ class Survival:
             name=f"foreprop-receive-{server}",
             daemon=True,
         )
-        self._ending.threads[server] = receiver
         receiver.start()
+        self._ending.threads[server] = receiver
         self._await(loss.welcomed, loss, "all survivors to join it")
         slices = self._own[server]
         claim = msgspec.json.encode([self._replies.steps[number] for number in slices])
@@ -296,6 +320,8 @@ class Survival:
         deadline = time.monotonic() + self._timeout_s
         while not event.wait(_LOOK_S):
             self._engine.progress.raise_if_failed()
+            if self._streams[loss.server].closed:
+                raise TransportError(f"rank {self._engine.rank} has left the session")
             if time.monotonic() > deadline:
                 raise StepTimeout(
                     f"rank {self._engine.rank} waited {self._timeout_s:g} s (step_timeout_s) at the"
@@ -308,10 +334,9 @@ class Survival:
         for number in self._own[loss.server] if told.node == engine.rank else ():
             with self._lock:
                 found = self.held.states.newest(number, loss.settled[number].step)
-            step, data = found or (0, EMPTY)
+            step, data = found or (0, EMPTY)  # nothing is word of it, too
             behind.append(loss.settled[number].step - step)
-            if found is not None:
-                yield self._frame(Kind.STATE_TAKEN_OVER, step, number, CONTROL_PRIORITY, data)
+            yield self._frame(Kind.STATE_TAKEN_OVER, step, number, CONTROL_PRIORITY, data)
         for number in self._own[loss.server]:
             settled = loss.settled[number]
             if settled.giver == engine.rank:
@@ -345,8 +370,20 @@ class Survival:
             f"; optimizer state is up to {max(behind)} steps older" if any(behind) else "",
         )
 
-    def await_takeovers(self) -> None:
-        """Before this rank closes, for at most ``step_timeout_s``: others may need what it has."""
+    def close(self, *, failure: BaseException | None) -> None:
+        """In the engine's place: see `path.ending`."""
+        if failure is not None or self._engine.progress.failed:
+            self._ending.outlives = lambda _: False  # the others go on without this worker
+        else:
+            self._await_takeovers()
+        try:
+            self._engine.close(failure=failure)
+        finally:
+            for thread in self._threads:
+                thread.join(GOODBYE_S)
+
+    def _await_takeovers(self) -> None:
+        """For at most ``step_timeout_s``: until then this rank may still be owed something."""
         deadline = time.monotonic() + self._timeout_s
         while self._losses and not self._engine.progress.failed and time.monotonic() < deadline:
             time.sleep(_LOOK_S)

@@ -49,7 +49,7 @@ class Group:
         self.size = world.size
         self.address = local_address(world.host, config.interface)
         if world.size > world.local_size:
-            check_reachable(self.address, world.host)
+            check_reachable(self.address, world.host, config.interface)
             if world.rank == 0 and not is_loopback(world.host):
                 report_open_collectives()
         self._world = world

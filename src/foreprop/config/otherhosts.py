@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections.abc import Sequence
@@ -24,11 +25,28 @@ JOIN = "FOREPROP_JOIN"
 SERVERS_FILE = "FOREPROP_SERVERS_FILE"
 """Set by ``foreprop run`` for elastic workers: where they write where servers are, one a line."""
 STEPS_FILE = "FOREPROP_STEPS_FILE"
-"""Set by ``foreprop run`` for its workers: where they say how far they have come."""
+"""Set by ``foreprop run`` for its workers: where they say how far they have come, and whom they
+have lost. It is in the memory of the host's agent; anywhere else there is nobody to be told."""
 
 
-def steps_file() -> str | None:
-    return os.environ.get(STEPS_FILE)
+def tell_agent(line: bytes) -> None:
+    """Up to 100 bytes without a line end, which are written whole."""
+    path = os.environ.get(STEPS_FILE)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # the agent has gone, and so will this process
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, line + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def report_lost(rank: int, peer: str) -> None:
+    """That this worker's session has ended for another process's sake, which others may name."""
+    name = " ".join(peer.split())[:60]
+    if name and name != f"rank {rank}":
+        tell_agent(b"%d lost %s" % (rank, name.encode("ascii", "backslashreplace")[:80]))
 
 
 def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Kind(IntEnum):
     STATUS_PULL = 16  # W: what does this slice wait for?
     STATUS_REPLY = 17  # S
     FAILURE = 18  # both: the session has failed; why
-    BYE = 19  # W: nothing more will come
+    BYE = 19  # W: nothing more will come; S with buddies: all workers have said so
     ROWS_VALUE = 20  # W (rank 0): values of some of a shard's rows; `slice` is the shard's number
     ROWS_PUSH = 21  # W: gradients of some of a shard's rows
     ROWS_PULL = 22  # W: send me these rows as they are after `step`; `slice` is the request's
@@ -68,7 +68,7 @@ class Kind(IntEnum):
     CLAIM = 35  # W: the steps of the slices' values that it has
     SETTLED = 36  # S: by slice the step that it goes on from, and who is to send the values
     TAKEN_OVER = 37  # W: a slice's values after `step`, from who is to send them
-    STATE_TAKEN_OVER = 38  # W (the buddy): its optimizer state after `step`
+    STATE_TAKEN_OVER = 38  # W (the buddy): its optimizer state after `step`; empty: it has none
 
 
 class Flag(IntEnum):

@@ -42,7 +42,7 @@ def find_address(rendezvous: str, config: Config) -> tuple[str | None, str | Non
     address = None
     try:
         address = local_address(rendezvous, config.interface)
-        check_reachable(address, rendezvous)
+        check_reachable(address, rendezvous, config.interface)
     except ForepropError as error:
         return address, str(error)
     return address, None

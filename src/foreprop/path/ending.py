@@ -65,7 +65,7 @@ class Ending:
         self._closing = False
         self._unparted: StepTimeout | None = None
         """What kept the others from leaving, too."""
-        self._failed = threading.Event()
+        self.failed = threading.Event()
         self._goodbyes: list[threading.Thread] = []
         self.threads = [
             threading.Thread(
@@ -97,7 +97,7 @@ class Ending:
 
     def on_lost(self, peer: Connection, why: str) -> None:
         """A server has gone; if it went with its worker, the other servers name that."""
-        if self._closing or self.outlives(peer) or self._failed.wait(_CAUSE_S):
+        if self.outlives(peer) or self._closing or self.failed.wait(_CAUSE_S):
             return
         why = why or f"its connection to rank {self._rank} closed"
         awaited = self._progress.awaited
@@ -119,14 +119,14 @@ class Ending:
             self._unparted = error
         if not self._closing:
             self._progress.keep(error)
-        self._failed.set()
+        self.failed.set()
         self.finished.set()
         self._progress.notify()
 
     def broke(self, error: BaseException) -> None:
         if isinstance(error, ForepropError):
             # a broken connection is told better by its receiving end, which may know the cause
-            if not isinstance(error, TransportError) or not self._failed.wait(2 * _CAUSE_S):
+            if not isinstance(error, TransportError) or not self.failed.wait(2 * _CAUSE_S):
                 self.fail(error)
         else:
             wrapped = InternalError(f"rank {self._rank}: {error!r}")
@@ -186,8 +186,8 @@ class Ending:
 
     def _join_receivers(self, deadline: float) -> list[int]:
         """The servers whose connections are still there."""
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for server in 2 * [*range(len(self.threads))]:  # a substitute's may have followed
+            self.threads[server].join(max(0.0, deadline - time.monotonic()))
         return [server for server, thread in enumerate(self.threads) if thread.is_alive()]
 
     def abort(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from foreprop.config import LOGGER, Config
 from foreprop.core.frames import CompleteParameter, Stage
-from foreprop.errors import ForepropError, StepTimeout
+from foreprop.errors import ForepropError, PeerLost, StepTimeout
 
 if TYPE_CHECKING:
     from foreprop.observe.trace import TraceRecorder
@@ -64,6 +64,10 @@ class Progress:
         """To be raised in whoever waits; the first one stays."""
         if self.error is None:
             self.error = error
+            if isinstance(error, PeerLost):
+                from foreprop.config.otherhosts import report_lost
+
+                report_lost(self._rank, error.peer)
         for progress in (self, *self.beside):
             progress.failed = True
 

@@ -15,6 +15,7 @@ import selectors
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -87,8 +88,8 @@ class WorkerWatch:
         """That a worker has failed; once."""
         if rank not in self._reported:
             self._reported.add(rank)
-            step = last_step(self._steps, rank)
-            self._write(encode_news(WorkerFailed(rank=rank, code=code, step=step)))
+            step, lost = last_step(self._steps, rank), lost_by(self._steps, rank)
+            self._write(encode_news(WorkerFailed(rank=rank, code=code, step=step, lost=lost)))
 
     def finish(self) -> None:
         """Pass on what is left; call when the workers have ended."""
@@ -129,14 +130,29 @@ class WorkerWatch:
 
 def last_step(descriptor: int | None, rank: int) -> int | None:
     """The last one that a rank has told: lines of a rank and a step, to which ranks append."""
+    for words in _words_of(descriptor, rank):
+        if len(words) == 1 and words[0].isdigit():
+            return int(words[0])
+    return None
+
+
+def lost_by(descriptor: int | None, rank: int) -> str:
+    """The peer whose loss has ended a rank, as that says in a line of its own; or nothing."""
+    for words in _words_of(descriptor, rank):
+        if words[0] == b"lost" and len(words) > 1:
+            return b" ".join(words[1:]).decode(errors="replace")
+    return ""
+
+
+def _words_of(descriptor: int | None, rank: int) -> Iterator[list[bytes]]:
+    """A rank's lines without its number, the last one first."""
     if descriptor is None:
-        return None
+        return
     data = os.pread(descriptor, _STEPS_BYTES, max(0, os.fstat(descriptor).st_size - _STEPS_BYTES))
     for line in reversed(data.splitlines()):
-        words = line.split()
-        if len(words) == 2 and words[0] == b"%d" % rank and words[1].isdigit():
-            return int(words[1])
-    return None
+        first, *words = line.split() or [b""]
+        if first == b"%d" % rank and words:
+            yield words
 
 
 def _exit_code(pidfd: int) -> int | None:

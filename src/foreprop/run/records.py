@@ -81,6 +81,8 @@ class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     code: int
     step: int | None = None
     """As far as it had come, if it has said so (`foreprop.checkpoint` does)."""
+    lost: str = ""
+    """Whom it had lost, if it ended for that: another one has failed before."""
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True, tag="serving"):

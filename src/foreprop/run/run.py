@@ -24,6 +24,8 @@ _ANSWER_S = 60.0
 _MARGIN_S = 10.0
 """After the grace, for a host to end by itself and for the news of it to arrive."""
 _KILL_S = 3.0
+_CAUSE_S = 3.0
+"""For a worker that has failed first, to end after those that have lost it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOT_FOUND, _SSH_FAILED = 127, 255
 
@@ -89,6 +91,10 @@ class Launcher:
         self._printer = Printer(out, err, self._events)
         self._hosts: list[HostProcess] = []
         self._outcome: Outcome | None = None
+        self._consequence: tuple[Outcome, float] | None = None
+        """Of a worker that has lost another one, and until when that is waited for."""
+        self._followers: set[int] = set()
+        """The hosts of such workers."""
         self._interrupted = False
         self._started = False
         self._deadline = time.monotonic() + _ANSWER_S
@@ -107,7 +113,8 @@ class Launcher:
                     if host.code is None:
                         host.process.kill()
                     host.process.close()
-        outcome = self._outcome or Outcome(0)
+        consequence, _ = self._consequence or (None, 0.0)
+        outcome = self._outcome or consequence or Outcome(0)
         return replace(outcome, interrupted=self._interrupted, started=self._started)
 
     def _start(self) -> None:
@@ -125,6 +132,8 @@ class Launcher:
 
     def _patience_s(self) -> float:
         if self._started and self._outcome is None:
+            if self._consequence is not None:
+                return 0.1
             due_s = None if self._rejoins is None else self._rejoins.next_due_s()
             if due_s is None:
                 return records.BEAT_S
@@ -135,6 +144,8 @@ class Launcher:
         for host in self._running():
             host.process.send(records.ALIVE)
         self._try_hosts_again()
+        if self._consequence is not None and time.monotonic() >= self._consequence[1]:
+            self._finish(self._consequence[0])
         if time.monotonic() < self._deadline:
             return
         if self._outcome is not None and time.monotonic() < self._deadline + _KILL_S:
@@ -154,9 +165,9 @@ class Launcher:
             self._miss_again(host)
         elif code and not self._started:
             self._miss([host], self._why_ended(host))
-        elif code:
+        elif code and host.index not in self._followers:
             self._lose(host, Outcome(1, self._why_ended(host)))
-        elif self._started:
+        elif not code and self._started:
             self._over = True
         if host in self._lost:
             self._leave(host)
@@ -183,7 +194,10 @@ class Launcher:
             code = news.code if news.code > 0 else 128 - news.code
             text = f"rank {news.rank} on {host.name} {_ending(news.code)}"
             error = WorkerError(news.code, news.step) if news.code > 0 else None
-            self._lose(host, Outcome(code, text, worker_error=error))
+            if news.lost and not self._plan.elastic:
+                self._follow(host, Outcome(code, f"{text}, for it had lost {news.lost}"))
+            else:
+                self._lose(host, Outcome(code, text, worker_error=error))
 
     def _lose(self, host: HostProcess, outcome: Outcome) -> None:
         """A host's workers have failed: that ends all, or else is told, if others may go on."""
@@ -204,6 +218,12 @@ class Launcher:
                 self._say(f"{outcome.failure}; goes on with {left} of {self._of()}{more}")
             else:  # the first failure counts
                 self._finish(next(iter(self._lost.values())))
+
+    def _follow(self, host: HostProcess, outcome: Outcome) -> None:
+        """Another worker has failed before this one, and may take longer to end."""
+        self._followers.add(host.index)
+        if self._consequence is None:
+            self._consequence = outcome, time.monotonic() + _CAUSE_S
 
     def _left(self) -> int:
         """Hosts whose workers run, or have come to the end."""

@@ -82,8 +82,8 @@ class ServerWork:
     def close(self, failure: Failure | None) -> None:
         if self.counting is not None:
             self.counting.close()
-        if self.recovery is not None and failure is not None:
-            self.recovery.stop(failed=True)
+        if self.recovery is not None:
+            self.recovery.close(failed=failure is not None)
 
     def stop(self) -> None:
         self.executor.stop()
@@ -142,6 +142,7 @@ class _Composition:
         substitution: Substitution | None,
     ) -> None:
         self._manifest = manifest
+        self._connections = connections
         self._store_class = store_class
         self._config = config
         self._substitution = substitution
@@ -255,7 +256,8 @@ class _Composition:
         every = self._manifest.knobs.buddy_steps or 0
         every = every if keeps_state(self._manifest.optimizer) else 0
         own = [piece.number for piece in slices if piece.server == index]
-        return Recovery(counting, own, index, self._substitution, every=every)
+        about = (counting, own, index, self._substitution, self._connections)
+        return Recovery(*about, every=every, session=self._manifest.session)
 
     def _make_codecs(self, images: ImageStore) -> ReplyCodecs:
         from foreprop.compression.replycodecs import ReplyCodecs

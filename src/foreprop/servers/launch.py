@@ -64,7 +64,7 @@ class Connections:
         if world.size > world.local_size:
             from foreprop.link.announced import check_reachable
 
-            check_reachable(self.address, world.host)
+            check_reachable(self.address, world.host, config.interface)
         self.links: NodeLinks | None = None
         self.session_id = ""
 

@@ -185,9 +185,7 @@ class ServedBackend:
         """Any thread. Also ends the processes that this rank has started."""
         failed = failure is not None or self.engine.progress.error is not None
         try:
-            if self.survival is not None and not failed:
-                self.survival.await_takeovers()
-            self.engine.close(failure=failure)
+            (self.engine if self.survival is None else self.survival).close(failure=failure)
         except BaseException:
             failed = True
             raise

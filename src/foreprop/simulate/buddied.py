@@ -1,43 +1,24 @@
-"""Servers with buddies in a simulation: their machine, and what its instructions take."""
+"""Servers with buddies in a simulation: their machine, and what snapshots take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from foreprop.core.buddy import BuddiedServer, KeepState, SnapshotHeld, StateKept
-from foreprop.core.collect import UpdateSlice
-from foreprop.core.counting_server import CountingServer
+from foreprop.core.buddy import BuddiedServer, SnapshotHeld
 from foreprop.core.frames import CONTROL_PRIORITY, NO_TOKEN, MessageReady, SendFrame
-from foreprop.core.membership import AnswerSlice, Members, UpdateCounted
 from foreprop.core.wire import HEADER_BYTES, Kind
-from foreprop.errors import ConfigError, InternalError
+from foreprop.simulate.counted import counting_machine
 
 if TYPE_CHECKING:
     from foreprop.simulate.served import Agreement
 
-SNAPSHOTS = frozenset({Kind.SNAPSHOT, Kind.SNAPSHOT_HELD})
-
 
 def buddied_machine(agreement: Agreement, index: int) -> BuddiedServer:
     """Of a server beside a worker. Raises `ConfigError` where a node stands for several."""
-    if any(members > 1 for members in agreement.members):
-        raise ConfigError(
-            f"buddy_steps is {agreement.buddy_steps}, but a node stands for several: ask for"
-            " symmetric=False (--every-node)"
-        )
-    workers = len(agreement.members)
-    machine = CountingServer(
-        agreement.slices,
-        index=index,
-        members=Members(workers),
-        order=agreement.order,
-        names=[f"parameter {number}" for number in range(agreement.parameters)],
-        turns=agreement.turns(index, workers),
-    )
+    machine, members = counting_machine(agreement, index), range(len(agreement.members))
     own = [piece.number for piece in agreement.slices if piece.server == index]
     every = agreement.buddy_steps
-    return BuddiedServer(machine, own, node=index, members=range(workers), every=every)
+    return BuddiedServer(machine, own, node=index, members=members, every=every)
 
 
 def snapshot_bytes(agreement: Agreement, frame: SendFrame) -> int:
@@ -55,19 +36,3 @@ def held(server: int, frame: SendFrame) -> MessageReady:
 
 def holds(rank: int, frame: SendFrame) -> SnapshotHeld:
     return SnapshotHeld(rank, frame.slice, frame.step)
-
-
-def do(
-    instruction: Any, handle: Callable[[Any], None], update: Callable[[UpdateSlice], None]
-) -> None:
-    """Carry out what only such servers say; a copy of a slice's state takes no time."""
-    if isinstance(instruction, UpdateCounted):
-        update(instruction.update)
-    elif isinstance(instruction, AnswerSlice):
-        slice_, step, priority, ranks, flags = instruction
-        for rank in ranks:
-            handle(MessageReady(rank, Kind.REPLY, step, priority, slice_, NO_TOKEN, flags))
-    elif isinstance(instruction, KeepState):
-        handle(StateKept(*instruction))
-    else:
-        raise InternalError(f"a simulated server cannot do {instruction!r}")

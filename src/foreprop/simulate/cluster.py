@@ -29,6 +29,8 @@ class SimulatedSteps:
     """By crowd, what one of its nodes has sent in all steps, with headers."""
     samples: list[Sample] = field(default_factory=list)
     """Of node 0, every 10 ms, if the setting has ``sample_network``."""
+    backup_workers: int = 0
+    """How many workers no step has waited for."""
 
     def mean_step_s(self, uncounted: int) -> float:
         """Of all ranks' steps but the first ones."""

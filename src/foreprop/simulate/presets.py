@@ -76,7 +76,8 @@ def train_served(
     if not cluster.is_symmetric:
         for here, there in ends:
             join(here, there, connect_nodes(cluster, here, there, kernels))
-        return cluster.train(setting, synchronised(workers), steps=steps)
+        trained = cluster.train(setting, synchronised(workers), steps=steps)
+        return replace(trained, backup_workers=agreement.backup_workers)
     links = Links(cluster.link, cluster.nodes), Links(cluster.link, cluster.nodes)
     for here, there in ends:
         join(here, there, connect_crowd(cluster, links, here, there, kernels))
@@ -132,6 +133,11 @@ def simulated_config(name: str, setting: SimulatedSetting, **changes: Any) -> Co
             " its one consumer sends to next is another one on each; ask for symmetric=False"
             " (--every-node)"
         )
+    if config.backup_workers and setting.rows:
+        raise ConfigError(
+            f"backup_workers is {config.backup_workers} with {name}, and rows is True: servers of"
+            " rows wait for every worker; leave one of them out"
+        )
     return config
 
 
@@ -141,7 +147,7 @@ def bytes_per_elem(config: Config) -> int:
 
 
 def is_relayed(config: Config, setting: SimulatedSetting) -> bool:
-    sums = config.local_aggregation != "off" and not config.staleness
+    sums = config.local_aggregation != "off" and not (config.staleness or config.counts_some)
     return setting.workers_per_node > 1 and sums
 
 
@@ -184,6 +190,7 @@ def agree(config: Config, setting: SimulatedSetting) -> Agreement:
         needs_norm=config.aggregation.needs_norm,
         staleness=setting.staleness,
         buddy_steps=config.state_kept_every or 0,
+        backup_workers=config.backup_workers,
         tables=tables,
     )
 

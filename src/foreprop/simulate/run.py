@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from msgspec import UNSET
@@ -164,6 +165,13 @@ def simulate_system(
     return simulate_preset(name, setting, cluster, steps=steps, **changes)
 
 
+def counted_step_s(simulated: SimulatedSteps) -> list[float]:
+    """Of a session with backup workers: from the (N - b)-th worker's end of a step to the next."""
+    ends_s = zip(*map(accumulate, simulated.step_s), strict=True)
+    at_s = [0.0, *(sorted(each)[-1 - simulated.backup_workers] for each in ends_s)]
+    return [after_s - before_s for before_s, after_s in pairwise(at_s)]
+
+
 def _record(
     name: str,
     setting: SimulatedSetting,
@@ -177,6 +185,8 @@ def _record(
     # of workers apart, what a step of all takes at the rate of all together
     mean = statistics.harmonic_mean if setting.staleness else statistics.fmean
     step_s = [mean(each, weights=members) for each in zip(*simulated.step_s, strict=True)]
+    if simulated.backup_workers:
+        step_s = counted_step_s(simulated)
     waited_s = [
         statistics.fmean(each, weights=members) for each in zip(*simulated.waited_s, strict=True)
     ]

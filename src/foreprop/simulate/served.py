@@ -38,6 +38,7 @@ from foreprop.core.wire import HEADER_BYTES, Flag, Kind
 from foreprop.core.worker_machine import WorkerMachine
 from foreprop.simulate import buddied
 from foreprop.simulate.connection import Clock, Connection, Loopback
+from foreprop.simulate.counted import CountedUpdates, LateAnswers, counting_machine
 from foreprop.simulate.device import no_device
 from foreprop.simulate.processor import Processor
 from foreprop.workload.hosts import Hosts
@@ -45,6 +46,7 @@ from foreprop.workload.hosts import Hosts
 if TYPE_CHECKING:
     from foreprop.core.buddy import BuddiedServer
     from foreprop.core.codecfacts import Coded
+    from foreprop.core.counting_server import CountingServer
     from foreprop.simulate.coder import Coder
     from foreprop.simulate.rowtables import Tables
 
@@ -79,6 +81,8 @@ class Agreement:
     """How often servers send their optimizer's state to a buddy (`core.buddy`); 0: never."""
     state_bytes_per_elem: int = 4
     """Of that state: momentum's."""
+    backup_workers: int = 0
+    """How many workers a slice is closed without (`core.counting_server`)."""
     coded: Sequence[Coded] | None = None
     """By slice, what its codec makes of it; None: no codec, elements as they are."""
     tables: Tables | None = None
@@ -234,6 +238,7 @@ class ServedWorker:
             window=agreement.window(),
             turns=agreement.turns(rank, agreement.servers),
         )
+        self._late = LateAnswers() if agreement.backup_workers else None
         self._owners = {piece.server for piece in agreement.slices}
         self._norms = NormCombiner(self._owners)
 
@@ -252,7 +257,8 @@ class ServedWorker:
             self._handle(PullsDue())
 
     def gradient_ready(self, parameter: int, step: int) -> None:
-        self._handle(GradientReady(parameter, step))
+        flags = 0 if self._late is None else self._late.flags_of(step)
+        self._handle(GradientReady(parameter, step, flags))
 
     def end_step(self, step: int) -> bool:
         """Nobody has to be asked."""
@@ -271,6 +277,8 @@ class ServedWorker:
         if frame.kind == Kind.SNAPSHOT:
             self._handle(buddied.held(server, frame))
             return
+        if self._late is not None:
+            self._late.note(frame)
         event: Any = ReplyArrived(frame.slice, frame.step, server)
         if frame.kind == Kind.NOTIFY:
             event = NotifyArrived(frame.slice, frame.step, server, frame.flags)
@@ -304,6 +312,7 @@ class Server:
         self._index = index
         self._workers = agreement.workers
         self._machine = _server_machine(agreement, index)
+        self._counted = CountedUpdates(self._handle, self._update)
 
     # For the connections.
     def receive(self, message: Message) -> None:
@@ -334,16 +343,20 @@ class Server:
                 told = (Kind.NORM_PART, instruction.step, CONTROL_PRIORITY, 0, NO_TOKEN)
                 self._handle(MessageReady(0, *told))
             else:
-                buddied.do(instruction, self._handle, self._update)
+                self._counted.do(instruction)
 
     def _update(self, update: UpdateSlice) -> None:
         pushes = self._pushes_in(update)
         takes_s = self._hosts.updating_s(self._elems(update.slice), pushes)
-        self._clock.at(self._clock.now_s + takes_s, self._handle, SliceUpdated())
+        self._clock.at(self._clock.now_s + takes_s, self._slice_updated, update)
+
+    def _slice_updated(self, update: UpdateSlice) -> None:
+        self._counted.done[update.slice] = update.step
+        self._handle(SliceUpdated())
 
     def _pushes_in(self, update: UpdateSlice) -> int:
         """That it has to sum: none, if that was done before."""
-        if self._agreement.staleness:
+        if self._agreement.staleness or self._agreement.backup_workers:
             return len(update.ranks)
         return 0 if self._agreement.needs_norm else self._workers
 
@@ -353,9 +366,11 @@ class Server:
 
 def _server_machine(
     agreement: Agreement, index: int
-) -> ServerMachine | StaleServer | BuddiedServer:
+) -> ServerMachine | StaleServer | BuddiedServer | CountingServer:
     if agreement.buddy_steps:
         return buddied.buddied_machine(agreement, index)
+    if agreement.backup_workers:
+        return counting_machine(agreement, index)
     workers = len(agreement.members)
     names = [f"parameter {number}" for number in range(agreement.parameters)]
     turns = agreement.turns(index, workers)
