@@ -18,7 +18,8 @@ from foreprop.cluster.world import World
 from foreprop.core.dealing import CERTAIN_STEPS, MemberChange
 from foreprop.errors import PeerLost
 from tests.cluster import run_cluster
-from tests.conformance.counting_runs import ELASTIC, Died, dedicated, die, lose_node, make_step
+from tests.conformance.counting_runs import ELASTIC, Died, dedicated, die, make_step
+from tests.conformance.node_losses import lose_node
 from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
 from tests.dealtloop import Loop, left_within, run
