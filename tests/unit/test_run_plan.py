@@ -243,9 +243,13 @@ def test_nodes_that_cannot_be(arguments: tuple[str, ...], message: str, tmp_path
     assert result.stderr.startswith(f"foreprop: {message}")
 
 
-def test_nodes_that_can_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "hosts"), [("1", 1), ("1:1", 1), ("1:2", 2), ("2", 2)])
+def test_a_dry_run_has_the_hosts_with_which_it_begins(
+    nodes: str, hosts: int, tmp_path: Path
+) -> None:
     file = tmp_path / "hosts"
     file.write_text("198.51.100.1\n198.51.100.2\n")
-    for nodes in ("1:2", "2"):
-        arguments = ("--resources", str(file), "--elastic", "--nodes", nodes)
-        assert invoke(*arguments, "--dry-run", "train.py").exit_code == 0
+    arguments = ("--resources", str(file), "--elastic", "--nodes", nodes)
+    shown = invoke(*arguments, "--dry-run", "train.py").output
+    assert shown.count("(over ssh)") == hosts
+    assert shown.count(f"--nnodes {hosts} ") == hosts

@@ -20,7 +20,7 @@ from foreprop.errors import ConfigError
 from foreprop.run.plan import DEFAULT_PORT, Plan, check_reachable, hosts_here
 from foreprop.run.rejoins import NodeRange, parse_nodes
 from foreprop.run.resources import Host, read_resources
-from foreprop.run.restarts import Restarts
+from foreprop.run.restarts import Restarts, without_hosts
 from foreprop.run.run import Outcome
 from foreprop.workload.setting import option
 
@@ -177,7 +177,7 @@ def run(
     plan = replace(plan, elastic=elastic)
     range_of_nodes = _checked_nodes(nodes, plan, min_hosts)
     if dry_run:
-        _print_plan(plan, as_json=as_json)
+        _print_plan(_first_hosts(plan, range_of_nodes), as_json=as_json)
         return
     check_script(plan)
     _end_as(_tries(plan, max_restarts, min_hosts, range_of_nodes).run())
@@ -208,6 +208,11 @@ def _checked_nodes(nodes: str | None, plan: Plan, min_hosts: int | None) -> Node
             " out --min-hosts"
         )
     return found
+
+
+def _first_hosts(plan: Plan, range_of_nodes: NodeRange | None) -> Plan:
+    """Those with which it begins if all answer."""
+    return plan if range_of_nodes is None else without_hosts(plan, {}, range_of_nodes.most)
 
 
 def _end_as(outcome: Outcome) -> None:
