@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foreprop.core.dealing import DealtEpoch, MemberChange
+from foreprop.core.dealing import DealtEpoch, MemberChange, PassProgress
 
 
 @dataclass(kw_only=True)
@@ -22,6 +22,8 @@ class Loop:
     changes: Sequence[MemberChange] = ()
     told: dict[tuple[int, MemberChange], int] = field(default_factory=dict)
     """By rank: so many steps it has done when it hears of a change, if that is early."""
+    joined: tuple[int, int] | None = None
+    """A rank that joins, and the first step that it takes part in."""
 
     def known(self, rank: int, done: int) -> list[MemberChange]:
         """By luck, or certainly."""
@@ -46,8 +48,8 @@ class Reader:
         """The step of each batch, and its items."""
         self.begun: list[list[int]] = []
         """Drawn, and not read."""
-        self.ended = False
-        """The sampler has been asked in vain, and is not asked again."""
+        self.progress: PassProgress | None = None
+        """When somebody joins."""
 
     def known(self) -> list[MemberChange]:
         return self.loop.known(self.rank, self.done)
@@ -57,11 +59,8 @@ class Reader:
             self._draw()
 
     def _draw(self) -> None:
-        if self.ended:
-            return
         if items := self.epoch.draw(self.order, self.done, self.known()):
             self.begun.append(items)
-        self.ended = len(items) < self.loop.rounds
 
     def next(self) -> list[int]:
         """The next batch, of an epoch that goes on while something is owed; or none."""
@@ -70,19 +69,25 @@ class Reader:
         if not self.begun:
             if not self.epoch.goes_on(self.done, self.known()):
                 return []
-            self.ended = False
             self.prime()
             self._draw()
         return self.begun.pop(0)
 
     def run(self) -> Reader:
         self.prime()
-        while items := self.next():
+        return self.go_on()
+
+    def go_on(self) -> Reader:
+        while True:
+            joined = self.loop.joined
+            if self.progress is None and joined and self.done + 1 == joined[1]:
+                self.progress = self.epoch.progress()
+            if not (items := self.next()):
+                return self
             self.epoch.given += 1
             self.read.append((self.done + 1, items))
             if len(self.read) % self.loop.batches_per_step == 0:
                 self.done += 1
-        return self
 
     def until(self, step: int) -> list[int]:
         return [item for at, items in self.read for item in items if at <= step]
@@ -92,8 +97,20 @@ def run(loop: Loop) -> dict[int, Reader]:
     return {rank: Reader(loop, rank).run() for rank in range(loop.workers)}
 
 
+def join(loop: Loop, member: Reader) -> Reader | None:
+    """Who joins, with what a member knows at that time; None if the pass has ended before."""
+    if loop.joined is None or member.progress is None:
+        return None
+    rank, step = loop.joined
+    reader = Reader(loop, rank)
+    reader.done = step - 1
+    reader.epoch = DealtEpoch(loop.workers, (), 0, rank=rank, rounds=loop.rounds)
+    reader.epoch.join(member.progress, reader.order)
+    return reader.run()
+
+
 def left_within(loop: Loop) -> dict[int, int]:
-    return {each.rank: each.step for each in loop.changes}
+    return {each.rank: each.step for each in loop.changes if not each.joins}
 
 
 def all_read(loop: Loop, readers: dict[int, Reader]) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foreprop.core.dealing import CERTAIN_STEPS, Deal, MemberChange
 from tests.conformance.shares import torchs_share
-from tests.dealtloop import Loop, Reader, all_read, left_within, run
+from tests.dealtloop import Loop, Reader, all_read, join, left_within, run
 
 
 @st.composite
@@ -82,7 +82,7 @@ def test_a_death_by_hand() -> None:
     assert readers[0].read == [*before, (5, [13, 19]), (6, [24, 26]), (7, [28])]
     assert readers[2].read[4:] == [(5, [16, 22]), (6, [25, 27]), (7, [29])]
     assert readers[1].until(2) == [1, 4, 7, 10]
-    assert readers[0].epoch.deals == [Deal(0, (0, 1, 2)), Deal(4, (0, 2), ((1, 2),), 4)]
+    assert readers[0].epoch.deals == [Deal(0, (0, 1, 2)), Deal(4, (0, 2), ((1, 2),), items=4)]
 
 
 def test_an_epoch_that_has_been_drawn_goes_on() -> None:
@@ -133,4 +133,55 @@ def test_a_session_that_begins_in_a_pass_counts_from_one() -> None:
     reader.epoch.begin_anew()
     reader.loop.changes, reader.done = [MemberChange(2, 1)], 3
     reader.next()
-    assert reader.epoch.deals[-1] == Deal(2, (0, 1), ((2, 2),), 0)
+    assert reader.epoch.deals[-1] == Deal(2, (0, 1), ((2, 2),))
+
+
+# Joining.
+@st.composite
+def loops_with_a_joiner(draw: st.DrawFn) -> Loop:
+    """One that has left comes again, some steps later; others leave, too."""
+    loop = draw(loops().filter(lambda each: bool(each.changes)))
+    left = loop.changes[0]
+    step = max(left.step, loop.steps_before) + 1 + draw(st.integers(0, 8))
+    back = MemberChange(left.rank, step, joins=True)
+    loop.changes = [*loop.changes, back]
+    loop.joined = (left.rank, step)
+    return loop
+
+
+@given(loops_with_a_joiner())
+def test_who_joins_takes_its_part_of_what_is_left(loop: Loop) -> None:
+    """It makes as many batches as all others. At first it reads what the first member reads."""
+    readers = run(loop)
+    survivors = [rank for rank in readers if rank not in left_within(loop)]
+    first = readers[survivors[0]]
+    joiner = join(loop, first)
+    if joiner is None:
+        return
+    assert loop.joined is not None
+    since = [(step, len(items)) for step, items in first.read if step >= loop.joined[1]]
+    assert [(step, len(items)) for step, items in joiner.read] == since
+    assert joiner.epoch.deals == first.epoch.deals
+    before = len(first.read) - len(since)
+    dealt = [deal.batch for deal in first.epoch.deals if joiner.rank in deal.joined]
+    begins = next(iter(dealt), len(first.read))
+    copies = {item for _, items in joiner.read[: begins - before] for item in items}
+    times = Counter([*all_read(loop, readers), *joiner.until(10**9)])
+    twice = {item for item, count in times.items() if count > 1}
+    assert twice - copies <= set(range(loop.workers))
+    lost = loop.items - len(times)
+    assert lost <= sum(first.epoch.write_off(change) for change in loop.changes)
+
+
+def test_a_joiner_by_hand() -> None:
+    """Rank 1 leaves within step 2 and joins at step 6; loaders draw one batch ahead."""
+    changes = [MemberChange(1, 2), MemberChange(1, 6, joins=True)]
+    loop = Loop(items=36, workers=2, rounds=2, ahead=1, changes=changes, joined=(1, 6))
+    first = run(loop)[0]
+    alone = [(6, [9, 11]), (7, [13, 15])]
+    shared = [(8, [17, 20]), (9, [22, 24]), (10, [26, 28]), (11, [30, 32]), (12, [34])]
+    assert first.read[5:] == [*alone, *shared]
+    joiner = join(loop, first)
+    assert joiner is not None
+    shared = [(8, [19, 21]), (9, [23, 25]), (10, [27, 29]), (11, [31, 33]), (12, [35])]
+    assert joiner.read == [*alone, *shared]

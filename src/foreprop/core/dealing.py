@@ -50,8 +50,22 @@ class Deal(NamedTuple):
     members: tuple[int, ...]
     owed: tuple[tuple[int, int], ...] = ()
     """Ranks that have left: what each was to read from which batch on comes first."""
+    joined: tuple[int, ...] = ()
+    """Members that are new."""
     items: int = 0
-    """So many that is."""
+    """So many are owed."""
+
+
+class PassProgress(NamedTuple):
+    """Where a pass is: with the order alone, somebody else can go on with it."""
+
+    given: int
+    drawn: int
+    ended: bool
+    deals: tuple[Deal, ...]
+    steps: tuple[tuple[int, int], ...]
+    """Of late: batches, and the steps that they belong to."""
+    applied: tuple[MemberChange, ...]
 
 
 class DealtEpoch(Generic[T]):
@@ -72,6 +86,8 @@ class DealtEpoch(Generic[T]):
         """Items that each member has had."""
         self.taken = 0
         """Items of the order that have been dealt."""
+        self.ended = False
+        """A draw has found too little for a batch: there is no other, unless the pass goes on."""
         self._workers = workers
         self._rank = rank
         self._rounds = rounds
@@ -83,10 +99,14 @@ class DealtEpoch(Generic[T]):
         self._beginning: list[T] = []
         self._front: deque[T] = deque()
         """What is owed, before the order's rest."""
-        members = set(range(workers))
-        for change in self._certain(done, changes):
-            (members.add if change.joins else members.discard)(change.rank)
-        self.deals = [Deal(0, tuple(sorted(members)))]
+        _, members = self._certain(done, changes, range(workers))
+        self.deals = [Deal(0, members)]
+        self._script: deque[Deal] = deque()
+        """Deals of others that are still to be made again."""
+        self._scripted = 0
+        """So many batches others have drawn."""
+        self._joins = False
+        """Whether it is to be a member: what its rank has until then was another worker's."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -108,26 +128,35 @@ class DealtEpoch(Generic[T]):
 
         ``changes``: all that this rank knows of, in the order of their steps.
         """
-        self.renew(done, changes)
+        self._follow()
+        is_live = self.drawn >= self._scripted
+        if is_live and self.ended:
+            return []
+        if is_live:
+            self.renew(done, changes)
         items = self._take(order, self._rounds * len(self.members))
+        self.ended |= is_live and len(items) <= (self._rounds - 1) * len(self.members)
         if not items:
             return items
         size, batch = len(self.members), self.drawn
         self._kept[batch] = {rank: items[place::size] for place, rank in enumerate(self.members)}
-        place = self.members.index(self._rank) if self._rank in self.members else 0
+        is_member = self._rank in self.members and not self._joins
+        place = self.members.index(self._rank) if is_member else 0
         mine, beyond = items[place::size], len(items) % size
         if 0 < beyond <= place:
             mine.append(self._beginning[(place - beyond) % len(self._beginning)])
         self.drawn += 1
         self.rounds_dealt += -(-len(items) // size)
-        self._forget(done)
+        if is_live:
+            self._forget(done)
         return mine
 
     def goes_on(self, done: int, changes: Sequence[MemberChange]) -> bool:
         """At the end of the order: whether something is owed by now, and to be drawn."""
         self.renew(done, changes)
         self.given = self.drawn  # a last batch that was not whole may have been left out
-        return bool(self._front)
+        self.ended = not self._front
+        return not self.ended
 
     def _take(self, order: Iterator[T], count: int) -> list[T]:
         items = [self._front.popleft() for _ in range(min(count, len(self._front)))]
@@ -143,37 +172,34 @@ class DealtEpoch(Generic[T]):
             del self._kept[batch], self._steps[batch]
 
     # Changes.
-    def renew(self, done: int, changes: Sequence[MemberChange]) -> bool:
-        """Deal anew if there are changes of which all know by now. Returns whether there were."""
-        certain = self._certain(done, changes)
+    def renew(self, done: int, changes: Sequence[MemberChange]) -> None:
+        """Deal anew if there are changes of which all know by now."""
+        certain, members = self._certain(done, changes, self.members)
         if not certain:
-            return False
-        members = set(self.members)
-        owed = []
-        for change in certain:
-            if change.joins:
-                members.add(change.rank)
-            elif change.rank in members:
-                members.remove(change.rank)
-                owed.append((change.rank, self._first_after(change.step)))
-        items = self._owed(owed)
-        self._front.extendleft(reversed(items))
-        self.deals.append(Deal(self.drawn, tuple(sorted(members)), tuple(owed), len(items)))
-        return True
+            return
+        owed = [(each.rank, self._first_after(each.step)) for each in certain if not each.joins]
+        joined = tuple(each.rank for each in certain if each.joins)
+        self._joins = self._joins and self._rank not in joined
+        self._deal(Deal(self.drawn, members, tuple(owed), joined))
 
-    def _certain(self, done: int, changes: Sequence[MemberChange]) -> list[MemberChange]:
-        """In the order of steps; a rank's second change never comes before its first."""
-        found = []
-        waiting: set[int] = set()
+    def _certain(
+        self, done: int, changes: Sequence[MemberChange], members: Sequence[int]
+    ) -> tuple[list[MemberChange], tuple[int, ...]]:
+        """In the order of steps, and the members after them. Nobody joins who has not left."""
+        found, here = [], set(members)
         for change in sorted(changes, key=lambda each: (each.step, each.rank)):
-            if change in self._applied:
+            known = change in self._applied or (change.rank in here) == change.joins
+            if known or not change.is_certain(done):
                 continue
-            if change.rank in waiting or not change.is_certain(done):
-                waiting.add(change.rank)
-                continue
+            (here.add if change.joins else here.discard)(change.rank)
             found.append(change)
         self._applied |= set(found)
-        return found
+        return found, tuple(sorted(here))
+
+    def _deal(self, deal: Deal) -> None:
+        items = self._owed(deal.owed)
+        self._front.extendleft(reversed(items))
+        self.deals.append(deal._replace(items=len(items)))
 
     def _first_after(self, step: int) -> int:
         """The first batch that belongs to a later step."""
@@ -201,6 +227,31 @@ class DealtEpoch(Generic[T]):
         for batch in [each for each in self._kept if each >= self.given]:
             del self._kept[batch]
         return len(self._owed([(change.rank, first)]))
+
+    # Going on with what others have begun.
+    def progress(self) -> PassProgress:
+        """Between two batches."""
+        steps, applied = tuple(self._steps.items()), tuple(sorted(self._applied))
+        return PassProgress(self.given, self.drawn, self.ended, tuple(self.deals), steps, applied)
+
+    def join(self, progress: PassProgress, order: Iterator[T]) -> None:
+        """Draw for nobody what others have been given; what they have drawn is drawn as it was.
+
+        ``progress`` is any member's before it asks for the first batch of the step that is joined.
+        """
+        self._joins = True
+        first, *script = progress.deals
+        self.deals, self._script = [first], deque(script)
+        self._scripted, self.ended = progress.drawn, progress.ended
+        self._applied = set(progress.applied)
+        while self.drawn < progress.given and self.draw(order, 0, ()):
+            pass
+        self.given = progress.given
+        self._steps = dict.fromkeys(range(self.given), 0) | dict(progress.steps)
+
+    def _follow(self) -> None:
+        while self._script and self._script[0].batch == self.drawn:
+            self._deal(self._script.popleft())
 
     def begin_anew(self) -> None:
         """Steps are counted from 1 again: what has been asked for belongs to the first."""

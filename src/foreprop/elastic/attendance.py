@@ -37,6 +37,8 @@ class Attendance:
         self._partly = _NEVER
         """The first step that somebody in there has left within, as far as is known."""
         self._gone: set[int] = set()
+        self._ever_gone: set[int] = set()
+        """Their servers stay away, also when another worker has come."""
         self._changes: list[MemberChange] = []
 
     # Hearing of it, in receiving threads.
@@ -45,32 +47,44 @@ class Attendance:
         with self._engine.lock:
             if rank in self._gone:
                 return
-            told = self._told.setdefault(rank, {})
-            told[server] = step
-            all_told = self._tellers(rank) <= told.keys()
-            if all_told:
-                self._changes.append(MemberChange(rank, self._step_of(rank)))
-                self._gone.add(rank)
-                del self._told[rank]
+            self._told.setdefault(rank, {})[server] = step
+            known = len(self._changes)
+            while (complete := self._maybe_complete()) is not None:
+                self._changes.append(MemberChange(complete, self._step_of(complete)))
+                self._gone.add(complete)
+                self._ever_gone.add(complete)
+                del self._told[complete]
             self._partly = min(map(self._step_of, self._told), default=_NEVER)
-        if all_told:
-            self._announce()
+            news = self._changes[known:]
+        self._announce(news)
+
+    def hear_joined(self, rank: int, step: int) -> None:
+        """A worker takes part from this step on. Every rank must hear it before it begins that."""
+        with self._engine.lock:
+            change = MemberChange(rank, step, joins=True)
+            self._changes.append(change)
+            self._gone.discard(rank)
+        self._announce([change])
+
+    def _maybe_complete(self) -> int | None:
+        """One of whom all have told."""
+        return next((r for r in self._told if self._tellers(r) <= self._told[r].keys()), None)
 
     def replay(self, changes: Sequence[MemberChange]) -> None:
         """Of a session that is run again by its log: all that there will be. At the start."""
         self._changes = list(changes)
         self._gone = {change.rank for change in changes}
 
-    def _announce(self) -> None:
-        """The newest change."""
-        with self._engine.lock:
-            step, members = self._changes[-1].step, self.members
+    def _announce(self, news: Sequence[MemberChange]) -> None:
+        if not news:
+            return
         self._engine.progress.notify()
-        for function in self.on_membership:
-            function(step, members)
+        for change in news:
+            for function in self.on_membership:
+                function(change.step, self.members)
 
     def _tellers(self, rank: int) -> set[int]:
-        return self._holders - self._gone - {rank} if self._beside else self._holders
+        return self._holders - self._ever_gone - {rank} if self._beside else self._holders
 
     def _step_of(self, rank: int) -> int:
         """The last one that is known to have a push of it."""

@@ -1,0 +1,122 @@
+"""When a worker is sure of who has left, and within which step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foreprop.core.dealing import MemberChange
+from foreprop.elastic.attendance import Attendance, keep_attendance, maybe_attendance
+from tests.cluster import worlds
+
+
+class Engine:
+    """A worker's, as far as attendance asks it: ``holders`` are the servers that hold slices."""
+
+    def __init__(self, *, workers: int = 3, holders: tuple[int, ...] = (0, 1), buddies: Any = None):
+        self.rank, self.steps = 0, 0
+        self.lock = threading.RLock()
+        self.manifest = SimpleNamespace(
+            world_size=workers, knobs=SimpleNamespace(buddy_steps=buddies)
+        )
+        self.slices = [SimpleNamespace(server=server) for server in holders]
+        self.config = SimpleNamespace(step_timeout_s=1.0)
+        self.progress = self
+        self.meanwhile: list[Callable[[], object]] = []
+        """What comes while somebody waits."""
+
+    def notify(self) -> None: ...
+
+    def wait_until(
+        self, condition: Callable[[], bool], timeout_s: float, describe: Callable[[], str]
+    ) -> None:
+        assert describe() == "all servers to tell who has left; some have told of [1]"
+        while not condition():
+            self.meanwhile.pop(0)()
+
+
+def make(**about: Any) -> tuple[Any, Attendance, list[Any]]:
+    engine: Any = Engine(**about)
+    attendance = Attendance(engine)
+    told: list[Any] = []
+    attendance.on_membership.append(lambda step, members: told.append((step, members)))
+    return engine, attendance, told
+
+
+def test_all_servers_must_have_told() -> None:
+    """The step is the last one that any has a push of."""
+    _, attendance, told = make()
+    attendance.hear_left(1, 0, 4)
+    assert (attendance.known(), told, attendance.members) == ([], [], [0, 1, 2])
+    attendance.hear_left(1, 1, 5)
+    assert attendance.known() == attendance.changes() == [MemberChange(1, 5)]
+    assert (told, attendance.members) == ([(5, [0, 2])], [0, 2])
+    attendance.hear_left(1, 0, 9)
+    assert len(told) == 1, "once is enough"
+
+
+def test_a_server_without_slices_is_not_asked() -> None:
+    _, attendance, told = make(holders=(1,))
+    attendance.hear_left(2, 0, 0)
+    assert told == []
+    attendance.hear_left(2, 1, 7)
+    assert told == [(7, [0, 1])]
+
+
+def test_a_server_that_goes_with_its_node_is_not_asked() -> None:
+    """Nor one that has gone before: what it tells does not reach all."""
+    _, attendance, told = make(workers=4, holders=(0, 1, 2, 3), buddies=50)
+    attendance.hear_left(1, 1, 9)
+    attendance.hear_left(1, 0, 5)
+    attendance.hear_left(1, 2, 4)
+    attendance.hear_left(1, 3, 4)
+    attendance.hear_left(2, 1, 8)
+    attendance.hear_left(2, 0, 7)
+    attendance.hear_left(2, 3, 6)
+    assert told == [(5, [0, 2, 3]), (7, [0, 3])]
+
+
+def test_who_joins_is_a_member_again() -> None:
+    """And may leave again, of which a server beside the first one does not tell."""
+    _, attendance, told = make(workers=3, holders=(0, 1, 2), buddies=50)
+    for server in (0, 2):
+        attendance.hear_left(1, server, 4)
+    attendance.hear_joined(1, 9)
+    for server in (0, 2):
+        attendance.hear_left(1, server, 11)
+    assert told == [(4, [0, 2]), (9, [0, 1, 2]), (11, [0, 2])]
+    changes = [MemberChange(1, 4), MemberChange(1, 9, joins=True), MemberChange(1, 11)]
+    assert attendance.known() == changes
+
+
+@pytest.mark.parametrize(("done", "waits"), [(5, False), (6, True)])
+def test_where_it_could_matter_the_rest_is_waited_for(done: int, waits: bool) -> None:
+    engine, attendance, _ = make()
+    attendance.hear_left(1, 0, 4)
+    engine.steps = done
+    engine.meanwhile = [lambda: attendance.hear_left(1, 1, 4)]
+    assert attendance.changes() == ([MemberChange(1, 4)] if waits else [])
+    assert len(engine.meanwhile) == (0 if waits else 1)
+
+
+def test_only_the_thread_that_makes_the_steps_can_ask() -> None:
+    _, attendance, _ = make()
+    found = [attendance.is_training_thread]
+    thread = threading.Thread(target=lambda: found.append(attendance.is_training_thread))
+    thread.start()
+    thread.join()
+    assert found == [True, False]
+
+
+def test_each_world_has_its_own_while_its_session_lasts() -> None:
+    one, other = worlds(2)
+    _, attendance, _ = make()
+    keep_attendance(one, attendance)
+    assert maybe_attendance(one) is attendance
+    assert maybe_attendance(other) is None
+    del attendance
+    assert maybe_attendance(one) is None
