@@ -175,13 +175,18 @@ class EncryptedSocket:
 class Session:
     """A running server with two well-behaved workers."""
 
-    def __init__(self, world_size: int = 2, **settings: Any) -> None:
+    def __init__(
+        self, world_size: int = 2, composer: ServerComposer | None = None, **settings: Any
+    ) -> None:
         self.listener = listen("127.0.0.1")
         self.port = self.listener.getsockname()[1]
         chosen = {"join_timeout_s": 20.0, "step_timeout_s": 10.0, **settings}
         self.config = Config(**chosen)
         self.server = Server(
-            index=0, session_id=SESSION, config=self.config, composer=ServerComposer()
+            index=0,
+            session_id=SESSION,
+            config=self.config,
+            composer=composer or ServerComposer(),
         )
         self.secret_file: str | None = settings.get("secret_file")
         self.failure: list[Failure | None] = []

@@ -213,8 +213,9 @@ class _Composition:
         yield Statuses(executor, self._waits)
         yield self._goodbyes
         yield self._rows.service if self._shards else self._rows
-        needs_norm = manifest.knobs.aggregation.needs_norm
-        yield self._norm.service if needs_norm else self._norm
+        if isinstance(self._machine, ServerMachine):  # others close slices one by one
+            needs_norm = manifest.knobs.aggregation.needs_norm
+            yield self._norm.service if needs_norm else self._norm
         if not executor.peers.are_nodes:
             yield Later({Kind.PACE}, self._make_arrivals)
 
