@@ -22,7 +22,7 @@ LOGGER = logging.getLogger("foreprop")
 """All that is reported to a person while a session is there."""
 
 _PREFIX = "FOREPROP_"
-_OTHER_NAMES = ("preset", "data", "steps_file")
+_OTHER_NAMES = ("preset", "data", "steps_file", "servers_file")
 
 
 def settings_from_environment(hints: Mapping[str, Any]) -> dict[str, Any]:
