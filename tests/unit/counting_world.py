@@ -179,7 +179,7 @@ class World:
             begun, pushed = self.begun(rank), self.pushed[rank]
             ready = [s for s in range(len(pushed)) if pushed[s] < begun <= self.steps]
             found += [("push", rank, slice_) for slice_ in ready[-1:]]  # last layer first
-            if begun > self.steps and self.leaves:
+            if begun > self.steps and self.leaves and self.answered[rank] == pushed:
                 servers = range(len(self.servers))
                 found += [("bye", rank, i) for i in servers if (rank, i) not in self.byes]
             if rank == self.kill:
@@ -237,7 +237,7 @@ class World:
         if flags & Flag.UNCHANGED:
             assert answer.story[: len(self.known[rank][slice_])] == self.known[rank][slice_]
         self.known[rank][slice_] = answer.story
-        exact = len(answer.story) == step
+        exact = len(answer.story) == min(step, self.steps)
         assert exact != bool(flags & Flag.LATE), "an answer that says what it is not"
         if not exact:
             self.newer[rank] = max(self.newer[rank], step)
@@ -290,7 +290,10 @@ class World:
                 assert server not in self.finished
                 self.finished.append(server)
             else:
-                assert isinstance(instruction, InstallValue), instruction
+                self._do_more(server, instruction)
+
+    def _do_more(self, server: int, instruction: Any) -> None:
+        assert isinstance(instruction, InstallValue), instruction
 
     def _bind(self, server: int, answer: AnswerSlice) -> list[Any]:
         """As the shell does: an answer carries the values of the moment, and says so."""
@@ -309,14 +312,18 @@ class World:
         """Survivors have made all steps, and have the same values; the rest is counted for."""
         assert self.is_done, "deadlock"
         for rank in self.alive:
-            assert self.begun(rank) == self.steps + 1
+            assert self.begun(rank) > self.steps
         for slice_, story in enumerate(self.stories):
             assert [step for step, _ in story] == list(range(1, self.steps + 1))
             for rank in self.alive:
                 assert self.known[rank][slice_] == story or self.backups
-            for _, counted in story:
-                assert set(self.alive) <= set(counted) or self.backups
-                assert len(counted) >= len(self.alive) - self.backups
+            for step, counted in story:
+                assert self._due(step) <= set(counted) or self.backups
+                assert len(counted) >= len(self._due(step)) - self.backups
+
+    def _due(self, step: int) -> set[int]:
+        """Those whose pushes of a step count, at least."""
+        return set(self.alive)
 
     def log_lines(self) -> list[list[str]]:
         return [[*lines, *log.rest()] for lines, log in zip(self.lines, self.logs, strict=True)]

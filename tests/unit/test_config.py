@@ -20,6 +20,7 @@ from foreprop.config import (
 )
 from foreprop.config.checks import with_advice
 from foreprop.config.parsing import parse_setting
+from foreprop.config.sources import resolve_with_sources
 from foreprop.config.typed import Settings
 from foreprop.errors import ConfigError
 
@@ -78,7 +79,7 @@ def test_argument_beats_environment_beats_preset_beats_default(
     monkeypatch.setenv("FOREPROP_ORDER", "priority")
     monkeypatch.setenv("FOREPROP_SLICE_ELEMS", "123")
     assert Config.resolve("kvstore").order == "priority"
-    config, sources = Config.resolve_with_sources("kvstore", slice_elems=7)
+    config, sources = resolve_with_sources("kvstore", slice_elems=7)
     assert (config.order, config.slice_elems, config.reply) == ("priority", 7, "notify")
     assert sources == {
         spec.name: {

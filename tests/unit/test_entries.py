@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreprop.cluster.entries import MOST_PARTS, decode_entry, decode_order, decode_parts
+from foreprop.cluster.manyparts import lookup_bytes
 from foreprop.cluster.rendezvous import Board, agree_on_session
 from foreprop.config import Config
 from foreprop.errors import ForepropError, RemoteProtocolError
@@ -98,4 +99,4 @@ def test_bytes_of_too_many_parts_are_not_waited_for() -> None:
     board = Board(worlds(1)[0], "session/0", timeout_s=5.0)
     board.publish("manifest", "999999999")
     with pytest.raises(ForepropError, match="the number of parts of rank 0's manifest; it must be"):
-        board.lookup_bytes("manifest", "rank 0's manifest")
+        lookup_bytes(board, "manifest", "rank 0's manifest")

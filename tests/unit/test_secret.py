@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from foreprop.cluster.manyparts import lookup_bytes, publish_bytes
 from foreprop.cluster.rendezvous import Board, session_board
 from foreprop.cluster.world import World
 from foreprop.collectives.group import Group, report_open_collectives
@@ -75,8 +76,8 @@ def test_what_one_rank_publishes_counts_for_the_others(tmp_path: Path) -> None:
     ours.publish("empty", "")
     assert theirs.lookup("a", "a word") == "wörd"
     assert theirs.peek("empty") == b""
-    ours.publish_bytes("b", bytes(range(200)))
-    assert bytes(theirs.lookup_bytes("b", "bytes")) == bytes(range(200))
+    publish_bytes(ours, "b", bytes(range(200)))
+    assert bytes(lookup_bytes(theirs, "b", "bytes")) == bytes(range(200))
     assert TEXT.encode() not in store.get("session/0/a")
 
 

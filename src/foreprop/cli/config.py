@@ -12,6 +12,7 @@ from rich.table import Table
 from foreprop.cli.output import console, print_json, print_table
 from foreprop.config import Config, did_you_mean
 from foreprop.config.parsing import parse_setting
+from foreprop.config.sources import resolve_with_sources
 from foreprop.errors import ConfigError
 
 
@@ -36,7 +37,7 @@ def config(
       foreprop config --preset kvstore slice_elems=100000
       foreprop config --json
     """
-    chosen, sources = Config.resolve_with_sources(preset, **settings_from(settings or []))
+    chosen, sources = resolve_with_sources(preset, **settings_from(settings or []))
     if as_json:
         print_json(
             {

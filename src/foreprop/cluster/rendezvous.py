@@ -26,8 +26,6 @@ Look = Callable[[], None]
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.1
 _REPORT_S = 10.0
 _FAILURE = "refused"
-_VALUE_BYTES = 4_194_304
-"""Of one entry: torch's store takes less than 8 MiB."""
 
 
 class Board:
@@ -58,7 +56,7 @@ class Board:
         self._report_s = report_s
         self._look = look
         self._parts: dict[str, int] = {}
-        """By name: how many parts there are of the bytes that this rank has published."""
+        """By name: how many there are of the bytes that this rank has published."""
 
     def publish(self, name: str, value: str) -> None:
         self._entries.set(self._key(name), value)
@@ -114,28 +112,6 @@ class Board:
     def forget(self, name: str) -> None:
         """Remove a value that nobody will look up any more."""
         self._entries.delete(self._key(name))
-
-    # Bytes of any number.
-    def publish_bytes(self, name: str, data: bytes) -> None:
-        starts, key = range(0, len(data), _VALUE_BYTES), self._key(name)
-        for number, start in enumerate(starts[:-1]):  # each call has a time of its own
-            self._entries.set(f"{key}/{number}", data[start : start + _VALUE_BYTES])
-        last = {f"{key}/{len(starts) - 1}": data[starts[-1] :]} if starts else {}
-        self._entries.set_all({**last, key: str(len(starts))})
-        self._parts[name] = len(starts)
-
-    def lookup_bytes(self, name: str, what: str, look: Look | None = None) -> memoryview:
-        from foreprop.cluster.entries import decode_parts
-
-        numbers = decode_parts(self.lookup(name, what, look), what)
-        return memoryview(b"".join(self._wait_for(f"{name}/{n}", what, look) for n in numbers))
-
-    def forget_bytes(self, name: str) -> None:
-        """Remove this rank's, if there are such."""
-        count = self._parts.pop(name, None)
-        if count is not None:
-            key = self._key(name)
-            self._entries.delete(key, *(f"{key}/{number}" for number in range(count)))
 
     # Failures.
     def publish_failure(self, error: BaseException) -> None:

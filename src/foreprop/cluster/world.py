@@ -134,15 +134,21 @@ _current: World | None = None
 _current_lock = threading.Lock()
 
 
-def current_world(timeout_s: float | None = None) -> World:
+def current_world(timeout_s: float | None = None, *, joins: str | None = None) -> World:
     """This process's world: torchrun's, an existing process group's, or one of one.
 
-    The first call waits for at most so long for the rendezvous; by default ``join_timeout_s``.
+    The first call waits for at most so long for the rendezvous; by default ``join_timeout_s``. Who
+    ``joins`` a session that runs (`Config.join`) meets nobody.
     """
     global _current  # noqa: PLW0603 - one rendezvous per process
     with _current_lock:
         if _current is None:
             config = Config.resolve()
+            if joins or config.join:
+                from foreprop.cluster.newcomerworld import newcomers_world
+
+                _current = newcomers_world(joins or config.join or "")
+                return _current
             _current = _meet(launch_info(), timeout_s or config.join_timeout_s)
             if config.secret_file is not None:
                 _current.use_secret(config)

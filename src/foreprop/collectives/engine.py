@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foreprop.cluster.manyparts import forget_bytes, lookup_bytes, publish_bytes
 from foreprop.collectives.gpu import DeviceWork
 from foreprop.collectives.gradientsums import GradientSums, StepSettings
 from foreprop.collectives.group import Group
@@ -179,13 +180,15 @@ class RingEngine:
     # Buffers.
     def publish_blob(self, which: int, step: int, data: bytes) -> None:
         """Rank 0: leave a blob in the store for whoever asks."""
-        self._board.publish_bytes(f"blob/{which}/{step}", data)
-        self._board.forget_bytes(f"blob/{which}/{step - _KEPT_BLOBS}")
+        publish_bytes(self._board, f"blob/{which}/{step}", data)
+        forget_bytes(self._board, f"blob/{which}/{step - _KEPT_BLOBS}")
 
     def fetch_blob(self, which: int, step: int) -> memoryview:
         """Rank 0's blob of this step; blocks until it is there."""
         what = f"rank 0's buffers of step {step}"
-        return self._board.lookup_bytes(f"blob/{which}/{step}", what, self.progress.raise_if_failed)
+        return lookup_bytes(
+            self._board, f"blob/{which}/{step}", what, self.progress.raise_if_failed
+        )
 
     # The end.
     def give_up(self, error: BaseException) -> None:

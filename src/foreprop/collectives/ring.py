@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foreprop.cluster.manyparts import lookup_bytes, publish_bytes
 from foreprop.cluster.rendezvous import agree_on_session
 from foreprop.collectives.engine import RingEngine
 from foreprop.collectives.gpu import DeviceWork, GpuWork, HostWork, usable_gpu, uses_nccl
@@ -66,9 +67,9 @@ class RingBackend:
 
             check_summed(ours.knobs.compression, ours.parameters, ours.knobs.wire_dtype)
         if group.rank == 0:
-            group.board.publish_bytes("manifest", ours.encode())
+            publish_bytes(group.board, "manifest", ours.encode())
         else:
-            found = group.joining.lookup_bytes("manifest", "rank 0's manifest")
+            found = lookup_bytes(group.joining, "manifest", "rank 0's manifest")
             theirs = decode_ring_manifest(found)
             mine = f"rank {group.rank}"
             difference = describe_mismatch(theirs, ours, us="rank 0", them=mine)
@@ -116,9 +117,9 @@ class RingBackend:
             data = io.BytesIO()
             own_states = {numbers[id(p)]: dict(s) for p, s in state.items() if id(p) in numbers}
             torch.save(own_states, data)
-            self._group.board.publish_bytes("optimizer", data.getvalue())
+            publish_bytes(self._group.board, "optimizer", data.getvalue())
             return
-        found = self._group.board.lookup_bytes("optimizer", "rank 0's optimizer state")
+        found = lookup_bytes(self._group.board, "optimizer", "rank 0's optimizer state")
         state.clear()
         theirs = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
         for number, own in theirs.items():

@@ -62,6 +62,10 @@ def check_settings(config: Config) -> None:
         )
     _check_architecture(config)
     _check_staleness(config)
+    if config.join is not None:
+        from foreprop.config.joinaddress import check_join
+
+        check_join(config)
     if config.counts_some or config.buddy_steps is not None:
         from foreprop.config.countingchecks import check_counting
 

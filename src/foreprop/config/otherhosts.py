@@ -49,6 +49,14 @@ def report_lost(rank: int, peer: str) -> None:
         tell_agent(b"%d lost %s" % (rank, name.encode("ascii", "backslashreplace")[:80]))
 
 
+SERVERS_FILE = "FOREPROP_SERVERS_FILE"
+"""Set by whoever starts a worker of an elastic session: where it says where servers listen."""
+
+
+def servers_file() -> str | None:
+    return os.environ.get(SERVERS_FILE)
+
+
 def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
     """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
 

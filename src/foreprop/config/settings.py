@@ -52,7 +52,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 _FEW = (
     "architecture buddy_steps clip_grad_norm clip_grad_value counted_replay delay_compensation ema"
-    " encryption late_nodes node_rates port_range rebalance_s table_init trace_steps"
+    " encryption join late_nodes node_rates port_range rebalance_s table_init trace_steps"
 ).split()
 """Settings that few sessions have: their values are checked in `config.checks`."""
 
@@ -198,6 +198,9 @@ class Config:
     backup_workers: int = _setting(
         0, "close each slice of a step without its so many latest pushes: not exact if not 0", 0
     )
+    join: str | None = _setting(
+        None, "HOST:PORT of any server of an elastic session that runs: come in a lost one's place"
+    )
     buddy_steps: int | None = _setting(
         None, "elastic p2p: steps from copy to copy of servers' state; 1: none is lost; 0: none", 0
     )
@@ -211,9 +214,7 @@ class Config:
         "mean", "what is made of the ranks' gradients: mean, or sum, for losses that are sums"
     )
     sparse_reduction: Reduction | None = _setting(
-        None,
-        "the same for the sparse gradients of embeddings with sparse=True, wherever they are held;"
-        " by default as reduction",
+        None, "the same for sparse gradients of embeddings, wherever held; by default as reduction"
     )
     clip_grad_norm: float | None = _setting(
         None, "scale the aggregated gradients down to this global 2-norm"
@@ -278,13 +279,6 @@ class Config:
     @classmethod
     def resolve(cls, preset: str | None = None, /, **explicit: Any) -> Config:
         """Explicit arguments over the environment over the preset over the defaults."""
-        return cls.resolve_with_sources(preset, **explicit)[0]
-
-    @classmethod
-    def resolve_with_sources(
-        cls, preset: str | None = None, /, **explicit: Any
-    ) -> tuple[Config, dict[str, str]]:
-        """Like `resolve`, and where each value came from, for commands to print."""
         names = {spec.name for spec in fields(cls)}
         if unknown := [name for name in explicit if name not in names]:
             from foreprop.config.checks import unknown_setting
@@ -296,19 +290,7 @@ class Config:
             from foreprop.config.checks import unknown_preset
 
             raise unknown_preset(name_of_preset, PRESETS)
-        chosen = PRESETS[name_of_preset]
-        values: dict[str, Any] = {**chosen, **environment, **explicit}
-        sources = {
-            name: "argument"
-            if name in explicit
-            else "environment"
-            if name in environment
-            else f"preset {name_of_preset}"
-            if name in chosen
-            else "default"
-            for name in names
-        }
-        return cls(**values), sources
+        return cls(**{**PRESETS[name_of_preset], **environment, **explicit})
 
     def replace(self, **changes: Any) -> Config:
         return dataclasses.replace(self, **changes)

@@ -62,6 +62,7 @@ class Settings(TypedDict, total=False):
     delay_compensation: float | None
     elastic: bool
     backup_workers: int
+    join: str | None
     buddy_steps: int | None
     counted_log: str | None
     counted_replay: str | None

@@ -36,6 +36,8 @@ _MARK_BYTES = 8
 _OPENING_MARKS = (b"P3-open" + _VERSION, b"P3-otls" + _VERSION)
 _CHALLENGE_MARKS = (b"P3nonce" + _VERSION, b"P3nctls" + _VERSION)
 """Of a side that does not encrypt, and of one that does."""
+_QUESTION_MARK = b"P3-join" + _VERSION
+"""Of who asks where a session's servers are, and does not know it yet. Never encrypted."""
 _NO_SECRET_MARK = b"P3plain" + _VERSION
 _OPENING = struct.Struct(f"!{_MARK_BYTES}sI{NONCE_BYTES}s")
 OPENING_BYTES = _OPENING.size
@@ -59,6 +61,10 @@ class Subject(NamedTuple):
     encrypted: bool = False
 
 
+QUESTION = Subject("", "a session to be joined")
+"""What a connection is for on which is only asked where servers are."""
+
+
 class Channel(NamedTuple):
     """A connection whose ends have shown that they have the secret; nothing of this is secret."""
 
@@ -76,7 +82,8 @@ class ConnectingSide:
     """
 
     def __init__(self, key: bytes, subject: Subject, rank: int, nonce: bytes) -> None:
-        self.opening = _OPENING.pack(_OPENING_MARKS[subject.encrypted], rank, nonce)
+        mark = _QUESTION_MARK if subject == QUESTION else _OPENING_MARKS[subject.encrypted]
+        self.opening = _OPENING.pack(mark, rank, nonce)
         self.wanted = CHALLENGE_BYTES
         """So many bytes more are to come before it goes on; 0: each side knows the other."""
         self.is_challenged = False
@@ -155,6 +162,11 @@ class AcceptingSide:
         """When nothing more is ``wanted``."""
         return Channel(self._subject, self.rank, self._nonces)
 
+    @property
+    def is_question(self) -> bool:
+        """Whether it only asks where servers are."""
+        return self._subject == QUESTION
+
     def receive(self, data: bytes) -> bytes:
         """Take some of the bytes that are ``wanted``; returns what is to be sent.
 
@@ -172,7 +184,7 @@ class AcceptingSide:
     def _check_mark(self) -> None:
         """As soon as it can be known: a frame may be shorter than an opening."""
         mark = self._got[:_MARK_BYTES]
-        if any(known.startswith(mark) for known in _OPENING_MARKS):
+        if any(known.startswith(mark) for known in (*_OPENING_MARKS, _QUESTION_MARK)):
             return
         if len(self._got) < HEADER_BYTES:
             return
@@ -185,6 +197,9 @@ class AcceptingSide:
         mark, self.rank, nonce = _OPENING.unpack(opening)
         self._nonces = nonce + self._nonce
         self.wanted, self.has_opened = PROOF_BYTES, True
+        if mark == _QUESTION_MARK:
+            self._subject = QUESTION
+            return _CHALLENGE_MARKS[False] + self._nonce
         encrypted = self._subject.encrypted
         if mark != _OPENING_MARKS[encrypted]:  # the challenge says so to the other side
             self.refused = describe_encryption(self.rank, self._subject.target, not encrypted)
@@ -200,7 +215,7 @@ class AcceptingSide:
 
 def maybe_rank_opening(data: bytes | bytearray) -> int | None:
     """The rank in what begins like an opening (of at least `HEADER_BYTES`), else None."""
-    if not data.startswith(_OPENING_MARKS):
+    if not data.startswith((*_OPENING_MARKS, _QUESTION_MARK)):
         return None
     return int.from_bytes(data[_MARK_BYTES : _MARK_BYTES + 4], "big")
 

@@ -94,6 +94,8 @@ class Counted(Protocol):
     def awaited(self) -> set[int]: ...
     def can_spare(self, rank: int) -> bool: ...
     def describe_wait(self, slice_: int, step: int) -> str: ...
+    def has_sent_all(self, rank: int) -> bool: ...
+    def priorities(self) -> list[tuple[int, int]]: ...
 
 
 class BuddiedServer:
@@ -142,6 +144,7 @@ class BuddiedServer:
         # what others look at is the machine's own
         self.owned, self.incomplete = machine.owned, machine.incomplete
         self.awaited, self.can_spare = machine.awaited, machine.can_spare
+        self.has_sent_all, self.priorities = machine.has_sent_all, machine.priorities
 
     def _plan(self) -> None:
         """Within its next K steps each slice is due, as many in each."""

@@ -14,9 +14,10 @@ step s exactly has been answered about s - 1 everywhere in time; where a slice o
 workers are. So enough of them push every slice of s, and no step waits for ever.
 
 Rules: the steps of which a worker pushes a slice increase. At most one step of a slice is open.
-What a dropped member still sends is dropped. Values come from rank 0: at the start, and without
-backup workers also later, when they were changed by hand. With them each worker may ask for the
-values of now (a pull of step 0), when it is owed no answer.
+What a dropped member still sends is dropped; who comes in its place is `core.newcomers`'. Values
+come from rank 0: at the start, and without backup workers also later, when they were changed by
+hand. With them each worker may ask for the values of now (a pull of step 0), when it is owed no
+answer.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from foreprop.core.membership import (
     PeerDropped,
     UpdateCounted,
 )
+from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined, Newcomers
 from foreprop.core.sendqueue import USUAL_TURNS, Order, SendLanes, SendQueue, Turns
 from foreprop.core.slicing import Slice
 from foreprop.core.takeover import SliceTakenOver
@@ -60,6 +62,8 @@ CountingInstruction = (
     | AnswerSlice
     | DropPush
     | MemberLeft
+    | AnswerJoin
+    | MemberJoined
     | InstallValue
     | FailSession
     | Finish
@@ -118,6 +122,7 @@ class CountingServer:
             number: _Collected(names[piece.parameter], members.workers)
             for number, piece in self._slices.items()
         }
+        self._newcomers = Newcomers(members, self._collected)
         self._updates: SendQueue[UpdateCounted] = SendQueue(order)
         self._updating: UpdateCounted | None = None
         self._lanes: SendLanes[SendFrame] = SendLanes(order, turns=turns)
@@ -131,6 +136,8 @@ class CountingServer:
             PeerLeft: self._on_peer_left,
             PeerDropped: self._on_peer_dropped,
             SliceTakenOver: self._on_slice_taken_over,
+            JoinAsked: self._on_join_asked,
+            JoinSettled: self._on_join_settled,
         }
 
     def handle(self, event: Any) -> Sequence[CountingInstruction]:
@@ -164,7 +171,16 @@ class CountingServer:
     def can_spare(self, rank: int) -> bool:
         """Whether the session can go on without this member."""
         begun = all(each.done != _NO_VALUES for each in self._collected.values())
-        return (begun or rank != 0) and bool(self._members.here - {rank})
+        rest = self._members.here - self._newcomers.empty_handed - {rank}
+        return (begun or rank != 0) and bool(rest)
+
+    def has_sent_all(self, rank: int) -> bool:
+        """Whether nothing for this peer is queued or under way."""
+        return self._lanes.is_idle(rank)
+
+    def priorities(self) -> list[tuple[int, int]]:
+        """By slice, as it was pushed last."""
+        return [(number, each.priority) for number, each in self._collected.items()]
 
     def describe_wait(self, slice_: int, step: int) -> str:
         """What a slice waits for at this step, in words."""
@@ -173,7 +189,7 @@ class CountingServer:
             return f"{each.name} is updated"
         if each.step == step and each.closing:
             return f"{each.name} is queued for its update, with {len(self._updates)} others"
-        missing = self._members.here - (each.pushed.keys() if each.step == step else set())
+        missing = self._members.of_step(step) - (each.pushed.keys() if each.step == step else set())
         return f"{each.name} waits for the push of {self._peers.names(sorted(missing))}"
 
     def _of(self, slice_: int) -> _Collected:
@@ -183,7 +199,7 @@ class CountingServer:
         return each
 
     def _missing(self, each: _Collected) -> set[int]:
-        return self._members.here - each.pushed.keys()
+        return self._members.of_step(each.step) - each.pushed.keys()
 
     # Pushes.
     def _on_push_arrived(self, event: PushArrived) -> Sequence[CountingInstruction]:
@@ -277,12 +293,13 @@ class CountingServer:
         slice_, step, ranks = done.update[:3]
         each = self._collected[slice_]
         unchanged = 0 if ranks or each.valued else int(Flag.UNCHANGED)
-        answered = tuple(sorted({*each.pushed, *each.late} & self._members.here))
+        early = self._newcomers.updated(slice_, step) if self._members.since else ()
+        answered = tuple(sorted({*each.pushed, *each.late, *early} & self._members.here))
         each.done, each.closing, each.valued = step, False, False
         each.pushed.clear()
         each.late.clear()
         answer = AnswerSlice(slice_, step, each.priority, answered, unchanged)
-        return [answer, *self._next_update()]
+        return [answer, *self._next_update(), *self._newcomers.due()]
 
     def _next_update(self) -> Sequence[UpdateCounted]:
         if self._updating is not None or not self._updates.heap:
@@ -303,8 +320,8 @@ class CountingServer:
         if step > 0:
             each.valued = True
             return []
-        each.done = 0
-        others = tuple(sorted(self._members.here - {0}))
+        each.done, each.priority = 0, priority
+        others = tuple(sorted(self._members.of_step(0) - {0}))
         return [InstallValue(slice_), AnswerSlice(slice_, 0, priority, others)]
 
     def _on_slice_taken_over(self, event: SliceTakenOver) -> Sequence[CountingInstruction]:
@@ -344,7 +361,7 @@ class CountingServer:
             each = self._collected[number]
             if stuck := self._stuck(each, self._missing(each)):
                 return stuck
-        return [Finish()] if self._members.all_left else []
+        return [Finish()] if self._members.all_left else self._newcomers.due()
 
     def _on_peer_dropped(self, event: PeerDropped) -> Sequence[CountingInstruction]:
         """What waits for it waits no longer."""
@@ -353,11 +370,31 @@ class CountingServer:
             return []
         if not self.can_spare(rank):
             raise InternalError(f"rank {rank} was dropped, and cannot be spared")
+        followed: list[CountingInstruction] = []
+        if not self._newcomers.drop(rank):
+            followed.append(self._told_of(rank))
         self._members.drop(rank)
+        followed += self._close_all_complete()
+        return [*followed, Finish()] if self._members.all_left else followed
+
+    def _told_of(self, rank: int) -> MemberLeft:
         last = [each.last[rank] for each in self._collected.values()]
-        step = max(last, default=0)
-        told = MemberLeft(rank, step, last.count(step) if step else 0, len(last))
-        followed: list[CountingInstruction] = [told]
+        step, first = max(last, default=0), self._members.since.get(rank, 1)
+        counted = last.count(step) if step >= first else 0
+        return MemberLeft(rank, step, counted, len(last))
+
+    def _close_all_complete(self) -> list[CountingInstruction]:
+        """Some wait for fewer members now, or newcomers for fewer slices."""
+        followed: list[CountingInstruction] = []
         for number, _ in self.incomplete():
             followed += self._close_if_complete(number, self._collected[number])
-        return [*followed, Finish()] if self._members.all_left else followed
+        return [*followed, *self._newcomers.due()]
+
+    # Who comes.
+    def _on_join_asked(self, event: JoinAsked) -> Sequence[CountingInstruction]:
+        self._members.check_rank(event.rank)
+        answer = self._newcomers.ask(event)
+        return [answer, *self._close_all_complete()]  # an earlier promise is forgotten
+
+    def _on_join_settled(self, event: JoinSettled) -> Sequence[CountingInstruction]:
+        return [self._newcomers.settle(event), *self._close_all_complete()]

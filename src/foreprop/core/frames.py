@@ -227,7 +227,12 @@ class ValuesOffered(NamedTuple):
 
 
 class ValuesAwaited(NamedTuple):
-    """The other ranks at the start: every slice comes from the servers as step 0."""
+    """The other ranks at the start: every slice comes from the servers as step 0.
+
+    To a newcomer (`core.newcomers`) they come as a later one.
+    """
+
+    step: int = 0
 
 
 class PullsDue(NamedTuple):

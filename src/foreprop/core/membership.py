@@ -4,7 +4,8 @@ Theory of operation. A server closes a slice of a step when its *counted set* is
 pushes of all members, or, with b backup workers, the first N - b (Chen et al., Revisiting
 Distributed Synchronous SGD, 2016, section 3). A member that dies is *dropped*: what it has pushed
 still counts, and nothing else is awaited from it. The sets that are not those of the step before
-are written down as lines, from which the same sets can be had again: a *replay*.
+are written down as lines, from which the same sets can be had again: a *replay*. Whoever comes in a
+lost one's place counts from a step on that all servers agree to (`core.newcomers`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Members:
         """All that have not been dropped."""
         self.left: set[int] = set()
         """Those of them that have said goodbye."""
+        self.since: dict[int, int] = {}
+        """Of those that have come later: the first step that waits for them."""
+        self.promised: dict[int, int] = {}
+        """Of those that may be about to come: the step, which is not settled."""
 
     def check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.workers:
@@ -82,6 +87,18 @@ class Members:
     def drop(self, rank: int) -> None:
         self.here.discard(rank)
         self.left.discard(rank)
+        self.since.pop(rank, None)
+        self.promised.pop(rank, None)
+
+    def of_step(self, step: int) -> set[int]:
+        """Those whose pushes a slice of this step waits for."""
+        if not self.since:
+            return self.here
+        return {rank for rank in self.here if self.since.get(rank, 0) <= step}
+
+    @property
+    def settled(self) -> set[int]:
+        return self.here - self.promised.keys()
 
     @property
     def all_left(self) -> bool:

@@ -181,6 +181,10 @@ class SendLanes(Generic[T]):
         """Whether nothing is queued or under way."""
         return not self._busy and not self.queued
 
+    def is_idle(self, peer: int) -> bool:
+        """The same of one peer."""
+        return peer not in self._busy and not self._queues.get(peer)
+
     def __len__(self) -> int:
         return self.queued
 

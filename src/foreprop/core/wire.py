@@ -69,6 +69,9 @@ class Kind(IntEnum):
     SETTLED = 36  # S: by slice the step that it goes on from, and who is to send the values
     TAKEN_OVER = 37  # W: a slice's values after `step`, from who is to send them
     STATE_TAKEN_OVER = 38  # W (the buddy): its optimizer state after `step`; empty: it has none
+    JOIN = 39  # W: count me from `step` on; S: whether that is promised
+    JOINED = 40  # W: all servers have promised it; S: to all, who counts from which step on
+    SERVERS = 41  # W: where all listen, or, as the first frame, the question; S: the answer
 
 
 class Flag(IntEnum):

@@ -188,14 +188,14 @@ class WorkerMachine:
             self._lanes.push(server, 0, priority, frame)
         return self._left(self._lanes.depart())
 
-    def _on_values_awaited(self, _: ValuesAwaited) -> Sequence[WorkerInstruction]:
+    def _on_values_awaited(self, event: ValuesAwaited) -> Sequence[WorkerInstruction]:
         done: list[WorkerInstruction] = []
         for parameter, pieces in enumerate(self._slices_of):
-            self._missing[parameter] = len(pieces)
+            self._missing[parameter], self._step[parameter] = len(pieces), event.step
             if not pieces:
-                done.append(CompleteParameter(parameter, 0))
+                done.append(CompleteParameter(parameter, event.step))
             for piece in pieces:
-                self._awaited_step[piece.number] = 0
+                self._awaited_step[piece.number] = event.step
         return done
 
     def _on_message_ready(self, event: MessageReady) -> Sequence[WorkerInstruction]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from foreprop.core.agreement import describe_groups
 from foreprop.core.manifest import Hyperparameters, Manifest
@@ -21,7 +21,11 @@ class CountedNumbers:
 
     kinds = frozenset({Kind.HYPERPARAMETERS})
 
-    def __init__(self, manifest: Manifest, executor: Executor) -> None:
+    def __init__(self, manifest: Manifest, executor: Executor, newcomers: Container[int]) -> None:
+        """``newcomers``: who has ever joined. If others say something else, that counts."""
+        self.unlike: dict[int, str] = {}
+        """Those whose numbers are not the others', and in what."""
+        self._newcomers = newcomers
         self._expected = manifest.optimizer.groups
         self._said: list[list[tuple[int, tuple[Hyperparameters, ...]]]]
         """By rank: from which step on it has announced what."""
@@ -34,12 +38,15 @@ class CountedNumbers:
         key = (step, tuple(ranks))
         agreed = self._agreed.get(key)
         if agreed is None:
-            said = [self._of(rank, step) for rank in key[1]]
-            for rank, groups in zip(key[1], said, strict=True):
-                if groups != said[0]:
-                    pair = (key[1][0], rank)
-                    raise TrainingLoopError(describe_groups(step, pair, said[0], groups))
-            agreed = self._agreed[key] = said[0]
+            ranks = sorted(key[1], key=lambda rank: (rank in self._newcomers, rank))
+            first = self._of(ranks[0], step)
+            for rank in ranks[1:]:
+                if (groups := self._of(rank, step)) != first:
+                    text = describe_groups(step, (ranks[0], rank), first, groups)
+                    if rank not in self._newcomers:
+                        raise TrainingLoopError(text)
+                    self.unlike[rank] = text
+            agreed = self._agreed[key] = first
             if len(self._agreed) > _KEPT:
                 del self._agreed[next(iter(self._agreed))]
         return agreed

@@ -32,6 +32,7 @@ from foreprop.core.membership import (
 from foreprop.core.sendqueue import turns_of
 from foreprop.core.slicing import Slice
 from foreprop.core.wire import Flag, Kind
+from foreprop.elastic.admission import Admission
 from foreprop.elastic.countedfile import CountedFile, read_replay
 from foreprop.elastic.countednumbers import CountedNumbers
 from foreprop.elastic.countedstore import CountedStore
@@ -78,9 +79,13 @@ class Counting:
         self._leaving: list[tuple[Connection, float]] = []
         """Dropped, and still to be told: when they are given up."""
         self._reasons: dict[int, str] = {}
+        self.newcomers: set[int] = set()
+        """All that have ever joined."""
+        self.admission = Admission(manifest, index, self) if self._elastic else None
 
     def numbers(self, executor: Executor) -> CountedNumbers:
-        return CountedNumbers(self._manifest, executor)
+        self._numbers = CountedNumbers(self._manifest, executor, self.newcomers)
+        return self._numbers
 
     def payload_of(self, frame: SendFrame) -> memoryview:
         """Values go with their frame: see `_answer`."""
@@ -90,13 +95,15 @@ class Counting:
         """When `path.slices.Updates` has its part in the executor."""
         self._executor = executor
         self._lock: threading.RLock = executor.lock
-        self._connections = connections
+        self.connections = connections
         self._update: Doer = executor.doers[UpdateSlice]
         executor.doers |= {
             UpdateCounted: self._update_counted,
             AnswerSlice: self._answer,
             DropPush: self._drop,
         }
+        if self.admission is not None:
+            self.admission.begin(executor)
 
     # Doing.
     def _update_counted(self, due: UpdateCounted) -> Sequence[object] | None:
@@ -166,6 +173,12 @@ class Counting:
         self._go_on(told, instructions)
         return True
 
+    def expect(self, peer: Connection) -> None:
+        """It may come in the place of one that was lost."""
+        with self._lock:
+            self._silent.pop(peer.number, None)
+            self._reasons.pop(peer.number, None)
+
     def _go_on(self, told: Sequence[MemberLeft], instructions: Sequence[object]) -> None:
         """Close what waited for it; no receiving thread is there to take an error."""
         host = self._executor.host
@@ -187,12 +200,16 @@ class Counting:
             over = [peer for peer, until in self._leaving if now >= until]
             self._leaving = [each for each in self._leaving if each[0] not in over]
             awaited = self.machine.awaited() if self._elastic else set()
+            unlike, self._numbers.unlike = self._numbers.unlike, {}
         for peer in over:
             peer.stream.close()
+        for rank, why in unlike.items():
+            failure = Failure(kind="TrainingLoopError", message=why, peer=f"rank {rank}")
+            self.lose(self.connections[rank], failure)
         for rank in self._silent.keys() - awaited:
             del self._silent[rank]
         for rank in awaited:
-            last = self._connections[rank].last_push
+            last = self.connections[rank].last_push
             if rank not in self._silent or self._silent[rank][0] != last:
                 self._silent[rank] = (last, now)
         longest = min(awaited, key=lambda rank: (self._silent[rank][1], rank), default=None)
@@ -201,7 +218,7 @@ class Counting:
 
     def _drop_silent(self, rank: int) -> None:
         del self._silent[rank]
-        peer = self._connections[rank]
+        peer = self.connections[rank]
         why = (
             f"rank {rank} has pushed nothing to server {self._index} for {self._limit_s:g} s"
             f" ({SILENT_SHARE:g} of step_timeout_s), and others wait for it"

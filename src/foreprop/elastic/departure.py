@@ -1,19 +1,20 @@
-"""What servers tell of a worker that has left, and what its survivors make of it."""
+"""What servers tell of a worker that has left or joined, and what the others make of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from foreprop.config import LOGGER
 from foreprop.core.wire import Flag, Header, Kind
+from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
+from foreprop.elastic.whereabouts import LIMIT_BYTES
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
-
-_LIMIT_BYTES = 1 << 16
 
 
 class Departure(msgspec.Struct, frozen=True, array_like=True):
@@ -30,48 +31,109 @@ _DEPARTURE = msgspec.json.Decoder(Departure)
 
 
 class MemberNotices:
-    """Owns word of who has left, on a worker."""
+    """Owns word of who has left and who has joined, on a worker."""
 
-    kinds = frozenset({Kind.LEFT})
+    kinds = frozenset({Kind.LEFT, Kind.JOINED})
 
     def __init__(self, engine: WorkerEngine) -> None:
+        self.on_membership: list[Callable[[int, tuple[int, ...]], None]] = []
+        """Called with the first step that is made by other ranks than before, and those: when that
+        becomes known, in a receiving thread. Of a later one about the same rank the later counts.
+        """
+        self.arrivals: dict[int, dict[int, Arrival]] = {}
+        """By rank and server: the last one."""
         self._engine = engine
         self._world_size = engine.manifest.world_size
         self._told: dict[int, dict[int, Departure]] = {}
-        """By rank and server."""
+        """By rank and server: the last one."""
+        self._gone: dict[int, int] = {}
+        """By rank: the step within which it has left, as far as is known."""
         self.attendance = Attendance(engine)
         engine.use(self)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
-        return bounded(header, _LIMIT_BYTES)
+        return bounded(header, LIMIT_BYTES)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.JOINED:
+            self._on_arrival(peer.number, decode_arrival(payload))
+            return
         try:
             told = _DEPARTURE.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"not word of who has left: {error}") from error
+        self._on_departure(peer.number, told)
+
+    def _on_departure(self, server: int, told: Departure) -> None:
+        self.attendance.hear_left(told.rank, server, told.step)
         with self._engine.lock:
-            first = told.rank not in self._told
-            self._told.setdefault(told.rank, {})[peer.number] = told
+            joined = self._joined_at(told.rank)
+            by_server = self._told.setdefault(told.rank, {})
+            if told.step < joined - 1:  # one server's word may be slower than another one's
+                if told.rank not in self._gone:
+                    by_server[server] = told
+                return
+            first = told.rank not in self._gone
+            if first:
+                by_server.clear()
+            by_server[server] = told
+            later = self._gone.get(told.rank, -1) < told.step
+            if later:
+                self._gone[told.rank] = told.step
             members = self.members
+        if later:
+            self._report(told.step + 1, members)
         if first and self._engine.rank == members[0]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
                 *(told.rank, told.step, told.reason, len(members), self._world_size),
             )
-        self.attendance.hear_left(told.rank, peer.number, told.step)
+
+    def _on_arrival(self, server: int, told: Arrival) -> None:
+        rank, step = told.rank, told.step
+        with self._engine.lock:
+            by_server = self.arrivals.setdefault(rank, {})
+            before = self._joined_at(rank)
+            if step < before:
+                return
+            if step > before:
+                by_server.clear()
+                self._gone.pop(rank, None)
+            by_server[server] = told
+            if rank == self._engine.rank:
+                here = {*told.members, *self.arrivals, *self._gone}
+                self._gone |= {other: 0 for other in range(self._world_size) if other not in here}
+            members = self.members
+        self._engine.progress.notify()
+        if step > before:
+            self._report(step, members)
+        others = [member for member in members if member != rank]
+        if step > before and self._engine.rank == min(others, default=rank):
+            LOGGER.warning(
+                "rank %d has joined, and counts from step %d on; %d of %d workers are here",
+                *(rank, step, len(members), self._world_size),
+            )
+
+    def _joined_at(self, rank: int) -> int:
+        return max((each.step for each in self.arrivals.get(rank, {}).values()), default=0)
+
+    def _report(self, step: int, members: Sequence[int]) -> None:
+        for call in list(self.on_membership):
+            call(step, tuple(members))
 
     @property
     def members(self) -> list[int]:
-        """Those who are left."""
-        return [rank for rank in range(self._world_size) if rank not in self._told]
+        """Those who are here."""
+        return [rank for rank in range(self._world_size) if rank not in self._gone]
 
     def stats(self) -> dict[str, Any]:
         """For `Session.stats`: see docs/elastic.md."""
         with self._engine.lock:
             told = {rank: list(each.values()) for rank, each in self._told.items()}
+            joined = {rank: self._joined_at(rank) for rank in self.arrivals}
             members = self.members
-        return {"members": members, "left": {rank: _whole(each) for rank, each in told.items()}}
+        left = {rank: _whole(each) for rank, each in told.items()}
+        return {"members": members, "left": left, "joined": joined}
 
 
 def _whole(told: list[Departure]) -> dict[str, Any]:

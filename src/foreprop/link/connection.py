@@ -81,6 +81,8 @@ class Connection:
         """It has said goodbye."""
         self.silent = False
         """Nothing more leaves but what passes the queue."""
+        self.ended = False
+        """Nothing more is read from it."""
         self.receive_started_ns = 0
         """When the last frame's header was here."""
         self.sent_bytes = 0
@@ -132,6 +134,7 @@ class Connection:
             listener.on_error(self, error)
         else:
             listener.on_lost(self, "")
+        self.ended = True
 
     # Sending.
     def send(

@@ -150,10 +150,11 @@ _STEPS_KEPT = 2
 class BlobShelf:
     """Blobs by number and step, and who waits for which. Not thread-safe.
 
-    ``readers`` is the number of ranks that will ask for each frozen parameter, once.
+    ``readers`` is the number of ranks that will ask for each frozen parameter, once; None: nobody
+    knows.
     """
 
-    def __init__(self, *, readers: int) -> None:
+    def __init__(self, *, readers: int | None) -> None:
         self._readers = readers
         self._kept: dict[int, dict[int, bytes]] = {}
         self._waiting: dict[tuple[int, int], list[int]] = {}
@@ -181,9 +182,13 @@ class BlobShelf:
             self._count(which)
         return data
 
+    def kept(self) -> list[int]:
+        """The numbers of those that are here."""
+        return sorted(self._kept)
+
     def _count(self, which: int) -> None:
         handed_out = self._handed_out[which] = self._handed_out.get(which, 0) + 1
-        if which != BUFFERS_BLOB and handed_out >= self._readers:
+        if which != BUFFERS_BLOB and self._readers is not None and handed_out >= self._readers:
             self._kept.pop(which, None)
 
 
@@ -192,11 +197,12 @@ class Blobs:
 
     kinds = frozenset({Kind.BLOB, Kind.BLOB_PULL})
 
-    def __init__(self, manifest: Manifest, executor: Executor, *, readers: int) -> None:
+    def __init__(self, manifest: Manifest, executor: Executor, *, readers: int | None) -> None:
         self._manifest = manifest
         self._executor = executor
         self._lock = executor.lock
         self._shelf = BlobShelf(readers=readers)
+        self.kept = self._shelf.kept
 
     def room(self, peer: Connection, header: Header) -> memoryview:
         if header.kind == Kind.BLOB_PULL:

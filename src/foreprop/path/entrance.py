@@ -53,7 +53,7 @@ def stream_of(whole: Greeting, config: Config) -> Stream:
     """Of who has greeted: from now on it blocks. If encrypted, its first user shakes hands."""
     whole.sock.setblocking(True)
     name = f"rank {whole.header.rank} at {whole.address}"
-    if config.encryption is None:
+    if config.encryption is None or whole.header.kind == Kind.SERVERS:
         return SocketStream(whole.sock, name)
     if whole.channel is None:
         raise InternalError(f"{name} is to be encrypted, and has not been authenticated")
@@ -115,8 +115,10 @@ class Stranger:
             self.send(NO_SECRET)
             raise HandshakeError(describe_one_sided(rank, "this server"))
         header = decode_header(got)
-        if header.kind != Kind.HELLO:
+        if header.kind not in (Kind.HELLO, Kind.SERVERS):
             raise RemoteProtocolError(f"the first frame is {Kind(header.kind).name}, not HELLO")
+        if self.side is not None and self.side.is_question != (header.kind == Kind.SERVERS):
+            raise RemoteProtocolError(f"{Kind(header.kind).name} is not what it has opened for")
         if header.payload_bytes > MAX_GREETING_BYTES:
             raise RemoteProtocolError(
                 f"HELLO of {header.payload_bytes} bytes; at most {MAX_GREETING_BYTES}"

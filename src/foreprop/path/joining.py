@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -38,16 +38,25 @@ class Reception:
         self._world_size = world_size
         self._greeted: dict[int, Connection] = {}  # also those that have joined
 
-    def greet(self, peer: Connection, header: Header, payload: memoryview, *, begun: bool) -> None:
-        """It knows the session: from now on it has a rank. Raises `RemoteProtocolError`."""
+    def greet(
+        self, peer: Connection, header: Header, payload: memoryview, work: Work | None
+    ) -> None:
+        """It knows the session: from now on it has a rank. Raises `RemoteProtocolError`.
+
+        ``work``: of a session that has begun.
+        """
         if not hmac.compare_digest(payload, self._session_id):
             raise RemoteProtocolError(f"HELLO for another session: {bytes(payload[:40])!r}")
         rank = header.rank
-        if begun:
+        if work is not None and work.newcomers is None:
             raise GreetingRefused(f"rank {rank} says hello and the session has begun without it")
         if self._world_size is not None and rank >= self._world_size:
             raise GreetingRefused(f"rank {rank} of {self._world_size}")
-        if rank in self._greeted:
+        before = self._greeted.get(rank)
+        if work is not None and work.newcomers is not None:
+            work.newcomers.check_place(rank)
+            before = None if before is not None and before.left and before.ended else before
+        if before is not None:
             raise GreetingRefused(f"two workers say that they are rank {rank}")
         self._greeted[rank] = peer
         peer.rank = rank
@@ -71,8 +80,28 @@ StreamWrapper = Callable[[Stream, int], Stream]
 """Puts an emulated link around the stream to a rank, if there is one."""
 
 
+class Admitting(Protocol):
+    """Who may come to a session that has started, in a lost one's place. Any thread."""
+
+    def whereabouts(self) -> bytes:
+        """Where its servers are, and whose places are free, for who asks."""
+
+    def check_place(self, rank: int) -> None:
+        """Raises `GreetingRefused` if the rank is not free. With the lock held."""
+
+    def check_manifest(self, rank: int, manifest: Manifest) -> None:
+        """Raises `GreetingRefused`, with both sides' values, for what does not fit."""
+
+    def welcome(self, peer: Connection) -> None:
+        """It has its number, and may ask to be counted."""
+
+
 class Work(Protocol):
     """What a server or relay does in a session that has started."""
+
+    @property
+    def newcomers(self) -> Admitting | None:
+        """None: nobody may come later."""
 
     @property
     def owners(self) -> Mapping[int, FrameOwner]:
@@ -152,13 +181,24 @@ class Joining:
         """Of the frames of who has greeted and not joined."""
 
     # Frames.
-    def greet(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        """The first one, which the entrance has read; raises `RemoteProtocolError`."""
+    def greet(self, peer: Connection, header: Header, payload: memoryview) -> bool:
+        """The first one, which the entrance has read; raises `RemoteProtocolError`.
+
+        Returns whether it stays: who only asks where servers are is told, and goes.
+        """
+        if header.kind == Kind.SERVERS:
+            if self.work is None or self.work.newcomers is None:
+                begun = "has not begun" if self.work is None else "takes in nobody (elastic=True)"
+                raise GreetingRefused(f"rank {header.rank} wants to join, and the session {begun}")
+            peer.send_past_queue(Kind.SERVERS, self.work.newcomers.whereabouts())
+            return False
         with self._host.lock:
-            self._reception.greet(peer, header, payload, begun=self.work is not None)
+            self._reception.greet(peer, header, payload, self.work)
+        return True
 
     def room(self, peer: Connection, header: Header) -> memoryview:
-        if peer.joined or self.work is not None:
+        begun = self.work is not None and self.work.newcomers is None
+        if peer.joined or begun:
             raise self.refusal(peer, header)
         return bounded(header, MAX_CONTROL_BYTES if header.kind == Kind.MANIFEST else 0)
 
@@ -196,6 +236,9 @@ class Joining:
         if peer.rank >= manifest.world_size or not manifest.parameters:
             raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
         number = self._composer.peers(manifest).number_of(peer.rank)
+        if self.work is not None and self.work.newcomers is not None:
+            self._take_in(peer, manifest, number, self.work, self.work.newcomers)
+            return
         with self._host.lock:
             if number in self._connections:
                 raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
@@ -212,18 +255,34 @@ class Joining:
             refused = self._compare_all(zero, first)
             work = None
             if not refused and len(self._connections) == len(self.known.present):
-                work = self._begin(zero, self.known.count)
+                work = self._begin(zero)
         if refused:
             self._host.fail(Failure(kind="HandshakeError", message=refused))
         elif work is not None:  # not `self.work`: another thread may have made that by now
             work.start()
 
-    def _begin(self, manifest: Manifest, peers: int) -> Work:
-        order = manifest.knobs.order
+    def _take_in(
+        self, peer: Connection, manifest: Manifest, number: int, work: Work, newcomers: Admitting
+    ) -> None:
+        """In a lost one's place, if it says the same as all others have said."""
+        newcomers.check_manifest(peer.rank, manifest)
+        with self._host.lock:
+            newcomers.check_place(number)
+            peer.number = number
+            self._connections[number] = peer
+            self._bound(manifest, [peer])
+            peer.owners = {**self._members, **work.owners}
+        newcomers.welcome(peer)
+
+    def _bound(self, manifest: Manifest, connections: Iterable[Connection]) -> None:
+        order, peers = manifest.knobs.order, self._composer.peers(manifest).count
         if manifest.knobs.lanes == "peers" and takes_turns(order, peers):
             window_bytes = window_share_bytes(self._config.push_window_bytes, peers, order)
-            for peer in self._connections.values():
+            for peer in connections:
                 peer.stream.bound(window_bytes)
+
+    def _begin(self, manifest: Manifest) -> Work:
+        self._bound(manifest, self._connections.values())
         self.work = self._composer.compose(manifest, self._host, self._connections)
         for peer in self._connections.values():
             peer.owners = {**self._members, **self.work.owners}

@@ -230,13 +230,12 @@ class Server:
         self._spawn("receive", lambda: self._receive(peer, later))
 
     def _greets(self, peer: Connection, whole: Greeting) -> bool:
-        """Whether the greeting fits; who is refused is told."""
+        """Whether it stays; who is refused is told."""
         try:
-            self._joining.greet(peer, whole.header, whole.payload)
+            return self._joining.greet(peer, whole.header, whole.payload)
         except RemoteProtocolError as error:
             self.on_refused(peer, error)
             return False
-        return True
 
     def wait(self) -> Failure | None:
         """Block until the session has ended, then release everything."""

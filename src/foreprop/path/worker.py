@@ -227,9 +227,9 @@ class WorkerEngine:
             setting="join_timeout_s",
         )
 
-    def await_values(self) -> None:
+    def await_values(self, step: int = 0) -> None:
         """Other ranks: every parameter is pending until rank 0's values have come."""
-        self._dispatch(ValuesAwaited())
+        self._dispatch(ValuesAwaited(step))
 
     # Training.
     def push(self, parameter: int, step: int, *, flags: int = 0, with_value: bool = False) -> None:

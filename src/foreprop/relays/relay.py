@@ -133,6 +133,10 @@ class RelayWork:
         manifest = self._manifest.encode()
         self._executor.send(SERVER, Kind.MANIFEST, 0, CONTROL_PRIORITY, 0, manifest)
 
+    @property
+    def newcomers(self) -> None:
+        """Likewise."""
+
     def lose(self, peer: Connection, failure: Failure) -> bool:
         """A node's sum needs all its workers."""
         return False

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from foreprop.buddies.substitutes import Substitution
     from foreprop.compression.images import ImageStore
     from foreprop.compression.replycodecs import ReplyCodecs
+    from foreprop.elastic.admission import Admission
     from foreprop.elastic.countednumbers import CountedNumbers
     from foreprop.elastic.counting import Counting
     from foreprop.numerics.normgate import NormGate
@@ -64,6 +65,10 @@ class ServerWork:
     """If not all workers always count."""
     recovery: Recovery | None = None
     """If the session outlives a node."""
+
+    @property
+    def newcomers(self) -> Admission | None:
+        return None if self.counting is None else self.counting.admission
 
     def start(self) -> None:
         """Welcome everybody."""
@@ -180,6 +185,7 @@ class _Composition:
             self._executor.payload_of = apart.payload_of
         self._waits = Waits([self._slices], self._barrier)
         self._goodbyes = Goodbyes(self._executor)
+        self._admission = None if counting is None else counting.admission
         if counting is not None:
             counting.begin(self._executor, connections)
         about_all = (names, self._executor, self._waits, counting, self._recovery)
@@ -203,7 +209,7 @@ class _Composition:
         executor, manifest = self._executor, self._manifest
         yield self._frames
         yield self._settings
-        yield Blobs(manifest, executor, readers=executor.peers.count - 1)
+        yield self._make_blobs(manifest, executor)
         states = States(executor, self._store_of, self._export_gradient)
         if self._recovery is None:
             yield states
@@ -212,12 +218,22 @@ class _Composition:
             yield from self._recovery.services(executor, states, self._config, make)
         yield Statuses(executor, self._waits)
         yield self._goodbyes
+        if self._admission is not None:
+            yield self._admission
         yield self._rows.service if self._shards else self._rows
         if isinstance(self._machine, ServerMachine):  # others close slices one by one
             needs_norm = manifest.knobs.aggregation.needs_norm
             yield self._norm.service if needs_norm else self._norm
         if not executor.peers.are_nodes:
             yield Later({Kind.PACE}, self._make_arrivals)
+
+    def _make_blobs(self, manifest: Manifest, executor: Executor) -> Blobs:
+        """Newcomers need what everybody had from rank 0."""
+        if self._admission is None:
+            return Blobs(manifest, executor, readers=executor.peers.count - 1)
+        blobs = Blobs(manifest, executor, readers=None)
+        self._admission.blobs = blobs.kept
+        return blobs
 
     def _finite_check(self) -> CheckGradient | None:
         if not self._manifest.knobs.aggregation.reports_nonfinite:

@@ -30,6 +30,7 @@ from foreprop.servers.processes import ProcessServer, ServerTask, node_links, st
 
 if TYPE_CHECKING:
     from foreprop.core.authentication import Channel
+    from foreprop.elastic.whereabouts import ServerPlace
     from foreprop.link.pacing import NodeLinks
     from foreprop.servers.main import ThreadServer
 
@@ -52,7 +53,10 @@ class Connections:
         self._config = config
         self.channel: Channel | None = None
         """Of the connection made last, where a secret is shown."""
-        self._sockets: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
+        """To each server, and of encrypted ones those of both ways."""
+        self.places: list[ServerPlace] = []
+        """Of a newcomer: where the servers were when it came."""
         self.workers_per_node = config.workers_per_node or world.local_size
         self.nodes = -(-world.size // self.workers_per_node)
         self.node = world.rank // self.workers_per_node
@@ -82,18 +86,23 @@ class Connections:
         return workers if crosses and sums else 1
 
     @property
-    def _first_rank(self) -> int:
+    def first_rank(self) -> int:
         """Of this node."""
         return self.node * self.workers_per_node
 
     def open(self) -> None:
         """Start this node's servers if it is this worker's task, then connect to all."""
         try:
+            if self._config.join is not None:
+                from foreprop.servers.entering import connect_to_all
+
+                connect_to_all(self, self._world, self._config)
+                return
             self.session_id = self._agree_on_session()
             self.links = node_links(self._config, self.session_id, self.node, self.workers_per_node)
             if not self._config.dedicated_servers:
                 self._start_servers()
-            if self.workers_per_push > 1 and self._world.rank == self._first_rank:
+            if self.workers_per_push > 1 and self._world.rank == self.first_rank:
                 from foreprop.servers.relaystart import start_relays
 
                 start_relays(self, self._world, self._config)
@@ -129,7 +138,7 @@ class Connections:
         }
 
     def _start_servers(self) -> None:
-        if self._world.rank != self._first_rank:
+        if self._world.rank != self.first_rank:
             return
         for i in range(self._config.servers_per_node):
             index = self.node * self._config.servers_per_node + i
@@ -150,12 +159,15 @@ class Connections:
     def _connect(self, server: int) -> Stream:
         """To a server, or to this node's relay to it."""
         direct = self.workers_per_push == 1
-        sock = self.reach(server) if direct else self._reach_relay(server)
-        return self.stream_over(sock, server)
+        if direct:
+            return self.stream_over(self.reach(server), server)
+        from foreprop.servers.relaystart import reach_relay
+
+        return self.stream_over(reach_relay(self, server), server)
 
     def stream_over(self, sock: socket.socket, server: int) -> Stream:
         """A connection that has greeted, as it is used from now on."""
-        self._sockets.append(sock)
+        self.sockets.append(sock)
         direct = self.workers_per_push == 1
         try:
             window_bytes = self._window_bytes(sock)
@@ -170,7 +182,7 @@ class Connections:
             from foreprop.link.encrypted import connect_encrypted
 
             stream = connect_encrypted(sock, name, self.channel, self._config, bound)
-            self._sockets += stream.ways
+            self.sockets += stream.ways
         if self.links is not None and direct:
             stream = self.links.wrap_to_node(stream, self.node_of(server))
         if window_bytes and direct and waits:
@@ -182,12 +194,6 @@ class Connections:
         dedicated = self._config.dedicated_servers
         return -1 if dedicated else server // self._config.servers_per_node
 
-    def _reach_relay(self, server: int) -> socket.socket:
-        what = f"the relay of node {self.node}, which rank {self._first_rank} starts"
-        found = self.board.lookup(f"relay/{self.node}/{server}", what)
-        target = f"relay {self.node} to server {server}"
-        return self._greeted(self._connect_to(*_parse_address(found, what), target))
-
     def reach(self, server: int) -> socket.socket:
         if self._config.dedicated_servers:
             from foreprop.servers.dedicated import look_up_dedicated
@@ -198,14 +204,14 @@ class Connections:
         else:
             what = f"server {server}, which rank {self._starter_of(server)} starts"
             found = self.board.lookup(f"server/{server}", what)
-        address, port = _parse_address(found, what)
+        address, port = parse_address(found, what)
         if is_loopback(address) and not is_loopback(self.address):
             from foreprop.link.announced import unreachable
 
             raise unreachable(server, address, self._world.rank, self.address)
-        return self._greeted(self._connect_to(address, port, f"server {server}"))
+        return self.greeted(self.connect_to(address, port, f"server {server}"))
 
-    def _greeted(self, sock: socket.socket) -> socket.socket:
+    def greeted(self, sock: socket.socket) -> socket.socket:
         """At once: servers do not keep for long who says nothing."""
         try:
             tuned = self.tuned(sock)
@@ -241,7 +247,7 @@ class Connections:
             return None
         return window_share_bytes(self._config.push_window_bytes, self.servers, self._config.order)
 
-    def _connect_to(self, address: str, port: int, target: str) -> socket.socket:
+    def connect_to(self, address: str, port: int, target: str) -> socket.socket:
         timeout_s, rank = self._config.join_timeout_s, self._world.rank
         deadline = time.monotonic() + timeout_s
         while True:
@@ -264,7 +270,7 @@ class Connections:
     def server_names(self) -> list[str]:
         """At the other end of each connection, with who goes if it goes."""
         if self.workers_per_push > 1:
-            name = f"the relay of node {self.node} (beside rank {self._first_rank})"
+            name = f"the relay of node {self.node} (beside rank {self.first_rank})"
             return [f"{name} to server {i}" for i in range(self.servers)]
         return self.direct_names()
 
@@ -305,14 +311,14 @@ class Connections:
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of what only the parent may keep alive."""
-        for sock in self._sockets:
+        for sock in self.sockets:
             sock.close()
         for handle in self.handles:
             if isinstance(handle, ProcessServer):
                 handle.forget_in_child()
 
 
-def _parse_address(text: str, what: str) -> tuple[str, int]:
+def parse_address(text: str, what: str) -> tuple[str, int]:
     """What a server has left in the store; raises `RemoteProtocolError`."""
     try:
         address, port = text.split()

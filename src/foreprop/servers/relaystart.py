@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from foreprop.cluster.world import World
 from foreprop.config import Config
 from foreprop.link.stream import listen
+from foreprop.servers.launch import parse_address
 from foreprop.servers.processes import ProcessServer, RelayTask
 
 if TYPE_CHECKING:
@@ -52,3 +53,12 @@ def start_relays(connections: Connections, world: World, config: Config) -> None
     for server, port in enumerate(ports):
         name = f"relay/{connections.node}/{server}"
         connections.board.publish(name, f"{connections.address} {port}")
+
+
+def reach_relay(connections: Connections, server: int) -> socket.socket:
+    """The node's to this server."""
+    node = connections.node
+    what = f"the relay of node {node}, which rank {connections.first_rank} starts"
+    found = connections.board.lookup(f"relay/{node}/{server}", what)
+    target = f"relay {node} to server {server}"
+    return connections.greeted(connections.connect_to(*parse_address(found, what), target))

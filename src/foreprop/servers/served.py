@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from foreprop.elastic.departure import LatePushes, MemberNotices
     from foreprop.numerics.norms import WorkerNorm
     from foreprop.path.managedparameter import ManagedParameter
+    from foreprop.servers.directory import Directory
     from foreprop.servers.servedstate import ServedState
     from foreprop.stragglers.pace import PaceKeeper
     from foreprop.tables.exchange import RowExchange
 
-_FROZEN = BUFFERS_BLOB + 1  # the number of the first frozen parameter's blob
+FROZEN_BLOB = BUFFERS_BLOB + 1
+"""The number of the first frozen parameter's."""
 
 
 class ServedBackend:
@@ -43,7 +45,9 @@ class ServedBackend:
             check_elementwise(setup.optimizer)
         if self._serves:
             check_groups(setup.optimizer)
-        self._setup = setup
+        self._setup, self.frozen = setup, setup.frozen
+        self.joined_at: int | None = None
+        """Of a newcomer: its first step."""
         self._optimizer = setup.optimizer
         self._memory_factory = MemoryFactory(setup.config)
         self.memory_of = self._memory_factory.memory_of
@@ -82,6 +86,7 @@ class ServedBackend:
         self.late: LatePushes | None = None
         self.notices: MemberNotices | None = None
         self.survival: Survival | None = None
+        self.directory: Directory | None = None
         if setup.config.counts_some:
             from foreprop.servers.surviving import add_members
 
@@ -134,11 +139,16 @@ class ServedBackend:
     # The start.
     def start(self, parameters: Sequence[ManagedParameter]) -> None:
         rank_zero = self._setup.world.rank == 0
+        if self._setup.config.join is not None:
+            from foreprop.servers.entering import enter
+
+            self.joined_at = enter(self, parameters)
+            return
         if not rank_zero:
             self.engine.await_values()  # before the servers know us: values may come at once
         self.engine.join(self.connections.board.check_failed)
         self.connections.settled()
-        shared = [[frozen] for frozen in self._setup.frozen]
+        shared = [[frozen] for frozen in self.frozen]
         if rank_zero:
             for parameter in parameters:
                 parameter.before_offering()
@@ -150,12 +160,12 @@ class ServedBackend:
                     table = self._setup.parameters[number].detach()
                     self.rows.send_row_values(number, 0, table)
             if self._setup.world.size > 1:
-                for number, tensors in enumerate(shared, _FROZEN):
+                for number, tensors in enumerate(shared, FROZEN_BLOB):
                     self.engine.publish_blob(number, 0, pack(tensors))
         else:
             for parameter in parameters:
                 parameter.receive_initial_value()
-            for number, tensors in enumerate(shared, _FROZEN):
+            for number, tensors in enumerate(shared, FROZEN_BLOB):
                 unpack_into(tensors, self.engine.fetch_blob(number, 0))
         if self._serves and self._optimizer.state:
             self.state.drop()

@@ -17,10 +17,12 @@ from foreprop.elastic.departure import LatePushes, MemberNotices
 from foreprop.errors import ConfigError, TransportError
 from foreprop.link.connection import greeting
 from foreprop.link.stream import Stream, connect
+from foreprop.servers.directory import Directory
 
 if TYPE_CHECKING:
     from foreprop.buddies.substitutes import Substitution
     from foreprop.cluster.world import World
+    from foreprop.config import Config
     from foreprop.path.worker import WorkerEngine
     from foreprop.servers.launch import Connections
     from foreprop.servers.served import ServedBackend
@@ -36,6 +38,8 @@ def add_members(backend: ServedBackend, world: World) -> None:
         keep_attendance(world, backend.notices.attendance)
         if (folder := engine.config.counted_replay) is not None:
             replay_left(backend.notices.attendance, folder, engine)
+        if knobs.elastic:
+            backend.directory = Directory(engine, backend.connections)
         if knobs.buddy_steps is not None:
             backend.survival = survival_of(engine, backend.connections, backend.notices)
 
@@ -52,27 +56,43 @@ def replay_left(attendance: Attendance, folder: str, engine: WorkerEngine) -> No
         )
 
 
+def greet_at(
+    connections: Connections,
+    config: Config,
+    rank: int,
+    server: int,
+    session: str,
+    host: str,
+    port: int,
+) -> Stream:
+    """Connect to a server that is known by its address, and say who it is that comes.
+
+    Raises `TransportError`, and `HandshakeError` if secrets differ.
+    """
+    timeout_s = config.join_timeout_s
+    sock = connect(host, port, timeout_s=timeout_s)
+    try:
+        if config.secret_file is not None:
+            from foreprop.link.secret import authenticate
+
+            about = (session, f"server {server}", rank)
+            deadline = time.monotonic() + timeout_s
+            connections.channel = authenticate(sock, config, *about, deadline, lambda: None)
+        connections.tuned(sock).sendall(greeting(session, rank))
+    except OSError as error:
+        sock.close()
+        raise TransportError(
+            f"rank {rank}'s connection to server {server} at {host} port {port} ended at once:"
+            f" {error}"
+        ) from error
+    return connections.stream_over(sock, server)
+
+
 def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberNotices) -> Survival:
     """Of a worker with a server beside it."""
 
     def reach(told: Substitution) -> Stream:
-        timeout_s, rank = engine.config.join_timeout_s, engine.rank
-        sock = connect(told.address, told.port, timeout_s=timeout_s)
-        try:
-            if engine.config.secret_file is not None:
-                from foreprop.link.secret import authenticate
-
-                about = (told.session, f"server {told.server}", rank)
-                deadline = time.monotonic() + timeout_s
-                channel = authenticate(sock, engine.config, *about, deadline, lambda: None)
-                connections.channel = channel
-            connections.tuned(sock).sendall(greeting(told.session, rank))
-        except OSError as error:
-            sock.close()
-            raise TransportError(
-                f"rank {rank}'s connection to the substitute for server {told.server} on node"
-                f" {told.node} ended at once: {error}"
-            ) from error
-        return connections.stream_over(sock, told.server)
+        about = (told.server, told.session, told.address, told.port)
+        return greet_at(connections, engine.config, engine.rank, *about)
 
     return Survival(engine, reach, connections.address, lambda: notices.members)

@@ -112,6 +112,10 @@ class LoneSession(Session):
         return 1
 
     @property
+    def joined_at(self) -> None:
+        return None
+
+    @property
     def planning(self) -> bool:
         return False
 

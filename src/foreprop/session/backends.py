@@ -229,7 +229,8 @@ def needs_servers(
     groups = [] if optimizer is None else optimizer.param_groups
     own = (parameter for group in groups for parameter in group["params"])
     tensors = itertools.chain(model.parameters(), own, model.buffers())
-    return config.dedicated_servers > 0 or any(tensor.is_meta for tensor in tensors)
+    served = config.dedicated_servers > 0 or config.join is not None
+    return served or any(tensor.is_meta for tensor in tensors)
 
 
 # Their connection.
@@ -273,10 +274,10 @@ def connect(training: Training, row_wise: Collection[str], needs: Needs) -> None
     except BaseException as error:
         backends.refuse(error)
         raise
+    if not training.first.is_over:
+        training.first.begin(user.model)
     for synchronised in training.parameters:
-        synchronised.watch()
         claim_parameter(synchronised.name, synchronised.parameter, training)
-    training.first.watch(user.model)
 
 
 def _make_parameter(

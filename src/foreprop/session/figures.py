@@ -166,7 +166,7 @@ def _counting_of(backends: Backends) -> dict[str, Any]:
     """Who has left, or came late, where servers may count some workers only."""
     found: dict[str, Any] = {}
     for backend in backends.all:
-        for name in ("notices", "late", "survival"):
+        for name in ("notices", "directory", "late", "survival"):
             part = getattr(backend, name, None)
             found |= {} if part is None else part.stats()
     return found

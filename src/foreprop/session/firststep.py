@@ -178,8 +178,10 @@ class FirstStep:
         self._hook: RemovableHandle | None = None
         self._settings: SettingsMark | None = None  # when the first gradient came
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Be told of the model's first forward pass."""
+    def begin(self, model: torch.nn.Module) -> None:
+        """Be told of the model's first forward pass, and of first uses."""
+        for parameter in self._training.parameters:
+            parameter.watch()
         self._hook = before_forward(model, FirstForward(self._training))
 
     def unwatch(self) -> None:

@@ -115,6 +115,10 @@ def begin(training: Training) -> None:
     """Each rank's buffers are its own; say once what staleness means for the optimizer."""
     if training.config.counts_some:
         keep_own_buffers(training)
+        if training.config.elastic:
+            from foreprop.session.newcomer import begin_elastic
+
+            begin_elastic(training)
         return
     if training.config.staleness == "late":
         _watch_forward(training)

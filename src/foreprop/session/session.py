@@ -47,6 +47,11 @@ class Session(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def joined_at(self) -> int | None:
+        """The first step of a worker that has joined with ``join``; None from the start on."""
+
+    @property
+    @abc.abstractmethod
     def planning(self) -> bool:
         """Whether ``architecture="auto"`` or ``slice_elems="auto"`` is still to be decided."""
 
@@ -234,7 +239,7 @@ def connect(
     scaler: torch.amp.GradScaler | None = None,
 ) -> ConnectedSession:
     """With servers, or a ring, in a world of one, too: for what measures them."""
-    world = world or current_world(config.join_timeout_s)
+    world = world or current_world(config.join_timeout_s, joins=config.join)
     session = ConnectedSession(model, optimizer, world, config, scaler)
     if session.rank == 0 and session.world_size > 1:
         LOGGER.info("%s", session.describe())
@@ -265,6 +270,12 @@ class ConnectedSession(Session):
     @property
     def world_size(self) -> int:
         return self._training.world.size
+
+    @property
+    def joined_at(self) -> int | None:
+        from foreprop.session.newcomer import joined_at
+
+        return joined_at(self._training)
 
     @property
     def planning(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from foreprop.config import Config, LocalAggregation
+from foreprop.config.sources import resolve_with_sources
 from foreprop.errors import ConfigError
 
 DIVIDED = ("slice_elems", "big_array_elems", "chunk_elems", "unsent_bytes", "push_window_bytes")
@@ -18,7 +19,7 @@ SAID_BY_SYSTEMS = ("architecture", "workers_per_node", "staleness")
 
 def settings_found() -> dict[str, Any]:
     """By name, as they are there."""
-    config, sources = Config.resolve_with_sources()
+    config, sources = resolve_with_sources()
     found = sorted(name for name, source in sources.items() if source == "environment")
     return {name: getattr(config, name) for name in found}
 

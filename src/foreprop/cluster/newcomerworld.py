@@ -1,0 +1,34 @@
+"""The world of a worker that joins a session that runs: nobody is met, not even in the store."""
+
+from __future__ import annotations
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from foreprop.cluster.world import World
+from foreprop.config import launch_info
+from foreprop.config.joinaddress import parse_addresses
+from foreprop.errors import ConfigError
+
+
+def newcomers_world(join: str) -> World:
+    """Of the lost worker whose place it takes; raises `ConfigError` if nothing says which."""
+    info = launch_info()
+    if not info.launched:
+        raise ConfigError(
+            f"join is {join!r}, and RANK or WORLD_SIZE is not set: set RANK to that of the worker"
+            " that was lost, and WORLD_SIZE to how many there were at the start"
+        )
+    if not 0 <= info.rank < info.world_size:
+        raise ConfigError(
+            f"RANK is {info.rank} and WORLD_SIZE {info.world_size}: a newcomer takes the place of"
+            " one of the workers that there were at the start"
+        )
+    store = HashStore()
+    return World(
+        rank=info.rank,
+        size=info.world_size,
+        local_size=info.local_world_size,
+        host=parse_addresses(join)[0][0],
+        store=store,
+        raw_store=store,
+    )

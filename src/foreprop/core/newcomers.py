@@ -1,0 +1,222 @@
+"""A worker that comes in a lost one's place: from which step it counts, and when it gets values.
+
+Theory of operation. A newcomer *asks* every server to count it from a step J on. A server that has
+closed a slice of step J - 2 or a later one says no, and which step it could promise. One that
+promises closes no slice of step J - 2 until it hears more. If one of them says no, the newcomer
+asks all again with a later J, which takes the place of the promise before. If all have promised it,
+J is *settled*: each server tells all members, and counts the newcomer in every slice of J and of
+later steps, and in none before. So a member knows of it before any answer of step J - 2, and thus
+before the end of its own step J - 1, when it reads the data of step J.
+
+The newcomer gets each slice's values after step J - 1, as if it had pushed that. A server sends
+them when all its slices are there, and then the most urgent ones first: so what the first layers
+need comes before all that the last ones need. No slice of J is updated before the newcomer has
+pushed it, so what it is sent is the same on all servers and does not change under way.
+
+Some slices *rest*: nobody pushes them, as their parameters are frozen. When any server has closed a
+slice of step n, all that are pushed at all are after step n - 2 at least. If all other members say
+goodbye before step J - 1, the newcomer gets the values that they end with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from foreprop.core.membership import AnswerSlice, Members
+from foreprop.errors import RemoteProtocolError
+
+LEAD_STEPS = 2
+"""So many steps before its first one all members know of a newcomer."""
+_LAG_STEPS = 2
+"""A slice that is pushed in every step is at most so many behind the newest."""
+_MOST_MARGIN_STEPS = 1024
+
+
+# Events.
+class JoinAsked(NamedTuple):
+    """A rank that was lost wants to be counted from this step on."""
+
+    rank: int
+    step: int
+
+
+class JoinSettled(NamedTuple):
+    """All servers have promised the step; ``newest``: the last of which any has closed a slice."""
+
+    rank: int
+    step: int
+    newest: int
+
+
+# Instructions.
+class AnswerJoin(NamedTuple):
+    """Say that the step is promised, or 0."""
+
+    rank: int
+    step: int
+    least: int
+    """The first one that could have been."""
+    newest: int
+    """The last one of which a slice is closed here."""
+    ending: bool = False
+    """No step can be promised, for some members have said goodbye."""
+
+
+class MemberJoined(NamedTuple):
+    """Tell all members, before anything else, that the rank counts from this step on."""
+
+    rank: int
+    step: int
+
+
+class Collected(Protocol):
+    """What a server has of a slice, see `core.counting_server`."""
+
+    done: int
+    step: int
+    pushed: dict[int, int]
+    closing: bool
+    priority: int
+    last: list[int]
+
+
+class _EmptyHanded:
+    """Of a newcomer that has no values yet."""
+
+    __slots__ = ("behind", "step")
+
+    def __init__(self, step: int, behind: set[int]) -> None:
+        self.step = step
+        """Its first one."""
+        self.behind = behind
+        """The slices that are not after the step before, and do not rest."""
+
+
+class Newcomers:
+    """Those of one server. Not thread-safe. ``collected`` is by slice."""
+
+    def __init__(self, members: Members, collected: Mapping[int, Collected]) -> None:
+        self.awaiting: dict[int, _EmptyHanded] = {}
+        """By rank: those that have joined and have no values yet."""
+        self._members = members
+        self._collected = collected
+
+    def ask(self, event: JoinAsked) -> AnswerJoin:
+        """Raises `RemoteProtocolError` for a rank that is here."""
+        rank, step = event
+        if rank in self._members.here and rank not in self._members.promised:
+            raise RemoteProtocolError(f"rank {rank} wants to join, and is here")
+        self.drop(rank)
+        newest = max((_closed(each) for each in self._collected.values()), default=0)
+        pushed = max((each.last[rank] for each in self._collected.values()), default=0)
+        least = max(newest + LEAD_STEPS, pushed) + 1
+        if step < least or self._members.left:
+            return AnswerJoin(rank, 0, least, newest, ending=bool(self._members.left))
+        self._members.promised[rank] = step
+        self._members.here.add(rank)
+        self._members.since[rank] = step - LEAD_STEPS
+        for each in self._collected.values():
+            each.last[rank] = step - 1  # it pushes nothing of a step before
+        return AnswerJoin(rank, step, least, newest)
+
+    def settle(self, event: JoinSettled) -> MemberJoined:
+        rank, step, newest = event
+        if self._members.promised.get(rank) != step:
+            raise RemoteProtocolError(f"rank {rank} joins from step {step}, which is not promised")
+        del self._members.promised[rank]
+        self._members.since[rank] = step
+        behind = {
+            number
+            for number, each in self._collected.items()
+            if each.pushed or each.closing or each.done >= newest - _LAG_STEPS
+        }
+        self.awaiting[rank] = _EmptyHanded(step, behind)
+        return MemberJoined(rank, step)
+
+    def updated(self, slice_: int, step: int) -> list[int]:
+        """A slice is; returns those who have had its values too early, for it did not rest."""
+        early = [
+            rank
+            for rank, since in self._members.since.items()
+            if step == since - 1
+            and rank not in self._members.promised
+            and rank not in self.awaiting
+        ]
+        for awaited in self.awaiting.values():
+            if step >= awaited.step - 1:
+                awaited.behind.discard(slice_)
+            else:
+                awaited.behind.add(slice_)
+        return early
+
+    def due(self) -> list[AnswerSlice]:
+        """What is to be sent to those who can be sent all values now, most urgent first."""
+        found: list[AnswerSlice] = []
+        for rank, awaited in list(self.awaiting.items()):
+            ends = self._members.here - self._members.left <= self.awaiting.keys()
+            opened = any(
+                (each.pushed or each.closing) and each.step < awaited.step
+                for each in self._collected.values()
+            )
+            if opened or not (ends or not awaited.behind):
+                continue
+            del self.awaiting[rank]
+            found += sorted(
+                (
+                    AnswerSlice(number, awaited.step - 1, each.priority, (rank,))
+                    for number, each in self._collected.items()
+                ),
+                key=lambda answer: (answer.priority, answer.slice),
+            )
+        return found
+
+    @property
+    def empty_handed(self) -> set[int]:
+        """Those without whom alone a session cannot go on: they have no values."""
+        return self._members.promised.keys() | self.awaiting.keys()
+
+    def drop(self, rank: int) -> bool:
+        """It does not come, or goes again. Returns whether the others know nothing of it."""
+        self.awaiting.pop(rank, None)
+        if rank not in self._members.promised:
+            return False
+        self._members.drop(rank)
+        return True
+
+
+def _closed(each: Collected) -> int:
+    """The last step of which the slice takes no push any more."""
+    return max(each.done, each.step) if each.closing else each.done
+
+
+class JoinBid:
+    """A newcomer's side: asks all ``servers`` for a step until all have promised the same one."""
+
+    def __init__(self, servers: int) -> None:
+        self.step = 1 + LEAD_STEPS
+        """Which they are asked for."""
+        self.newest = 0
+        """The last step of which any server has closed a slice, as far as is known."""
+        self._servers = servers
+        self._margin = 1
+        self._said: dict[int, AnswerJoin] = {}
+
+    def add(self, server: int, answer: AnswerJoin) -> bool | None:
+        """True: the step is settled. False: all are to be asked again, for the new `step`.
+
+        None: others have still to answer. Raises `RemoteProtocolError` for an answer out of turn.
+        """
+        if server in self._said or answer.step not in (0, self.step):
+            raise RemoteProtocolError(f"server {server} promises step {answer.step} out of turn")
+        self._said[server] = answer
+        if len(self._said) < self._servers:
+            return None
+        said, self._said = self._said, {}
+        least = max(each.least for each in said.values())
+        self.newest = max(self.newest, *(each.newest for each in said.values()))
+        if all(each.step for each in said.values()):
+            return True
+        self.step = max(self.step, least) + self._margin
+        self._margin = min(2 * self._margin, _MOST_MARGIN_STEPS)
+        return False

@@ -1,0 +1,157 @@
+"""How a server takes in a worker in a lost one's place: asked, promised, settled, told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from foreprop.config import LOGGER
+from foreprop.core.agreement import describe_mismatch
+from foreprop.core.frames import CONTROL_PRIORITY
+from foreprop.core.manifest import Manifest
+from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined
+from foreprop.core.wire import Header, Kind
+from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
+from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import Connection, bounded, nothing
+from foreprop.path.joining import GreetingRefused
+
+if TYPE_CHECKING:
+    from foreprop.elastic.counting import Counting
+    from foreprop.path.executor import Executor
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True):
+    """One server's word of who has joined: it counts from ``step`` on."""
+
+    rank: int
+    step: int
+    members: tuple[int, ...]
+    """All that are here now, as the server has it."""
+    priorities: tuple[tuple[int, int], ...] = ()
+    """For the newcomer: of the server's slices, as they were pushed last."""
+    blobs: tuple[int, ...] = ()
+    """For the newcomer: the numbers of those that the server has."""
+
+
+_ARRIVAL = msgspec.json.Decoder(Arrival)
+_JOIN = msgspec.json.Decoder(AnswerJoin)
+
+
+def decode_arrival(payload: memoryview) -> Arrival:
+    try:
+        return _ARRIVAL.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not word of who has joined: {error}") from error
+
+
+def decode_answer(payload: memoryview) -> AnswerJoin:
+    try:
+        return _JOIN.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not an answer to who wants to join: {error}") from error
+
+
+class Admission:
+    """Owns what newcomers ask of a server, and what members tell it of where servers are.
+
+    It is the `path.joining.Admitting` of an elastic session.
+    """
+
+    kinds = frozenset({Kind.JOIN, Kind.JOINED, Kind.SERVERS})
+
+    def __init__(self, manifest: Manifest, index: int, counting: Counting) -> None:
+        self._manifest = manifest
+        self._index = index
+        self._counting = counting
+        self._members = counting.members
+        self._where = Whereabouts(manifest.session, ())
+        self.blobs: Callable[[], Collection[int]] = tuple
+        """The numbers of those that are kept here."""
+
+    def begin(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = executor.lock
+        executor.doers[AnswerJoin] = self._answer
+        executor.doers[MemberJoined] = self._tell
+
+    # For who is not here yet.
+    def whereabouts(self) -> bytes:
+        with self._lock:
+            return msgspec.structs.replace(self._where, free=tuple(self._free())).encode()
+
+    def _free(self) -> list[int]:
+        """The ranks that have been lost, and of which nothing is under way any more."""
+        connections, machine = self._counting.connections, self._counting.machine
+        return [
+            rank
+            for rank in range(self._members.workers)
+            if rank not in self._members.here
+            and machine.has_sent_all(rank)
+            and (rank not in connections or connections[rank].ended)
+        ]
+
+    def check_place(self, rank: int) -> None:
+        if rank not in self._free():
+            raise GreetingRefused(f"rank {rank} wants to join, and is in the session")
+
+    def check_manifest(self, rank: int, manifest: Manifest) -> None:
+        """The optimizer's numbers may have changed since the start: names must be the same."""
+        ours, theirs = self._manifest, manifest
+        groups, others = ours.optimizer.groups, theirs.optimizer.groups
+        if [sorted(group) for group in groups] == [sorted(group) for group in others]:
+            optimizer = msgspec.structs.replace(theirs.optimizer, groups=groups)
+            theirs = msgspec.structs.replace(theirs, optimizer=optimizer)
+        text = describe_mismatch(ours, theirs, us="the session", them=f"rank {rank}")
+        if text is not None:
+            raise GreetingRefused(f"the session and rank {rank} do not agree: {text}")
+
+    def welcome(self, peer: Connection) -> None:
+        self._counting.expect(peer)
+        self._executor.answer(peer.number, Kind.WELCOME, Header(Kind.MANIFEST, 0, 0, 0, 0, 0, 0))
+
+    # Frames.
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return bounded(header, LIMIT_BYTES) if header.kind == Kind.SERVERS else nothing(header)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if header.kind == Kind.SERVERS:
+            told = decode_whereabouts(payload)
+            with self._lock:
+                if peer.number in self._members.here:
+                    self._where = told
+        elif header.kind == Kind.JOIN:
+            self._executor.dispatch(JoinAsked(peer.number, header.step))
+        else:
+            self._settle(JoinSettled(peer.number, header.step, header.slice))
+
+    def _settle(self, event: JoinSettled) -> None:
+        """Members hear of it before whatever it lets go of, also by other threads."""
+        with self._lock:
+            joined, *rest = self._counting.machine.handle(event)
+            if isinstance(joined, MemberJoined):
+                self._tell(joined)
+        self._executor.execute(rest)
+
+    # Doing.
+    def _answer(self, answer: AnswerJoin) -> None:
+        data = msgspec.json.encode(answer)
+        self._executor.send(answer.rank, Kind.JOIN, 0, CONTROL_PRIORITY, 0, data)
+
+    def _tell(self, joined: MemberJoined) -> None:
+        rank, step = joined
+        self._counting.newcomers.add(rank)
+        here = tuple(sorted(self._members.settled))
+        LOGGER.warning(
+            "server %d counts rank %d from step %d on, which has joined; %d of %d workers are here",
+            *(self._index, rank, step, len(here), self._members.workers),
+        )
+        told = Arrival(rank, step, here)
+        own = Arrival(
+            rank, step, here, tuple(self._counting.machine.priorities()), tuple(self.blobs())
+        )
+        for member in here:
+            data = msgspec.json.encode(own if member == rank else told)
+            self._executor.send(member, Kind.JOINED, 0, CONTROL_PRIORITY, 0, data)

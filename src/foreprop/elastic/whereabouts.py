@@ -1,0 +1,50 @@
+"""Where a session's servers are: told by its members to all servers, and by these to newcomers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from foreprop.core.manifest import MOST_PROCESSES
+from foreprop.errors import RemoteProtocolError
+
+LIMIT_BYTES = 1 << 23
+_Name = Annotated[str, msgspec.Meta(max_length=120)]
+_Number = Annotated[int, msgspec.Meta(ge=-1, lt=2**16)]
+
+
+class ServerPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Of one server, or of its substitute."""
+
+    host: _Name
+    port: Annotated[int, msgspec.Meta(gt=0, lt=2**16)]
+    session: _Name
+    """The id by which it is greeted."""
+    node: _Number = -1
+    """Whose server process it is in; -1: a dedicated one's own."""
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Whereabouts(msgspec.Struct, frozen=True):
+    """``places`` are by server; ``free``: the ranks that have been lost at the one that tells."""
+
+    session: _Name
+    places: Annotated[tuple[ServerPlace, ...], msgspec.Meta(max_length=MOST_PROCESSES)]
+    free: tuple[_Number, ...] = ()
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+_DECODER = msgspec.json.Decoder(Whereabouts)
+
+
+def decode_whereabouts(payload: bytes | memoryview) -> Whereabouts:
+    """Raises `RemoteProtocolError`."""
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"not where servers are: {error}") from error

@@ -1,0 +1,285 @@
+"""A newcomer's way into a running session: it asks where its servers are, and when it may count.
+
+Nothing of it needs the rendezvous, which may have gone with rank 0. See `core.newcomers`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from foreprop.config import LOGGER, Config
+from foreprop.config.joinaddress import parse_addresses
+from foreprop.core.authentication import QUESTION, ConnectingSide
+from foreprop.core.frames import CONTROL_PRIORITY
+from foreprop.core.manifest import BUFFERS_BLOB
+from foreprop.core.newcomers import JoinBid
+from foreprop.core.wire import FrameReader, Header, Kind, encode_header
+from foreprop.elastic.admission import Arrival, decode_answer
+from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
+from foreprop.errors import HandshakeError, RemoteProtocolError, TransportError, decode_failure
+from foreprop.hooks.modelhooks import unpack_into
+from foreprop.link.connection import Connection, bounded, nothing
+from foreprop.link.stream import connect
+from foreprop.path.parameter import SynchronisedParameter
+from foreprop.path.pending import make_pending
+from foreprop.servers.surviving import greet_at
+
+if TYPE_CHECKING:
+    from foreprop.cluster.world import World
+    from foreprop.path.managedparameter import ManagedParameter
+    from foreprop.path.worker import WorkerEngine
+    from foreprop.servers.launch import Connections
+    from foreprop.servers.served import ServedBackend
+
+_AGAIN_S = 0.2
+_ANSWER_S = 5.0
+"""A server answers at once where the others are."""
+
+
+# Where they are.
+def connect_to_all(connections: Connections, world: World, config: Config) -> None:
+    """Connect to all servers of the session, when this rank's place is free at each of them.
+
+    Raises `HandshakeError` if it is not within ``join_timeout_s``, or for another cluster.
+    """
+    found = _find(world.rank, config, connections)
+    connections.session_id, connections.places = found.session, list(found.places)
+    for server, place in enumerate(found.places):
+        about = (server, place.session, place.host, place.port)
+        connections.streams.append(greet_at(connections, config, world.rank, *about))
+
+
+def _find(rank: int, config: Config, connections: Connections) -> Whereabouts:
+    deadline = time.monotonic() + config.join_timeout_s
+    while True:
+        try:
+            found = _ask_one_of(rank, config)
+            _check_shape(found, config, connections)
+            taken = _where_taken(rank, config, found)
+            if not taken:
+                return found
+            error: Exception = HandshakeError(taken)
+        except TransportError as lost:
+            error = lost
+        if time.monotonic() >= deadline:
+            raise type(error)(f"{error}, for {config.join_timeout_s:g} s (join_timeout_s)")
+        time.sleep(_AGAIN_S)
+
+
+def _ask_one_of(rank: int, config: Config) -> Whereabouts:
+    """The first of ``join`` that answers."""
+    errors = []
+    for host, port in parse_addresses(config.join or ""):
+        try:
+            return ask(host, port, rank, config)
+        except TransportError as error:
+            errors.append(str(error))
+    raise TransportError(f"rank {rank} wants to join at {config.join} (join): {'; '.join(errors)}")
+
+
+def _check_shape(found: Whereabouts, config: Config, connections: Connections) -> None:
+    servers = len(found.places)
+    if not servers:
+        raise TransportError("the session that is to be joined is just beginning")
+    dedicated = all(place.node < 0 for place in found.places)
+    if servers == connections.servers and dedicated == (config.dedicated_servers > 0):
+        return
+    kind = "dedicated ones" if dedicated else "beside the workers"
+    raise HandshakeError(
+        f"the session has {servers} servers, {kind}; this worker expects {connections.servers}"
+        f" (dedicated_servers is {config.dedicated_servers}, WORLD_SIZE gives"
+        f" {connections.nodes} nodes): start it with the settings of the others"
+    )
+
+
+def _where_taken(rank: int, config: Config, found: Whereabouts) -> str:
+    """Why the rank's place is not free at some server; empty if it is."""
+    for server, place in enumerate(found.places):
+        if rank not in ask(place.host, place.port, rank, config).free:
+            return (
+                f"rank {rank} wants to join, and is in the session, as server {server} sees it: a"
+                " newcomer takes the RANK of a worker that was lost"
+            )
+    return ""
+
+
+def ask(host: str, port: int, rank: int, config: Config) -> Whereabouts:
+    """Where all servers are; raises `TransportError` if there is no server that answers."""
+    sock = connect(host, port, timeout_s=1.0)
+    try:
+        if config.secret_file is not None:
+            _prove(sock, rank, config)
+        sock.settimeout(_ANSWER_S)
+        sock.sendall(encode_header(Kind.SERVERS, 0, rank, 0, 0, CONTROL_PRIORITY, 0))
+        return _read_answer(sock, f"{host} port {port}")
+    except OSError as error:
+        raise TransportError(f"{host} port {port} does not answer: {error}") from error
+    finally:
+        sock.close()
+
+
+def _prove(sock: socket.socket, rank: int, config: Config) -> None:
+    import secrets
+
+    from foreprop.core.authentication import NONCE_BYTES
+    from foreprop.link.secret import load_key, prove, secret_file_of
+
+    key = load_key(secret_file_of(config))
+    side = ConnectingSide(key, QUESTION, rank, secrets.token_bytes(NONCE_BYTES))
+    prove(sock, side, time.monotonic() + _ANSWER_S, lambda: None)
+
+
+def _read_answer(sock: socket.socket, where: str) -> Whereabouts:
+    reader = FrameReader(lambda header: bounded(header, LIMIT_BYTES))
+    while received := sock.recv_into(reader.buffer):
+        frame = reader.advance(received)
+        if frame is None:
+            continue
+        if frame.header.kind == Kind.FAILURE:
+            raise TransportError(decode_failure(frame.payload).message)
+        if frame.header.kind != Kind.SERVERS:
+            raise RemoteProtocolError(f"{where} answers with {Kind(frame.header.kind).name}")
+        return decode_whereabouts(frame.payload)
+    raise TransportError(f"{where} closed the connection: no server of a running session")
+
+
+# Into it.
+class Entry:
+    """Owns the servers' answers to a newcomer, until it counts."""
+
+    kinds = frozenset({Kind.WELCOME, Kind.JOIN})
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self.bid = JoinBid(len(engine.connections))
+        self.welcomes = 0
+        self.said: bool | None = None
+        """What the last round of questions has come to."""
+        self.ending = False
+        self._engine = engine
+        engine.owners |= dict.fromkeys(self.kinds, self)
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        return nothing(header) if header.kind == Kind.WELCOME else bounded(header, 1 << 12)
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        with self._engine.lock:
+            if header.kind == Kind.WELCOME:
+                self.welcomes += 1
+            else:
+                answer = decode_answer(payload)
+                self.ending |= answer.ending
+                self.said = self.bid.add(peer.number, answer)
+        self._engine.progress.notify()
+
+    def ask(self) -> None:
+        """All servers, for the step that it bids now; returns when all have answered."""
+        self.said = None
+        self._engine.send_to_all(Kind.JOIN, self.bid.step, CONTROL_PRIORITY, b"")
+        self.wait(lambda: self.said is not None, "the servers to say from which step it may count")
+
+    def wait(
+        self, condition: Callable[[], bool], what: str, timeout_s: float | None = None
+    ) -> None:
+        config = self._engine.config
+        limit_s = config.join_timeout_s if timeout_s is None else timeout_s
+        setting = "join_timeout_s" if timeout_s is None else "step_timeout_s"
+        self._engine.progress.wait_until(condition, limit_s, lambda: what, setting=setting)
+
+
+def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int:
+    """Be counted; returns the first step. All parameters are pending when this returns.
+
+    Raises `HandshakeError` for a model that does not fit, and where the session is ending.
+    """
+    engine, notices = backend.engine, backend.notices
+    if notices is None:
+        raise HandshakeError("join is set, and elastic is not: a session takes in nobody then")
+    entry = Entry(engine)
+    engine.ending.start()
+    for server, place in enumerate(backend.connections.places):
+        manifest = msgspec.structs.replace(engine.manifest, session=place.session).encode()
+        engine.send_message(server, Kind.MANIFEST, 0, CONTROL_PRIORITY, manifest)
+    servers = len(engine.connections)
+    entry.wait(lambda: entry.welcomes == servers, "the servers to look at its manifest")
+    entry.ask()
+    while not entry.said:
+        if entry.ending:
+            raise HandshakeError(f"rank {engine.rank} cannot join: the session is ending")
+        entry.ask()
+    first, newest = entry.bid.step, entry.bid.newest
+    for parameter in parameters:
+        if isinstance(parameter, SynchronisedParameter):
+            make_pending(parameter, first - 1)
+    engine.await_values(first - 1)  # before the servers know: values may come at once
+    for server in range(servers):
+        about = (server, Kind.JOINED, first, CONTROL_PRIORITY, b"")
+        engine.send_message(*about, slice_=newest)
+    arrivals = notices.arrivals
+    entry.wait(
+        lambda: len(arrivals.get(engine.rank, {})) == servers,
+        "the servers to count it from then on",
+    )
+    said = arrivals[engine.rank]
+    order = _order_of(engine, said)
+    engine.learn_priorities(order)
+    _await_most_urgent(entry, engine, order, first, newest)
+    _fetch_blobs(backend, said[0])
+    for parameter in parameters:
+        if not isinstance(parameter, SynchronisedParameter):
+            parameter.receive_initial_value()
+    LOGGER.info("rank %d has joined, and counts from step %d on", engine.rank, first)
+    return first
+
+
+def _order_of(engine: WorkerEngine, said: dict[int, Arrival]) -> list[int]:
+    """The parameters as the others rank them."""
+    most_urgent: dict[int, int] = {}
+    for arrival in said.values():
+        for slice_, priority in arrival.priorities:
+            if not 0 <= slice_ < len(engine.slices):
+                raise RemoteProtocolError(f"a priority of slice {slice_}, which there is not")
+            parameter = engine.slices[slice_].parameter
+            most_urgent[parameter] = min(priority, most_urgent.get(parameter, priority))
+    last = len(engine.parameters)
+    return sorted(range(last), key=lambda number: (most_urgent.get(number, last), number))
+
+
+def _await_most_urgent(
+    entry: Entry, engine: WorkerEngine, order: Sequence[int], first: int, newest: int
+) -> None:
+    """Others have still some steps to make before that comes, and each may take its time."""
+    having = {piece.parameter for piece in engine.slices}
+    urgent = next((number for number in order if number in having), None)
+    if urgent is not None:
+        engine.progress.awaited = urgent
+        entry.wait(
+            partial(engine.is_complete, urgent),
+            f"the others to end step {first - 1}",
+            engine.config.step_timeout_s * (first - newest),
+        )
+
+
+def _fetch_blobs(backend: ServedBackend, kept: Arrival) -> None:
+    """Frozen parameters, as rank 0 had them at the start. Raises `HandshakeError`."""
+    from foreprop.servers.served import FROZEN_BLOB
+
+    for number, frozen in enumerate(backend.frozen, FROZEN_BLOB):
+        if number not in kept.blobs:
+            raise HandshakeError(
+                f"rank {backend.engine.rank} cannot join: frozen parameters were on rank 0's node,"
+                " which was lost: give them to the optimizer, or use dedicated_servers"
+            )
+        unpack_into([frozen], backend.engine.fetch_blob(number, 0))
+
+
+def has_buffers(backend: ServedBackend) -> bool:
+    """Whether rank 0's buffers of the start are still there, for a newcomer."""
+    notices = backend.notices
+    arrivals = {} if notices is None else notices.arrivals.get(backend.engine.rank, {})
+    return 0 in arrivals and BUFFERS_BLOB in arrivals[0].blobs

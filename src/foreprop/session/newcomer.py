@@ -1,0 +1,37 @@
+"""A session that outlives its workers: where its servers are, and a newcomer's beginning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from foreprop.errors import InternalError
+from foreprop.servers.served import ServedBackend
+
+if TYPE_CHECKING:
+    from foreprop.session.training import Training
+
+
+def backend_of(training: Training) -> ServedBackend:
+    backend = training.backends.all[0]
+    if not isinstance(backend, ServedBackend):
+        raise InternalError("an elastic session without servers")
+    return backend
+
+
+def begin_elastic(training: Training) -> None:
+    """All servers have been joined. Training thread."""
+    backend = backend_of(training)
+    if backend.joined_at is not None:
+        training.completed = backend.joined_at - 1
+        training.first.is_over = True  # the others have chosen, and ranked the parameters
+        if training.world.rank == 0 and training.user.buffers:
+            training.buffers.fetch(0)  # as the other ranks do
+    if backend.directory is not None:
+        backend.directory.tell()
+
+
+def joined_at(training: Training) -> int | None:
+    """The first step of a newcomer, from the session's start; None for all others."""
+    if training.config.join is None:
+        return None
+    return backend_of(training).joined_at

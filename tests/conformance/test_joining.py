@@ -1,0 +1,395 @@
+"""A worker that comes in the place of one that was lost: `join`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import foreprop
+from foreprop.cluster.world import World
+from foreprop.config import Config
+from foreprop.core.wire import Kind
+from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
+from foreprop.link.connection import Connection
+from tests.cluster import run_cluster
+from tests.conformance.counting_runs import (
+    ELASTIC,
+    Died,
+    by_arithmetic,
+    counted_in,
+    dedicated,
+    die,
+    make_step,
+    pieces_of,
+    wait_for,
+)
+from tests.conformance.parity import (
+    Build,
+    batches_of,
+    build_seeded,
+    check_same_bits,
+    servers_only,
+    small_model,
+    snapshot,
+    with_sgd,
+)
+
+pytestmark = servers_only  # each test names the architecture that it needs
+
+STEPS = 40
+
+
+def newcomers_world(rank: int, size: int) -> World:
+    """With a store of its own: nobody else's is there any more."""
+    store = dist.HashStore()
+    about: dict[str, Any] = {"store": store, "raw_store": store, "in_process": True}
+    return World(rank=rank, size=size, local_size=1, host="127.0.0.1", **about)
+
+
+class Joined:
+    """A session of which ranks die after some steps, and come again.
+
+    ``deaths``: by rank, after which step; ``dies_too`` when it has heard that all have come. Two
+    steps after the last death the others wait until all newcomers have been promised a step, or
+    have failed.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        deaths: dict[int, int],
+        build: Build | None = None,
+        dies_too: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self.dies_too = dies_too
+        self.pause = 0.0
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.heard_of: Callable[[int], Any] = lambda step: None
+        self.ranks, self.deaths = ranks, deaths
+        self.build = build or with_sgd()
+        self.settings = {**ELASTIC, **settings}
+        self.by_rank = batches_of(ranks, count=STEPS)
+        self.back = {rank: threading.Event() for rank in deaths}
+        self.servers: list[str] = []
+        self.began: dict[int, Any] = {}
+        self.stats: list[dict[str, Any]] = [{} for _ in range(ranks)]
+        self.heard: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+        self.pieces: list[Any] = []
+        self.watch: Callable[[Any, Any], None] = lambda model, session: None
+        self.again: Callable[[int], Any] = self.come
+
+    def run(self, folder: Path) -> list[Any]:
+        def work(world: World) -> Any:
+            with dedicated(world, counted_log=str(folder)):
+                try:
+                    return self.train(world, world.rank)
+                except Died:
+                    if world.rank == self.dies_too:
+                        return None
+                try:
+                    return self.again(world.rank)
+                finally:
+                    self.back[world.rank].set()
+
+        return run_cluster(self.ranks, work)
+
+    def come(self, rank: int) -> Any:
+        join = ",".join(self.servers)
+        return self.train(newcomers_world(rank, self.ranks), rank, join=join)
+
+    def train(self, world: World, rank: int, **more: Any) -> Any:
+        model, optimizer = build_seeded(self.build, seed=rank)
+        settings = {**self.settings, **more}
+        with foreprop.parallelize(model, optimizer, world=world, **settings) as session:
+            self.listen(session, self.heard.setdefault(rank, []))
+            self.pieces[:] = pieces_of(session)
+            first = session.joined_at or 1
+            if more:
+                self.began[rank] = first
+            self.servers[:] = session.stats()["servers"]
+            self.watch(model, session)
+            for step in range(first, STEPS + 1):
+                if step == max(self.deaths.values()) + 2 and not more:
+                    for back in self.back.values():
+                        wait_for(back)
+                if step == STEPS - 10 and not more:
+                    wait_for(self.goes_on)
+                make_step(model, optimizer, self.by_rank[rank][step - 1])
+                if rank == self.dies_too and all(each.is_set() for each in self.back.values()):
+                    die(session)
+                if self.pause:
+                    threading.Event().wait(self.pause)
+                if not more and self.deaths.get(rank) == step:
+                    session.flush()
+                    die(session)
+            found = snapshot(model.state_dict())
+        self.stats[rank] = session.stats()
+        return found
+
+    def listen(self, session: Any, heard: list[tuple[int, tuple[int, ...]]]) -> None:
+        notices = session._training.backends.all[0].notices
+
+        def call(step: int, ranks: tuple[int, ...]) -> None:
+            heard.append((step, ranks))
+            for rank in notices.arrivals:
+                self.back[rank].set()
+            self.heard_of(step)
+
+        notices.on_membership.append(call)
+
+
+def check(joined: Joined, found: list[Any], folder: Path) -> None:
+    """All end alike, and as plain arithmetic says by the log; nobody counts when it was not here.
+
+    And all members knew of the newcomer before they ended the step before its first one.
+    """
+    here = [rank for rank in range(joined.ranks) if found[rank] is not None]
+    counted = counted_in(folder, joined.ranks, joined.pieces)
+    wanted = by_arithmetic(joined.build, joined.by_rank, joined.pieces, counted)
+    for rank in here:
+        check_same_bits(found[rank], wanted)
+    for rank, death in joined.deaths.items():
+        first = joined.began[rank]
+        assert death < first
+        for piece in joined.pieces:
+            steps = [
+                s for s in range(1, STEPS + 1) if rank in counted[piece.server].at(piece.number, s)
+            ]
+            gap = [*range(1, death + 1), *range(first, STEPS + 1)]
+            assert steps in (gap, sorted({*gap, death + 1}))
+        for member in here:
+            assert joined.stats[member]["joined"][rank] == first
+            assert joined.stats[member]["members"] == here
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_newcomer_counts_from_its_first_step_on(
+    tmp_path: Path, victim: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    joined = Joined(3, {victim: 3})
+    with caplog.at_level(logging.WARNING, "foreprop"):
+        found = joined.run(tmp_path)
+    check(joined, found, tmp_path)
+    first = joined.began[victim]
+    others = [rank for rank in range(3) if rank != victim]
+    for rank in others:
+        assert joined.heard[rank][-1] == (first, (0, 1, 2))
+        assert joined.stats[rank]["left"][victim]["step"] in (3, 4)
+    assert f"rank {victim} has joined, and counts from step {first} on" in caplog.text
+    assert f"server 1 counts rank {victim} from step {first} on" in caplog.text
+
+
+def test_two_newcomers_and_one_that_dies_meanwhile(tmp_path: Path) -> None:
+    """Adam, a bias that is frozen in the optimizer, and a layer that rank 0 alone has values of."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(small_model(), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        model[0][2].bias.requires_grad_(False)  # type: ignore[index]
+        model[1].requires_grad_(False)
+        rest = [p for name, p in model.named_parameters() if not name.startswith("1.")]
+        return model, torch.optim.Adam(rest, lr=0.01)
+
+    joined = Joined(4, {1: 3, 2: 4}, build, dies_too=3)
+    found = joined.run(tmp_path)
+    assert found[3] is None
+    for rank in (1, 2):
+        weights = {name: value for name, value in found[rank].items() if not name.startswith("2.")}
+        check_same_bits(weights, {name: found[0][name] for name in weights})
+        assert joined.stats[0]["joined"][rank] == joined.began[rank]
+    assert joined.stats[0]["members"] == joined.stats[1]["members"] == [0, 1, 2]
+
+
+def test_the_first_layer_is_used_before_a_tenth_of_the_bytes_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is, no server is let send more than a twelfth of its own."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(
+            nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 60)
+        )
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    total_bytes = sum(4 * parameter.numel() for parameter in build()[0].parameters())
+    joined = Joined(2, {1: 3}, build, slice_elems=1000)
+    used, lock, sent_bytes, received_bytes = threading.Event(), threading.Lock(), [0, 0], [0]
+    coming = threading.Event()
+    original = Connection.send
+
+    def send(self: Connection, kind: int, *rest: Any) -> None:
+        if coming.is_set() and (kind, self._whose, self.rank) == (Kind.REPLY, "rank", 1):
+            with lock:
+                sent_bytes[self._sender] += len(rest[-1])
+                own = [4 * piece.elems for piece in joined.pieces if piece.server == self._sender]
+                is_more = sent_bytes[self._sender] > sum(own) / 12
+            if is_more:
+                wait_for(used)
+        original(self, kind, *rest)
+
+    def come(rank: int) -> Any:
+        coming.set()
+        return joined.come(rank)
+
+    def watch(model: Any, session: Any) -> None:
+        if session.joined_at is not None:
+            connections = session._training.backends.engines[0].connections
+
+            def first_layer_done(*_: Any) -> None:
+                if not used.is_set():
+                    received_bytes[0] = sum(each.received_bytes for each in connections)
+                    used.set()
+
+            model[0].register_forward_hook(first_layer_done)
+
+    monkeypatch.setattr(Connection, "send", send)
+    joined.again, joined.watch = come, watch
+    found = joined.run(tmp_path)
+    check_same_bits(found[1], found[0])
+    assert 4 * (5 * 8 + 8) < received_bytes[0] < total_bytes / 10
+    assert sum(sent_bytes) > total_bytes
+
+
+def test_a_newcomer_that_dies_before_its_first_step_may_come_again(tmp_path: Path) -> None:
+    joined = Joined(3, {1: 3})
+    tries: list[Any] = []
+
+    def come(rank: int) -> Any:
+        model, optimizer = build_seeded(joined.build, seed=rank)
+        about = {**joined.settings, "join": joined.servers[1]}
+        world = newcomers_world(rank, 3)
+        session = foreprop.parallelize(model, optimizer, world=world, **about)
+        tries.append(session.joined_at)
+        with pytest.raises(Died), session:
+            die(session)
+        return joined.come(rank)
+
+    def heard_of(step: int) -> None:
+        if tries and step > STEPS - 10:
+            joined.goes_on.set()
+
+    joined.goes_on.clear()
+    joined.again, joined.heard_of = come, heard_of
+    found = joined.run(tmp_path)
+    check(joined, found, tmp_path)
+    assert tries[0] < joined.began[1]
+    left = joined.stats[0]["left"][1]
+    assert left["step"] == tries[0] - 1
+    assert left["counted_slices"] == 0
+
+
+# Who is not taken in.
+Refused = Callable[[Joined, int], Any]
+
+
+def come_with(
+    build: Build, rank: int | None = None, size: int | None = None, **more: Any
+) -> Refused:
+    def come(joined: Joined, lost: int) -> Any:
+        model, optimizer = build_seeded(build, seed=lost)
+        about = {**joined.settings, "join": joined.servers[0], "join_timeout_s": 5.0, **more}
+        world = newcomers_world(lost if rank is None else rank, size or joined.ranks)
+        foreprop.parallelize(model, optimizer, world=world, **about)
+
+    return come
+
+
+def other_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("come", "error", "message"),
+    [
+        (come_with(other_model), HandshakeError, "the session and rank 1 do not agree: number of"),
+        (
+            come_with(with_sgd(), slice_elems=20),
+            HandshakeError,
+            "do not agree: knobs.slice_elems: the session has 10, rank 1 has 20",
+        ),
+        (
+            come_with(with_sgd(), rank=0, join_timeout_s=0.5),
+            HandshakeError,
+            "rank 0 wants to join, and is in the session, as server 0 sees it",
+        ),
+        (
+            come_with(with_sgd(), dedicated_servers=3),
+            HandshakeError,
+            "the session has 2 servers, dedicated ones; this worker expects 3",
+        ),
+        (
+            come_with(with_sgd(), join="127.0.0.1:9", join_timeout_s=0.5),
+            TransportError,
+            "rank 1 wants to join at 127.0.0.1:9 .join.: no connection to 127.0.0.1 port 9",
+        ),
+    ],
+    ids=["model", "slices", "alive", "servers", "nobody"],
+)
+def test_who_is_refused_harms_nobody(
+    tmp_path: Path, come: Refused, error: type[Exception], message: str
+) -> None:
+    joined = Joined(2, {1: 3})
+    errors: list[BaseException] = []
+
+    def again(rank: int) -> None:
+        with pytest.raises(error, match=message) as caught:
+            come(joined, rank)
+        errors.append(caught.value)
+
+    joined.again = again
+    found = joined.run(tmp_path)
+    assert len(errors) == 1
+    assert found[1] is None
+    counted = counted_in(tmp_path, 2, joined.pieces)
+    check_same_bits(found[0], by_arithmetic(with_sgd(), joined.by_rank, joined.pieces, counted))
+    assert joined.stats[0]["members"] == [0]
+
+
+def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:
+    joined = Joined(2, {1: 3}, step_timeout_s=20.0, stall_report_s=0.4)
+
+    def again(rank: int) -> None:
+        usual, joined.build = joined.build, with_sgd(lr=0.2)
+        try:
+            with pytest.raises(ForepropError, match=r"others go on without it: .*lr"):
+                joined.come(rank)
+        finally:
+            joined.build = usual
+
+    joined.again, joined.pause = again, 0.1
+    found = joined.run(tmp_path)
+    counted = counted_in(tmp_path, 2, joined.pieces)
+    check_same_bits(found[0], by_arithmetic(with_sgd(), joined.by_rank, joined.pieces, counted))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"join": "here"}, "join is 'here'; it must be HOST:PORT of a server"),
+        ({"join": "a:1,b"}, "join is 'a:1,b'; it must be HOST:PORT"),
+        ({"join": "a:1", "elastic": False}, "join is 'a:1', and elastic is False"),
+        ({"join": "a:1", "link_rate_bits_per_s": 1e6}, "emulated link of a lost worker is gone"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config(**{**ELASTIC, **settings})
+
+
+def test_a_newcomer_must_know_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    model, optimizer = with_sgd()()
+    with pytest.raises(ConfigError, match="join is 'a:1', and RANK or WORLD_SIZE is not set"):
+        foreprop.parallelize(model, optimizer, **{**ELASTIC, "join": "a:1"})

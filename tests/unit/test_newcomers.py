@@ -1,0 +1,241 @@
+"""A worker that comes in a lost one's place: orders of events, and one server by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from foreprop.core.collect import SliceUpdated
+from foreprop.core.counting_server import CountingServer
+from foreprop.core.frames import Finish, PeerLeft, PushArrived, ValueArrived
+from foreprop.core.membership import (
+    AnswerSlice,
+    DropPush,
+    MemberLeft,
+    Members,
+    PeerDropped,
+    UpdateCounted,
+)
+from foreprop.core.newcomers import (
+    LEAD_STEPS,
+    AnswerJoin,
+    JoinAsked,
+    JoinBid,
+    JoinSettled,
+    MemberJoined,
+)
+from foreprop.core.slicing import Slice
+from foreprop.errors import RemoteProtocolError
+from tests.tiers import long_cases
+from tests.unit.counting_world import explore, replayed, run
+from tests.unit.joining_world import JoiningWorld
+
+LONG = pytest.mark.long
+
+
+def world_of(**about: Any) -> JoiningWorld:
+    return JoiningWorld(**{"workers": 2, "servers": 2, "slices": 2, "lost": 1, **about})
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"steps": 5, "servers": 1, "prompt": True},
+        pytest.param({"steps": 4, "servers": 1, "prompt": True, "again": True}, marks=LONG),
+        pytest.param({"steps": 3, "prompt": True}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_in_any_order_a_newcomer_counts_from_its_first_step_on(about: dict[str, Any]) -> None:
+    """`JoiningWorld` looks at values, steps, and who knows of it; `explore` for deadlocks."""
+    first = set()
+
+    def look(world: JoiningWorld) -> None:
+        first.update(world.settled.values())
+
+    assert explore(world_of(**about), look) > 100
+    assert min(first) <= about["steps"] < max(first), "it always came, or never"
+
+
+@pytest.mark.parametrize("seeds", [100, *long_cases(500)])
+@pytest.mark.timeout(600)
+def test_seeded_newcomers(seeds: int) -> None:
+    """Of three or four workers, while another one dies, or the newcomer itself."""
+    trained, dropped, late = 0, 0, 0
+    for seed in range(seeds):
+        about: dict[str, Any] = {"workers": 3 + seed % 2, "slices": 4, "steps": 9}
+        about |= [{}, {"again": True}, {"kill": 2}][seed % 3]
+        world = world_of(**about, late=seed % 10)
+        run(world, seed, kill_after=(seed * 7) % 400)
+        first = world.joined_at.get(1)
+        trained += any(1 in counted for story in world.stories for _, counted in story)
+        dropped += any(left.rank == 1 for left in world.left)
+        late += first is not None and first > 9
+        if seed % 5 == 0:
+            assert replayed(world, seed).stories == world.stories
+    assert trained > seeds / 3, "hardly anybody has joined"
+    assert dropped > seeds / 20, "hardly any newcomer has died"
+    assert late > 0, "nobody has come too late"
+
+
+def test_the_world_notices_a_step_that_counts_it_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that promises, and closes slices as if nobody came."""
+    monkeypatch.setattr(Members, "of_step", lambda self, _: self.here - self.since.keys())
+    with pytest.raises(AssertionError):
+        explore(world_of(steps=5, prompt=True))
+
+
+# One server by itself.
+def server_of(workers: int = 3, slices: int = 2) -> CountingServer:
+    server = CountingServer(
+        [Slice(number, number, 0, 1, 0) for number in range(slices)],
+        index=0,
+        members=Members(workers),
+        order="priority",
+        names=[f"p{number}" for number in range(slices)],
+    )
+    for number in range(slices):
+        server.handle(ValueArrived(0, number, 0, number))
+    server.handle(PeerDropped(workers - 1))
+    return server
+
+
+def make_step(server: CountingServer, step: int, ranks: Any, slices: Any = (1, 0)) -> list[Any]:
+    """The answers, of the last layer first."""
+    said: list[Any] = []
+    for slice_ in slices:
+        for rank in ranks:
+            said += server.handle(PushArrived(rank, slice_, step, slice_, 0))
+        said += server.handle(SliceUpdated())
+    return [each for each in said if not isinstance(each, UpdateCounted)]
+
+
+def join(server: CountingServer, step: int, rank: int = 2, newest: int = 0) -> list[Any]:
+    (answer,) = server.handle(JoinAsked(rank, step))
+    assert isinstance(answer, AnswerJoin)
+    assert answer.step == step
+    return list(server.handle(JoinSettled(rank, step, newest)))
+
+
+def test_a_newcomer_is_sent_all_values_when_all_are_there_and_the_first_layer_s_first() -> None:
+    server = server_of()
+    make_step(server, 1, (0, 1))
+    assert server.handle(JoinAsked(2, 3)) == [AnswerJoin(2, 0, 4, 1)]
+    assert server.handle(JoinAsked(2, 4)) == [AnswerJoin(2, 4, 4, 1)]
+    assert server.can_spare(2)
+    assert server.handle(PushArrived(0, 1, 2, 1, 0)) == []
+    assert server.handle(PushArrived(1, 1, 2, 1, 0)) == [], "step 2 waits for what is decided"
+    assert server.awaited() == {2}
+    assert server.describe_wait(1, 2) == "p1 waits for the push of rank 2"
+    joined, due = server.handle(JoinSettled(2, 4, 1))
+    assert joined == MemberJoined(2, 4)
+    assert isinstance(due, UpdateCounted)
+    assert due.counted == (0, 1)
+    assert server.handle(SliceUpdated()) == [AnswerSlice(1, 2, 1, (0, 1))]
+    make_step(server, 2, (0, 1), slices=[0])
+    assert make_step(server, 3, (0, 1)) == [
+        AnswerSlice(1, 3, 1, (0, 1)),
+        AnswerSlice(0, 3, 0, (0, 1)),
+        AnswerSlice(0, 3, 0, (2,)),
+        AnswerSlice(1, 3, 1, (2,)),
+    ]
+    assert make_step(server, 4, (0, 1, 2))[-1] == AnswerSlice(0, 4, 0, (0, 1, 2))
+
+
+def test_slices_that_rest_come_with_the_others() -> None:
+    server = server_of()
+    for step in range(1, 6):
+        make_step(server, step, (0, 1), slices=[1])
+    assert join(server, 8, newest=5) == [MemberJoined(2, 8)]
+    make_step(server, 6, (0, 1), slices=[1])
+    assert make_step(server, 7, (0, 1), slices=[1])[-2:] == [
+        AnswerSlice(0, 7, 0, (2,)),
+        AnswerSlice(1, 7, 1, (2,)),
+    ]
+    resting = server_of()
+    assert join(resting, 8, newest=5)[1:] == [
+        AnswerSlice(0, 7, 0, (2,)),
+        AnswerSlice(1, 7, 1, (2,)),
+    ], "nothing of this server is pushed at all"
+
+
+def test_a_later_wish_takes_the_place_of_a_promise() -> None:
+    server = server_of()
+    server.handle(JoinAsked(2, 3))
+    for slice_ in (0, 1):
+        for rank in (0, 1):
+            assert server.handle(PushArrived(rank, slice_, 1, slice_, 0)) == []
+    answer, due = server.handle(JoinAsked(2, 7))
+    assert answer == AnswerJoin(2, 7, 3, 0)
+    assert isinstance(due, UpdateCounted)
+    with pytest.raises(RemoteProtocolError, match="joins from step 3, which is not promised"):
+        server.handle(JoinSettled(2, 3, 0))
+
+
+def test_a_newcomer_that_goes_again_before_it_counts() -> None:
+    server = server_of()
+    server.handle(JoinAsked(2, 3))
+    assert server.handle(PeerDropped(2)) == [], "nobody has heard of it"
+    join(server, 9)
+    told = server.handle(PeerDropped(2))
+    assert told == [MemberLeft(2, 8, 0, 2)]
+    assert server.handle(PushArrived(2, 0, 9, 0, 0)) == [DropPush(0, 2)]
+    assert server.handle(JoinAsked(2, 4)) == [AnswerJoin(2, 0, 9, 0)], "it had said that already"
+
+
+def test_the_last_one_with_values_cannot_be_spared() -> None:
+    server = server_of(2)
+    join(server, 5, rank=1)
+    assert not server.can_spare(0)
+    for step in range(1, 5):
+        make_step(server, step, (0,))
+    assert server.can_spare(0)
+
+
+def test_the_end_before_a_newcomer_s_first_step() -> None:
+    """It is sent the values that the others end with."""
+    server = server_of()
+    join(server, 5)
+    make_step(server, 1, (0, 1))
+    assert server.handle(PeerLeft(0)) == []
+    assert server.handle(PeerLeft(1)) == [
+        AnswerSlice(0, 4, 0, (2,)),
+        AnswerSlice(1, 4, 1, (2,)),
+    ]
+    assert server.handle(PeerLeft(2)) == [Finish()]
+    ending = server_of()
+    ending.handle(PeerLeft(0))
+    assert ending.handle(JoinAsked(2, 9)) == [AnswerJoin(2, 0, 3, 0, ending=True)]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (JoinAsked(1, 9), "rank 1 wants to join, and is here"),
+        (JoinAsked(3, 9), "rank 3 of a world of 3"),
+        (JoinSettled(2, 9, 0), "rank 2 joins from step 9, which is not promised"),
+        (PushArrived(2, 0, 4, 0, 0), "rank 2 pushed slice 0 of p0 for step 4 after step 4"),
+    ],
+)
+def test_what_a_newcomer_may_not_do(event: object, message: str) -> None:
+    server = server_of()
+    join(server, 5)
+    with pytest.raises(RemoteProtocolError) as caught:
+        server.handle(event)
+    assert str(caught.value) == message
+
+
+def test_a_bid_goes_up_until_all_have_promised() -> None:
+    bid = JoinBid(2)
+    assert bid.step == 1 + LEAD_STEPS
+    assert bid.add(0, AnswerJoin(2, 3, 3, 0)) is None
+    assert bid.add(1, AnswerJoin(2, 0, 9, 6)) is False
+    assert (bid.step, bid.newest) == (10, 6)
+    bid.add(1, AnswerJoin(2, 0, 12, 9))
+    assert bid.add(0, AnswerJoin(2, 10, 4, 1)) is False
+    assert (bid.step, bid.newest) == (14, 9), "twice as far as before"
+    bid.add(0, AnswerJoin(2, 14, 4, 1))
+    with pytest.raises(RemoteProtocolError, match="server 0 promises step 14 out of turn"):
+        bid.add(0, AnswerJoin(2, 14, 4, 1))
+    assert bid.add(1, AnswerJoin(2, 14, 13, 10)) is True
