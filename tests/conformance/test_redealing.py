@@ -359,3 +359,42 @@ def test_what_cannot_be_dealt_anew_is_said(kind: str, caplog: pytest.LogCaptureF
     assert f"left within step 3 was still to read of a {type(make()).__name__}" in caplog.text
     assert why in caplog.text
     assert [len(read) for read in found.read[0]] == [9, 9], "its share is as it was"
+
+
+@pytest.mark.parametrize("victim", [1, *long_cases(0)])
+def test_checkpoints_end_with_a_death_and_training_does_not(
+    victim: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank has a part of them, so there is no position in a pass that was dealt anew."""
+    folder = tmp_path / "checkpoints"
+
+    def work(world: World) -> list[int]:
+        model, optimizer = build_seeded(with_sgd(), seed=world.rank)
+        x, y = table()
+        steps: list[int] = []
+        try:
+            with (
+                dedicated(world),
+                foreprop.parallelize(model, optimizer, world=world, **ELASTIC) as session,
+            ):
+                loader = foreprop.shard(usual(), world=world)
+                loop = foreprop.checkpoint(folder, loader=loader, every=2)
+                for samples in loop:
+                    make_step(model, optimizer, (x[samples], y[samples]))
+                    steps.append(loop.step)
+                    if (world.rank, loop.step) == (victim, 3):
+                        loop.wait()
+                        session.flush()
+                        die(session)
+        except (Died, PeerLost):
+            return []
+        return steps
+
+    with caplog.at_level(logging.WARNING, "foreprop"):
+        found = run_cluster(RANKS, work)
+    survivors = [rank for rank in range(RANKS) if rank != victim]
+    assert [rank for rank in range(RANKS) if found[rank]] == survivors
+    assert all(found[rank] == list(range(1, 12)) for rank in survivors)
+    complete = [path.name for path in folder.glob("step-*")]
+    assert complete == ["step-000000002"]
+    assert f"{folder} gets no checkpoints: rank {victim} has left" in caplog.text

@@ -48,6 +48,9 @@ class SavedSession(Protocol):
     def failed(self) -> bool:
         """Whether it is over with an error. Any thread."""
 
+    def left(self) -> list[int]:
+        """The ranks that the others go on without. Any thread."""
+
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         """What every rank says under this name, by rank."""
 
@@ -79,6 +82,7 @@ class CheckpointedLoop:
         self._every = every
         self._position = LoaderPosition(loader)
         self._in_epochs = False
+        self._incomplete = False
         self._saved_step = None if first.resumed is None else first.step
         self._restore(first.resumed)
         self._token = _agree_on_folder(folder, first)
@@ -89,6 +93,7 @@ class CheckpointedLoop:
             keep=keep,
             timeout_s=first.timeout_s,
             failed=first.failed,
+            left=first.left,
         )
         first.at_end(self._end)
         report_step(first.rank, first.step)
@@ -170,6 +175,9 @@ class CheckpointedLoop:
         if step == self._saved_step:
             return
         self._saved_step = step
+        if left := self._sessions[0].left():
+            self._report_missing(step, left)
+            return
         report_step(rank, step)
         unfinished = self._folder.begin(step, self._token)
         for session in self._sessions:
@@ -192,6 +200,17 @@ class CheckpointedLoop:
         for session in self._sessions:
             session.meet()
         self._writer.write(unfinished, contents)
+
+    def _report_missing(self, step: int, left: list[int]) -> None:
+        """On the first rank that is there, once."""
+        rank, here = self._sessions[0].rank, range(self._sessions[0].world_size)
+        if not self._incomplete and rank == next(each for each in here if each not in left):
+            LOGGER.warning(
+                "from step %d on %s gets no checkpoints: rank %s has left, and each has a part of"
+                " them; those before it stay",
+                *(step, self._folder.path, ", ".join(map(str, left))),
+            )
+        self._incomplete = True
 
     def wait(self) -> None:
         """Until this rank has written what it has begun; rank 0: until the checkpoint is whole."""

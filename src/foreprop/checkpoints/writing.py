@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from foreprop.checkpoints.stored import CheckpointFolder, UnfinishedCheckpoint
@@ -28,14 +28,19 @@ class CheckpointWriter:
         keep: int,
         timeout_s: float,
         failed: Callable[[], bool],
+        left: Callable[[], Collection[int]],
     ) -> None:
-        """``timeout_s``: for the other ranks' parts. ``failed``: whether they may never come."""
+        """``timeout_s``: for the other ranks' parts. ``failed``: whether they may never come.
+
+        ``left``: the ranks whose parts never will.
+        """
         self._folder = folder
         self._rank = rank
         self._world_size = world_size
         self._keep = keep
         self._timeout_s = timeout_s
         self._failed = failed
+        self._left = left
         self._hurried = False
         self._thread: threading.Thread | None = None
         self._error: StorageError | None = None
@@ -96,7 +101,7 @@ class CheckpointWriter:
         if missing := self._wait_for_parts(unfinished):
             ranks = ", ".join(map(str, missing))
             unfinished.remove()
-            if self._is_over():
+            if self._is_over() or not {*missing}.isdisjoint(self._left()):
                 LOGGER.warning(
                     "the checkpoint of step %d stays unfinished: rank %s has ended",
                     unfinished.step,
@@ -110,7 +115,7 @@ class CheckpointWriter:
         """The ranks whose parts have not come."""
         deadline, failed = time.monotonic() + self._timeout_s, False
         while missing := unfinished.missing(self._world_size):
-            if not failed and self._is_over():
+            if not failed and (self._is_over() or not {*missing}.isdisjoint(self._left())):
                 failed = True
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
             if time.monotonic() > deadline:

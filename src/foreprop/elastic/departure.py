@@ -126,6 +126,12 @@ class MemberNotices:
         """Those who are here."""
         return [rank for rank in range(self._world_size) if rank not in self._gone]
 
+    @property
+    def gone(self) -> list[int]:
+        """Of whom some server has told. Any thread."""
+        with self._engine.lock:
+            return sorted(self._told)
+
     def stats(self) -> dict[str, Any]:
         """For `Session.stats`: see docs/elastic.md."""
         with self._engine.lock:

@@ -85,6 +85,10 @@ class ConnectedSnapshots:
     def failed(self) -> bool:
         return self._training.backends.failed
 
+    def left(self) -> list[int]:
+        found = (getattr(each, "notices", None) for each in self._training.backends.all)
+        return sorted({rank for one in found if one is not None for rank in one.gone})
+
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         board = self._training.board(f"checkpoint/{self._number}")
         return board.exchange(name, mine, what)
@@ -207,6 +211,9 @@ class LoneSnapshots:
 
     def failed(self) -> bool:
         return False
+
+    def left(self) -> list[int]:
+        return []
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
         return [mine]
