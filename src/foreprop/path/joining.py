@@ -195,7 +195,10 @@ class Joining:
         self._reception.check_world_size(peer, manifest.world_size)
         if peer.rank >= manifest.world_size or not manifest.parameters:
             raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
-        number = self._composer.peers(manifest).number_of(peer.rank)
+        peers = self._composer.peers(manifest)
+        number = peers.number_of(peer.rank)
+        if number in peers.absent:
+            raise GreetingRefused(f"rank {peer.rank} is not one of {peers.names(peers.present)}")
         with self._host.lock:
             if number in self._connections:
                 raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
