@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from foreprop.buddies.substitutes import Substitution, substitute_id
+from foreprop.buddies.substitutes import _WAITING_EACH, Substitution, substitute_id
 from foreprop.core.manifest import OptimizerInfo
 from foreprop.core.wire import Kind
 from foreprop.link.connection import greeting
@@ -72,6 +72,19 @@ def test_a_rank_that_has_gone_does_not_join_in_a_survivor_s_place(substitute: Se
     assert "rank 0 is not one of" in back.expect_failure().message
     back.expect_end()
     claims_are_settled(substitute)
+
+
+def test_what_waits_for_a_state_is_bounded(substitute: Session) -> None:
+    one, two = (join(substitute, rank) for rank in STAND_IN.members)
+    for worker in (one, two):
+        worker.expect(Kind.WELCOME)
+        worker.send(Kind.CLAIM, b"[4]")
+    one.expect(Kind.SETTLED)
+    for _ in range(_WAITING_EACH * WORLD + 1):
+        two.send(Kind.STATE_PULL)
+    left, *_, reason = msgspec.json.decode(one.expect(Kind.LEFT))
+    assert left == 2
+    assert "rank 2 broke the protocol: more than 12 frames about the state" in reason
 
 
 @pytest.mark.parametrize(
