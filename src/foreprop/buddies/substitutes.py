@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from foreprop.path.sums import GradientBuffer
 
 _LIMIT_BYTES = 1 << 24
+_WAITING_EACH = 4
+"""Frames about a slice's state that are kept until it is there, for each rank."""
 _LEAVE_S = 3.0
 """Who has left one server of a node leaves the other one, too."""
 
@@ -212,6 +214,7 @@ class DeferredStates:
     def __init__(self, executor: Executor, inner: FrameOwner, slices: Sequence[int]) -> None:
         self._lock = executor.lock
         self._inner = inner
+        self._most = _WAITING_EACH * executor.peers.count
         self._waiting: dict[int, list[tuple[Connection, Header, memoryview]]] = {
             slice_: [] for slice_ in slices
         }
@@ -222,7 +225,13 @@ class DeferredStates:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         with self._lock:
             if header.slice in self._waiting:
-                self._waiting[header.slice].append((peer, header, payload))
+                waiting = self._waiting[header.slice]
+                if len(waiting) == self._most:
+                    raise RemoteProtocolError(
+                        f"more than {self._most} frames about the state of slice {header.slice},"
+                        " which is not here"
+                    )
+                waiting.append((peer, header, payload))
             else:
                 self._inner.on_frame(peer, header, payload)
 

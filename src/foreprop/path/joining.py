@@ -235,10 +235,13 @@ class Joining:
         self._reception.check_world_size(peer, manifest.world_size)
         if peer.rank >= manifest.world_size or not manifest.parameters:
             raise RemoteProtocolError(f"rank {peer.rank} of {manifest.world_size}")
-        number = self._composer.peers(manifest).number_of(peer.rank)
+        peers = self._composer.peers(manifest)
+        number = peers.number_of(peer.rank)
         if self.work is not None and self.work.newcomers is not None:
             self._take_in(peer, manifest, number, self.work, self.work.newcomers)
             return
+        if number in peers.absent:
+            raise GreetingRefused(f"rank {peer.rank} is not one of {peers.names(peers.present)}")
         with self._host.lock:
             if number in self._connections:
                 raise GreetingRefused(f"two workers say that they are rank {peer.rank}")
