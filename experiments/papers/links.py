@@ -8,6 +8,7 @@ settings, panels and charts; nothing here is a measurement.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -58,8 +59,13 @@ def utilisation(settings: Iterable[LabSetting]) -> list[UtilisationPanel]:
 
 def idle_shares(panel: UtilisationPanel) -> tuple[float, float]:
     """Of the time, in which its node sends, or receives, next to nothing."""
-    shares = (panel.sent_share, panel.received_share)
-    return tuple(sum(s < IDLE_SHARE for s in each) / max(1, len(each)) for each in shares)  # type: ignore[return-value]
+    lengths_s = [end - begin for begin, end in itertools.pairwise(panel.seconds)]
+
+    def idle(shares: Sequence[float]) -> float:
+        idle_s = sum(s for s, share in zip(lengths_s, shares, strict=True) if share < IDLE_SHARE)
+        return idle_s / max(sum(lengths_s), 1e-9)
+
+    return idle(panel.sent_share), idle(panel.received_share)
 
 
 def by_nodes(settings: Iterable[LabSetting]) -> Iterator[tuple[LabSetting, Sequence[Record]]]:
