@@ -64,7 +64,7 @@ def chart_of(study: str, trained: Sequence[Trained]) -> Chart:
             shortened += f" of {run.part:.0%} of the data"
         axes.set(title=task.title, xlabel=f"s, simulated ({shortened})", ylabel=task.unit)
         if study == DGC:
-            axes.set_title(_losses(trained), loc="right", fontsize=8.5, fontweight="normal", y=0.02)
+            axes.text(0.98, 0.03, _losses(trained), transform=axes.transAxes, ha="right")
         if study == CODECS:
             _set_codec_axes(axes, task, by_label)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
