@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.accuracy.comparison import PAPERS_LOSS, mean_course, mean_loss, outcomes_by
 from experiments.accuracy.studies import ASGD, CODECS, DGC, DGC_CODEC, Trained
@@ -38,6 +39,7 @@ _SHOWN_FACTOR = 2.5
 """Perplexities above this many times the best are not shown: who has diverged is in the table."""
 FILES = {
     "accuracy-asgd": ASGD,
+    "accuracy-codecs-cifar": CODECS,
     "accuracy-codecs-wikitext": CODECS,
 }
 """Files of docs/results, and what they are of."""
@@ -122,6 +124,9 @@ def _draw_codec(axes: Axes, label: str, outcomes: Sequence[Outcome], style: Styl
 
 def _set_codec_axes(axes: Axes, task: Task, by_label: Mapping[str, Sequence[Outcome]]) -> None:
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     if not task.lower_is_better:
         return
     best = min(outcome.score for outcomes in by_label.values() for outcome in outcomes)
