@@ -65,9 +65,9 @@ def accuracy(
 
     codecs: with each codec, three seeds each. dgc: five settings, exact and DGC at 99.9 %, as the
     P3 paper's Fig. 11. asgd: synchronous, stale synchronous and asynchronous workers, as its
-    Fig. 15. All workers are in this process; their steps' times are simulated: those of ResNet-110
-    for cifar, else of the model itself. The same options give the same results. A training is kept
-    when it is done, so a run goes on where it was interrupted.
+    Fig. 15. All workers are in this process; their steps' times are simulated: of ResNet-110, but
+    for codecs with other tasks than cifar of the model itself. The same options give the same
+    results. A training is kept when it is done, so a run goes on where it was interrupted.
 
     Examples:
       foreprop lab accuracy codecs --task fashion --codecs int8,dgc:0.001

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.accuracy.comparison import PAPERS_LOSS, mean_course, mean_loss, outcomes_by
 from experiments.accuracy.studies import ASGD, CODECS, DGC, DGC_CODEC, Trained
@@ -38,6 +39,8 @@ _SHOWN_FACTOR = 2.5
 """Perplexities above this many times the best are not shown: who has diverged is in the table."""
 FILES = {
     "accuracy-asgd": ASGD,
+    "accuracy-dgc-fashion": DGC,
+    "accuracy-codecs-cifar": CODECS,
     "accuracy-codecs-wikitext": CODECS,
 }
 """Files of docs/results, and what they are of."""
@@ -64,7 +67,7 @@ def chart_of(study: str, trained: Sequence[Trained]) -> Chart:
             shortened += f" of {run.part:.0%} of the data"
         axes.set(title=task.title, xlabel=f"s, simulated ({shortened})", ylabel=task.unit)
         if study == DGC:
-            axes.set_title(_losses(trained), loc="right", fontsize=8.5, fontweight="normal", y=0.02)
+            axes.text(0.98, 0.03, _losses(trained), transform=axes.transAxes, ha="right")
         if study == CODECS:
             _set_codec_axes(axes, task, by_label)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -122,6 +125,9 @@ def _draw_codec(axes: Axes, label: str, outcomes: Sequence[Outcome], style: Styl
 
 def _set_codec_axes(axes: Axes, task: Task, by_label: Mapping[str, Sequence[Outcome]]) -> None:
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     if not task.lower_is_better:
         return
     best = min(outcome.score for outcomes in by_label.values() for outcome in outcomes)

@@ -350,6 +350,7 @@ def test_auto_offers_what_passes_on_every_task() -> None:
     found = verdicts(kept(RESULTS / "accuracy-trainings.json"))
     for name in AUTO_CODECS:
         assert all(found.get(name, {}).values()), name
+    assert found["int8"] == found["int4"] == dict.fromkeys(TASKS, True)
     for name in ("int2", "terngrad", "1bit", "dgc:0.001"):
         assert not all(found[name].values()), name
 
