@@ -21,14 +21,20 @@ ELASTIC = "FOREPROP_ELASTIC"
 """The setting, which ``foreprop run --elastic`` sets for its workers."""
 JOIN = "FOREPROP_JOIN"
 """Where a worker asks a session that runs to take it in: servers' HOST:PORT, with commas."""
-SERVERS_FILE = "FOREPROP_SERVERS_FILE"
-"""Set by ``foreprop run`` for elastic workers: where they write where servers are, one a line."""
 STEPS_FILE = "FOREPROP_STEPS_FILE"
 """Set by ``foreprop run`` for its workers: where they say how far they have come."""
 
 
 def steps_file() -> str | None:
     return os.environ.get(STEPS_FILE)
+
+
+SERVERS_FILE = "FOREPROP_SERVERS_FILE"
+"""Set by whoever starts a worker of an elastic session: where it says where servers listen."""
+
+
+def servers_file() -> str | None:
+    return os.environ.get(SERVERS_FILE)
 
 
 def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
