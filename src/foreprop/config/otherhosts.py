@@ -22,8 +22,6 @@ ELASTIC = "FOREPROP_ELASTIC"
 """The setting, which ``foreprop run --elastic`` sets for its workers."""
 JOIN = "FOREPROP_JOIN"
 """Where a worker asks a session that runs to take it in: servers' HOST:PORT, with commas."""
-SERVERS_FILE = "FOREPROP_SERVERS_FILE"
-"""Set by ``foreprop run`` for elastic workers: where they write where servers are, one a line."""
 STEPS_FILE = "FOREPROP_STEPS_FILE"
 """Set by ``foreprop run`` for its workers: where they say how far they have come, and whom they
 have lost. It is in the memory of the host's agent; anywhere else there is nobody to be told."""
@@ -47,6 +45,14 @@ def report_lost(rank: int, peer: str) -> None:
     name = " ".join(peer.split())[:60]
     if name and name != f"rank {rank}":
         tell_agent(b"%d lost %s" % (rank, name.encode("ascii", "backslashreplace")[:80]))
+
+
+SERVERS_FILE = "FOREPROP_SERVERS_FILE"
+"""Set by whoever starts a worker of an elastic session: where it says where servers listen."""
+
+
+def servers_file() -> str | None:
+    return os.environ.get(SERVERS_FILE)
 
 
 SERVERS_FILE = "FOREPROP_SERVERS_FILE"
