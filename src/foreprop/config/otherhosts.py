@@ -55,14 +55,6 @@ def servers_file() -> str | None:
     return os.environ.get(SERVERS_FILE)
 
 
-SERVERS_FILE = "FOREPROP_SERVERS_FILE"
-"""Set by whoever starts a worker of an elastic session: where it says where servers listen."""
-
-
-def servers_file() -> str | None:
-    return os.environ.get(SERVERS_FILE)
-
-
 def environment_for_hosts(names: Sequence[str] = ()) -> dict[str, str]:
     """What workers on other machines get of this environment: the settings, and ``NAME[=VALUE]``.
 
