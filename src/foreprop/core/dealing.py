@@ -13,9 +13,9 @@ the same on all ranks. Who has left within step s has read what belongs to s and
 still to read comes first in the new deal. A deal begins with a whole batch, and its last round is
 filled up as `data.turns.Turn` does, so that all members have equally many batches.
 
-Who joins at step J is a member from the first batch on that is drawn after J - 1 steps at the
-least. Until then, as anybody who is none, it reads what the first member reads: nothing is lost by
-that, and a few of its samples are those of another.
+Who joins at step J is a member from the first batch on that is drawn when J steps are done. Until
+then, as anybody who is none, it reads what the first member reads: nothing is lost by that, and a
+few of its samples are those of another.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER
-from foreprop.core.dealing import DealtEpoch
+from foreprop.core.dealing import Deal, DealtEpoch
 from foreprop.data.shares import SharedOrder
 from foreprop.elastic.attendance import Attendance, maybe_attendance
 
@@ -204,8 +204,16 @@ class DealtPass:
         for deal in self._epoch.deals[before:]:
             if self._world.rank == deal.members[0]:
                 LOGGER.warning(
-                    "epoch %d of a %s is dealt out anew among rank %s, from batch %d on: %d samples"
-                    " first that rank %s was still to read",
+                    "epoch %d of a %s is dealt out anew among rank %s, from batch %d on: %s",
                     *(self._number, self._owner.name, ", ".join(map(str, deal.members))),
-                    *(deal.batch, deal.items, ", ".join(str(rank) for rank, _ in deal.owed)),
+                    *(deal.batch, _why(deal)),
                 )
+
+
+def _why(deal: Deal) -> str:
+    """In words."""
+    why = [f"rank {rank} has joined" for rank in deal.joined]
+    if deal.owed:
+        ranks = ", ".join(str(rank) for rank, _ in deal.owed)
+        why.append(f"{deal.items} samples first that rank {ranks} was still to read")
+    return "; ".join(why)

@@ -59,7 +59,7 @@ class Attendance:
         self._announce(news)
 
     def hear_joined(self, rank: int, step: int) -> None:
-        """A worker takes part from this step on. Every rank must hear it before it begins that."""
+        """A worker takes part from this step on; all ranks must hear it before it is done."""
         with self._engine.lock:
             change = MemberChange(rank, step, joins=True)
             self._changes.append(change)
