@@ -39,6 +39,7 @@ _SHOWN_FACTOR = 2.5
 """Perplexities above this many times the best are not shown: who has diverged is in the table."""
 FILES = {
     "accuracy-asgd": ASGD,
+    "accuracy-asgd-fashion": ASGD,
     "accuracy-dgc-fashion": DGC,
     "accuracy-codecs-cifar": CODECS,
     "accuracy-codecs-wikitext": CODECS,
