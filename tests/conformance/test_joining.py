@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from tests.conformance.counting_runs import (
     counted_in,
     dedicated,
     die,
+    lose_node,
     make_step,
     pieces_of,
     wait_for,
@@ -41,6 +43,7 @@ from tests.conformance.parity import (
     snapshot,
     with_sgd,
 )
+from tests.countedlogs import counted_by
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -90,7 +93,7 @@ class Joined:
 
     def run(self, folder: Path) -> list[Any]:
         def work(world: World) -> Any:
-            with dedicated(world, counted_log=str(folder)):
+            with self.servers_of(world, folder):
                 try:
                     return self.train(world, world.rank)
                 except Died:
@@ -102,6 +105,11 @@ class Joined:
                     self.back[world.rank].set()
 
         return run_cluster(self.ranks, work)
+
+    def servers_of(self, world: World, folder: Path) -> contextlib.AbstractContextManager[None]:
+        if self.settings["dedicated_servers"]:
+            return dedicated(world, counted_log=str(folder))
+        return contextlib.nullcontext()
 
     def come(self, rank: int) -> Any:
         join = ",".join(self.servers)
@@ -125,16 +133,23 @@ class Joined:
                 if step == STEPS - 10 and not more:
                     wait_for(self.goes_on)
                 make_step(model, optimizer, self.by_rank[rank][step - 1])
-                if rank == self.dies_too and all(each.is_set() for each in self.back.values()):
-                    die(session)
+                if rank == self.dies_too and self.is_time(step):
+                    self.lose(session)
                 if self.pause:
                     threading.Event().wait(self.pause)
                 if not more and self.deaths.get(rank) == step:
                     session.flush()
-                    die(session)
+                    self.lose(session)
             found = snapshot(model.state_dict())
         self.stats[rank] = session.stats()
         return found
+
+    def lose(self, session: Any) -> None:
+        die(session)
+
+    def is_time(self, step: int) -> bool:
+        """To die, when all have come."""
+        return all(each.is_set() for each in self.back.values())
 
     def listen(self, session: Any, heard: list[tuple[int, tuple[int, ...]]]) -> None:
         notices = session._training.backends.all[0].notices
@@ -285,6 +300,49 @@ def test_a_newcomer_that_dies_before_its_first_step_may_come_again(tmp_path: Pat
     left = joined.stats[0]["left"][1]
     assert left["step"] == tries[0] - 1
     assert left["counted_slices"] == 0
+
+
+# Servers beside the workers.
+class JoinedBeside(Joined):
+    """A node is lost with its server, its worker comes again, and then another node is lost."""
+
+    def __init__(self, ranks: int, deaths: dict[int, int], then: int | None = None) -> None:
+        super().__init__(ranks, deaths, buddy_steps=1, architecture="p2p", dedicated_servers=0)
+        self.then = then
+        if then is not None:
+            self.dies_too = then
+
+    def lose(self, session: Any) -> None:
+        lose_node(session)
+
+    def is_time(self, step: int) -> bool:
+        return any(step > first + 5 for first in self.began.values())
+
+    def run(self, folder: Path) -> list[Any]:
+        self.settings["counted_log"] = str(folder)
+        return super().run(folder)
+
+
+@pytest.mark.parametrize(
+    ("victim", "then"), [(1, None), (0, 2), pytest.param(2, 0, marks=pytest.mark.long)]
+)
+def test_a_newcomer_beside_servers(tmp_path: Path, victim: int, then: int | None) -> None:
+    """It starts no server; the slices of the lost one stay where they are, and outlive more."""
+    joined = JoinedBeside(4, {victim: 3}, then)
+    found = joined.run(tmp_path)
+    here = [rank for rank in range(4) if found[rank] is not None]
+    assert here == [rank for rank in range(4) if rank != then]
+    counted = []
+    for index in range(4):
+        own = [piece.number for piece in joined.pieces if piece.server == index]
+        counted.append(counted_by(tmp_path, index, 4, own))
+    wanted = by_arithmetic(with_sgd(), joined.by_rank, joined.pieces, counted)
+    for rank in here:
+        check_same_bits(found[rank], wanted)
+        assert joined.stats[rank]["joined"] == {victim: joined.began[victim]}
+        assert joined.stats[rank]["members"] == here
+    takeovers = joined.stats[victim]["takeovers"]
+    assert len(takeovers) == (0 if then is None else 1)
 
 
 # Who is not taken in.

@@ -21,6 +21,7 @@ from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     Died,
     by_arithmetic,
+    lose_node,
     make_step,
     pieces_of,
 )
@@ -54,18 +55,6 @@ STEPS = 7
 def with_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = small_model()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def lose_node(session: Any) -> None:
-    """As if the machine were gone: worker and server end without a word."""
-    backend = session._training.backends.all[0]
-    for handle in backend.connections.handles:
-        for substitute in handle._server._joining.work.recovery.substitutes:
-            substitute.cancel()
-        handle._server.cancel()
-    for connection in backend.engine.connections:
-        connection.stream.close()
-    raise Died
 
 
 Victims = dict[int, tuple[int, int | None]]

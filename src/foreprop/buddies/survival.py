@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,11 +24,17 @@ from foreprop.buddies.substitutes import (
     room_for_words,
 )
 from foreprop.config import LOGGER
-from foreprop.core.buddy import HeldStates, buddy_of
+from foreprop.core.buddy import NOBODY, HeldStates, buddy_of
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.takeover import Settled
+from foreprop.core.takeover import RESTS, Settled
 from foreprop.core.wire import Header, Kind, encode_header
-from foreprop.errors import ForepropError, RemoteProtocolError, StepTimeout, failure_of
+from foreprop.errors import (
+    ForepropError,
+    PeerLost,
+    RemoteProtocolError,
+    StepTimeout,
+    failure_of,
+)
 from foreprop.link.connection import EMPTY, Connection, FrameOwner, bounded
 from foreprop.link.stream import Stream
 from foreprop.path.tensors import state_limit_bytes
@@ -130,8 +136,9 @@ class Survival:
     """Owns word of substitutes, and goes on with them.
 
     ``reach`` connects to one; ``address`` is where this node's would listen; ``members_now`` are
-    the ranks that have not been dropped. One worker and one server to a node: they have the same
-    number at the start.
+    the ranks that have not been dropped; ``newcomers_now`` the first steps of those that came
+    later, whose nodes have no server. One worker and one server to a node, of the same number at
+    the start; or ``nodes`` says by server where it is.
     """
 
     kinds = frozenset({Kind.TAKEOVER, Kind.SETTLED, Kind.WELCOME})
@@ -142,11 +149,16 @@ class Survival:
         reach: Reach,
         address: str,
         members_now: Callable[[], Sequence[int]],
+        newcomers_now: Callable[[], Mapping[int, int]],
+        nodes: Sequence[int] = (),
     ) -> None:
         self._engine = engine
         self._reach = reach
         self._address = address
         self._members_now = members_now
+        self._newcomers_now = newcomers_now
+        self.on_takeover: Callable[[Substitution], None] = lambda _: None
+        """Told where slices go on."""
         self._ending = engine.ending
         self._lock = engine.lock
         self._timeout_s = engine.config.step_timeout_s
@@ -154,11 +166,11 @@ class Survival:
         for connection in engine.connections:
             connection.stream = stream = ReplaceableStream(connection.stream)
             self._streams.append(stream)
-        self._node_of = list(range(len(self._streams)))  # by server
+        self._node_of = list(nodes or range(len(self._streams)))  # by server
         self._losses: dict[int, Loss] = {}
         self._told: dict[int, Substitution] = {}  # by server, of losses
         self._takeovers: list[dict[str, Any]] = []
-        self._own: dict[int, list[int]] = {server: [] for server in self._node_of}
+        self._own: dict[int, list[int]] = {server: [] for server in range(len(self._streams))}
         for piece in engine.slices:
             self._own[piece.server].append(piece.number)
         self._welcomes = engine.owners[Kind.WELCOME]
@@ -177,10 +189,13 @@ class Survival:
             others = [loss for loss in self._losses.values() if loss.node != node]
             if node == engine.rank or server in self._losses or others or engine.progress.failed:
                 return False  # this node is going itself, or a second one
+            newcomers = self._newcomers_now()
+            members = tuple(rank for rank in self._whole(newcomers) if rank != node)
+            successor = buddy_of(node, [rank for rank in members if rank not in newcomers])
+            if engine.rank not in members or successor == NOBODY:
+                return False
             self._streams[server].lose()
             loss = self._losses[server] = Loss(server, node)
-            members = tuple(rank for rank in self._members_now() if rank != node)
-            successor = buddy_of(node, members)
         if successor == engine.rank:
             self._ask_for(
                 Substitution(
@@ -198,6 +213,14 @@ class Survival:
         )
         self._join_if_told(loss)
         return True
+
+    def _whole(self, newcomers: Mapping[int, int]) -> list[int]:
+        """The members, without newcomers of whose second step nothing is answered.
+
+        The others have all values: they have ended their first one.
+        """
+        newest = max(self._replies.steps, default=0)
+        return [rank for rank in self._members_now() if newcomers.get(rank, 0) < newest]
 
     def _ask_for(self, wish: Substitution) -> None:
         """Have this node's server start a substitute."""
@@ -244,6 +267,9 @@ class Survival:
                     f"server {peer.number} tells of a substitute for server {told.server} on node"
                     f" {told.node}"
                 )
+            if self._engine.rank not in told.members:
+                text = f"server {told.server} was lost before rank {self._engine.rank} had all"
+                raise PeerLost(f"{text} values: start it again", peer=f"server {told.server}")
             self._told[told.server] = told
             loss = self._losses.get(told.server)
         if loss is not None:
@@ -278,13 +304,22 @@ class Survival:
         receiver.start()
         self._await(loss.welcomed, loss, "all survivors to join it")
         slices = self._own[server]
-        claim = msgspec.json.encode([self._replies.steps[number] for number in slices])
+        claim = msgspec.json.encode([self._claimed(number) for number in slices])
         new.send(*self._frame(Kind.CLAIM, 0, 0, CONTROL_PRIORITY, memoryview(claim)))
         self._await(loss.is_settled, loss, "it to say where slices go on")
         behind: list[int] = []
         first = self._brought(loss, told, behind)
         again = stream.resume(first, {n: each.step for n, each in loss.settled.items()})
         self._finish(loss, told, again, behind)
+
+    def _claimed(self, slice_: int) -> int:
+        """The last answered step; a newcomer has none of a slice that it has never pushed."""
+        step, stream = (
+            self._replies.steps[slice_],
+            self._streams[self._engine.slices[slice_].server],
+        )
+        first = self._newcomers_now().get(self._engine.rank, 0)
+        return RESTS if step == first - 1 and not stream.has_pushed(slice_) else step
 
     def _frame(
         self, kind: Kind, step: int, slice_: int, priority: int, payload: memoryview
@@ -336,6 +371,7 @@ class Survival:
             self._node_of[loss.server] = told.node
             del self._losses[loss.server], self._told[loss.server]
             self._takeovers.append(done)
+        self.on_takeover(told)
         LOGGER.warning(
             "rank %d: server %d goes on beside rank %d after %.2f s, from step %s; %d pushes were"
             " sent again%s",

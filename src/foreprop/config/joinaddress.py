@@ -33,11 +33,6 @@ def check_join(config: Config) -> None:
             f"join is {config.join!r}, and elastic is False: only an elastic session takes in a"
             " worker; set elastic=True as for the others"
         )
-    if not config.dedicated_servers:
-        raise ConfigError(
-            f"join is {config.join!r}, and servers are beside the workers, which takes in nobody:"
-            " use dedicated_servers"
-        )
     if config.link_rate_bits_per_s is not None:
         raise ConfigError(
             f"join is {config.join!r}, and link_rate_bits_per_s is {config.link_rate_bits_per_s!r}:"
