@@ -20,6 +20,7 @@ from foreprop.config import Config
 from foreprop.core.wire import Kind
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.connection import Connection
+from foreprop.servers.entering import ask
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     ELASTIC,
@@ -44,6 +45,7 @@ from tests.conformance.parity import (
     with_sgd,
 )
 from tests.countedlogs import counted_by
+from tests.secretfile import secret_file
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -345,6 +347,28 @@ def test_a_newcomer_beside_servers(tmp_path: Path, victim: int, then: int | None
     assert len(takeovers) == (0 if then is None else 1)
 
 
+@pytest.mark.parametrize("encryption", [None, pytest.param("tls", marks=pytest.mark.long)])
+def test_a_newcomer_shows_the_secret(tmp_path: Path, encryption: Any) -> None:
+    """Who has another one, or none, is not even told where servers are."""
+    own = secret_file(tmp_path)
+    other = secret_file(tmp_path, "other.secret", "another one, of 24 bytes")
+    joined = JoinedBeside(3, {1: 3})
+    joined.settings |= {"secret_file": own, "encryption": encryption}
+
+    def come(rank: int) -> Any:
+        host, _, port = joined.servers[0].partition(":")
+        for secret, message in ((other, "different secrets"), (None, "has no secret")):
+            with pytest.raises((HandshakeError, TransportError), match=message):
+                ask(host, int(port), rank, Config(secret_file=secret))
+        return joined.come(rank)
+
+    joined.again = come
+    found = joined.run(tmp_path)
+    check_same_bits(found[1], found[0])
+    check_same_bits(found[2], found[0])
+    assert joined.stats[0]["joined"] == joined.began
+
+
 # Who is not taken in.
 Refused = Callable[[Joined, int], Any]
 
@@ -435,7 +459,6 @@ def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:
     [
         ({"join": "here"}, "join is 'here'; it must be HOST:PORT of a server"),
         ({"join": "a:1,b"}, "join is 'a:1,b'; it must be HOST:PORT"),
-        ({"join": "a:1", "elastic": False}, "join is 'a:1', and elastic is False"),
         ({"join": "a:1", "link_rate_bits_per_s": 1e6}, "emulated link of a lost worker is gone"),
     ],
     ids=str,
@@ -443,6 +466,12 @@ def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(**{**ELASTIC, **settings})
+
+
+def test_a_session_that_is_not_elastic_takes_in_nobody() -> None:
+    model, optimizer = with_sgd()()
+    with pytest.raises(ConfigError, match="join is 'a:1', and elastic is False"):
+        foreprop.parallelize(model, optimizer, world=newcomers_world(1, 2), join="a:1")
 
 
 def test_a_newcomer_must_know_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
