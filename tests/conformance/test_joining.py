@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from foreprop.config import Config
 from foreprop.core.wire import Kind
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.connection import Connection
+from foreprop.servers.entering import ask
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     ELASTIC,
@@ -27,6 +29,7 @@ from tests.conformance.counting_runs import (
     counted_in,
     dedicated,
     die,
+    lose_node,
     make_step,
     pieces_of,
     wait_for,
@@ -41,6 +44,8 @@ from tests.conformance.parity import (
     snapshot,
     with_sgd,
 )
+from tests.countedlogs import counted_by
+from tests.secretfile import secret_file
 
 pytestmark = servers_only  # each test names the architecture that it needs
 
@@ -90,7 +95,7 @@ class Joined:
 
     def run(self, folder: Path) -> list[Any]:
         def work(world: World) -> Any:
-            with dedicated(world, counted_log=str(folder)):
+            with self.servers_of(world, folder):
                 try:
                     return self.train(world, world.rank)
                 except Died:
@@ -102,6 +107,11 @@ class Joined:
                     self.back[world.rank].set()
 
         return run_cluster(self.ranks, work)
+
+    def servers_of(self, world: World, folder: Path) -> contextlib.AbstractContextManager[None]:
+        if self.settings["dedicated_servers"]:
+            return dedicated(world, counted_log=str(folder))
+        return contextlib.nullcontext()
 
     def come(self, rank: int) -> Any:
         join = ",".join(self.servers)
@@ -125,16 +135,23 @@ class Joined:
                 if step == STEPS - 10 and not more:
                     wait_for(self.goes_on)
                 make_step(model, optimizer, self.by_rank[rank][step - 1])
-                if rank == self.dies_too and all(each.is_set() for each in self.back.values()):
-                    die(session)
+                if rank == self.dies_too and self.is_time(step):
+                    self.lose(session)
                 if self.pause:
                     threading.Event().wait(self.pause)
                 if not more and self.deaths.get(rank) == step:
                     session.flush()
-                    die(session)
+                    self.lose(session)
             found = snapshot(model.state_dict())
         self.stats[rank] = session.stats()
         return found
+
+    def lose(self, session: Any) -> None:
+        die(session)
+
+    def is_time(self, step: int) -> bool:
+        """To die, when all have come."""
+        return all(each.is_set() for each in self.back.values())
 
     def listen(self, session: Any, heard: list[tuple[int, tuple[int, ...]]]) -> None:
         notices = session._training.backends.all[0].notices
@@ -287,6 +304,71 @@ def test_a_newcomer_that_dies_before_its_first_step_may_come_again(tmp_path: Pat
     assert left["counted_slices"] == 0
 
 
+# Servers beside the workers.
+class JoinedBeside(Joined):
+    """A node is lost with its server, its worker comes again, and then another node is lost."""
+
+    def __init__(self, ranks: int, deaths: dict[int, int], then: int | None = None) -> None:
+        super().__init__(ranks, deaths, buddy_steps=1, architecture="p2p", dedicated_servers=0)
+        self.then = then
+        if then is not None:
+            self.dies_too = then
+
+    def lose(self, session: Any) -> None:
+        lose_node(session)
+
+    def is_time(self, step: int) -> bool:
+        return any(step > first + 5 for first in self.began.values())
+
+    def run(self, folder: Path) -> list[Any]:
+        self.settings["counted_log"] = str(folder)
+        return super().run(folder)
+
+
+@pytest.mark.parametrize(
+    ("victim", "then"), [(1, None), (0, 2), pytest.param(2, 0, marks=pytest.mark.long)]
+)
+def test_a_newcomer_beside_servers(tmp_path: Path, victim: int, then: int | None) -> None:
+    """It starts no server; the slices of the lost one stay where they are, and outlive more."""
+    joined = JoinedBeside(4, {victim: 3}, then)
+    found = joined.run(tmp_path)
+    here = [rank for rank in range(4) if found[rank] is not None]
+    assert here == [rank for rank in range(4) if rank != then]
+    counted = []
+    for index in range(4):
+        own = [piece.number for piece in joined.pieces if piece.server == index]
+        counted.append(counted_by(tmp_path, index, 4, own))
+    wanted = by_arithmetic(with_sgd(), joined.by_rank, joined.pieces, counted)
+    for rank in here:
+        check_same_bits(found[rank], wanted)
+        assert joined.stats[rank]["joined"] == {victim: joined.began[victim]}
+        assert joined.stats[rank]["members"] == here
+    takeovers = joined.stats[victim]["takeovers"]
+    assert len(takeovers) == (0 if then is None else 1)
+
+
+@pytest.mark.parametrize("encryption", [None, pytest.param("tls", marks=pytest.mark.long)])
+def test_a_newcomer_shows_the_secret(tmp_path: Path, encryption: Any) -> None:
+    """Who has another one, or none, is not even told where servers are."""
+    own = secret_file(tmp_path)
+    other = secret_file(tmp_path, "other.secret", "another one, of 24 bytes")
+    joined = JoinedBeside(3, {1: 3})
+    joined.settings |= {"secret_file": own, "encryption": encryption}
+
+    def come(rank: int) -> Any:
+        host, _, port = joined.servers[0].partition(":")
+        for secret, message in ((other, "different secrets"), (None, "has no secret")):
+            with pytest.raises((HandshakeError, TransportError), match=message):
+                ask(host, int(port), rank, Config(secret_file=secret))
+        return joined.come(rank)
+
+    joined.again = come
+    found = joined.run(tmp_path)
+    check_same_bits(found[1], found[0])
+    check_same_bits(found[2], found[0])
+    assert joined.stats[0]["joined"] == joined.began
+
+
 # Who is not taken in.
 Refused = Callable[[Joined, int], Any]
 
@@ -377,7 +459,6 @@ def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:
     [
         ({"join": "here"}, "join is 'here'; it must be HOST:PORT of a server"),
         ({"join": "a:1,b"}, "join is 'a:1,b'; it must be HOST:PORT"),
-        ({"join": "a:1", "elastic": False}, "join is 'a:1', and elastic is False"),
         ({"join": "a:1", "link_rate_bits_per_s": 1e6}, "emulated link of a lost worker is gone"),
     ],
     ids=str,
@@ -385,6 +466,12 @@ def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config(**{**ELASTIC, **settings})
+
+
+def test_a_session_that_is_not_elastic_takes_in_nobody() -> None:
+    model, optimizer = with_sgd()()
+    with pytest.raises(ConfigError, match="join is 'a:1', and elastic is False"):
+        foreprop.parallelize(model, optimizer, world=newcomers_world(1, 2), join="a:1")
 
 
 def test_a_newcomer_must_know_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,22 @@ def start(run: Run, zygote: Zygote, plan: Plan, port: int, workers: int) -> None
     settings = {"FOREPROP_DEDICATED_SERVERS": str(SERVERS), "FOREPROP_ARCHITECTURE": "ps"}
     for rank in range(workers):
         told = torchruns_variables(rank, port, workers, 1)
+        told["FOREPROP_SERVERS_FILE"] = str(servers_file(run, rank))
         run.start(zygote, {**variables, **settings, **told}, script=SCRIPT)
+
+
+def servers_file(run: Run, rank: int) -> Path:
+    return run.folder / f"servers-{rank}"
+
+
+def start_again(run: Run, zygote: Zygote, plan: Plan, rank: int, workers: int) -> None:
+    """In the lost one's place. The rendezvous that it is told is nobody's."""
+    variables = run.environment(Scenario(), PLAN=plan.encode())
+    settings = {"FOREPROP_DEDICATED_SERVERS": str(SERVERS), "FOREPROP_ARCHITECTURE": "ps"}
+    other = (rank + 1) % workers
+    settings["FOREPROP_JOIN"] = ",".join(servers_file(run, other).read_text().split())
+    told = torchruns_variables(rank, 9, workers, 1)
+    run.start(zygote, {**variables, **settings, **told}, script=SCRIPT)
 
 
 def run_plan(zygote: Zygote, folder: Path, plan: Plan) -> list[Survived]:

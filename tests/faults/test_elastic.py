@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.faults.kill_points import plan_of, run_plan, start
-from tests.process.elastic_script import Plan
+from foreprop.core.slicing import Slice
+from tests.countedlogs import counted_by
+from tests.faults.kill_points import SERVERS, plan_of, run_plan, start, start_again
+from tests.process.elastic_script import Plan, by_arithmetic
 from tests.process.harness import Zygote, running, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(240)]
@@ -22,6 +25,37 @@ def test_five_of_six_workers_are_killed_at_any_moment(zygote: Zygote, tmp_path: 
     deaths = run_plan(zygote, tmp_path, plan)
     assert len(deaths) == 5
     assert max(each.seconds for each in deaths) < 10
+
+
+def test_a_killed_worker_is_started_again_and_joins(zygote: Zygote, tmp_path: Path) -> None:
+    """One of six, by SIGKILL: all end with the bits that the servers' logs say."""
+    workers, killed = 6, 1
+    plan = Plan(steps=24, deaths={str(killed): (4, 2, 0.0)}, awaits=8)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with running(tmp_path) as run:
+        start(run, zygote, plan, store.port, workers)
+        command, first = run.started[0], run.started[1 + killed]
+        run.wait(60, but=[each for each in run.started if each is not first])
+        assert "died_s" in run.results()[killed]
+        start_again(run, zygote, replace(plan, deaths={}), killed, workers)
+        run.wait(60, but=[command])
+        del store
+        run.wait(30)
+        results = run.results()
+        joined_at = results[killed]["joined_at"]
+        assert joined_at > 8
+        pieces = [Slice(*piece) for piece in results[0]["pieces"]]
+        counted = []
+        for index in range(SERVERS):
+            own = [piece.number for piece in pieces if piece.server == index]
+            counted.append(counted_by(run.folder, index, workers, own))
+        for piece in pieces:
+            sets = [counted[piece.server].at(piece.number, step) for step in range(1, 25)]
+            steps = [step for step, ranks in enumerate(sets, 1) if killed in ranks]
+            assert set(range(joined_at, 25)) == {step for step in steps if step > 5}
+        expected = by_arithmetic(workers, plan.steps, pieces, counted)
+        assert {each["sha256"] for each in results.values()} == {expected}, run.output()
+        run.check_nothing_left()
 
 
 @pytest.mark.alone

@@ -38,6 +38,8 @@ class Plan:
     """By rank: in which step, at which parameter's gradient, and how many seconds after that."""
     stops: dict[str, int] = field(default_factory=dict)
     """By rank: before which step it stops itself, as Ctrl-Z would."""
+    awaits: int = 0
+    """Before this step who was there at the start waits for somebody who joins."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -92,7 +94,13 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     ended_s: list[float] = []
     result["ended_s"] = ended_s
     die_at, number, after_s = plan.deaths.get(str(rank), (0, 0, 0.0))
-    for step in range(1, plan.steps + 1):
+    joined = threading.Event()
+    notices = session._training.backends.all[0].notices  # type: ignore[attr-defined]
+    notices.on_membership.append(lambda *_: notices.arrivals and joined.set())
+    result["joined_at"] = session.joined_at
+    for step in range(session.joined_at or 1, plan.steps + 1):
+        if step == plan.awaits and session.joined_at is None:
+            assert joined.wait(60), "nobody has joined"
         if step == die_at:
             timer = threading.Timer(after_s, die, (rank, result))
             timer.daemon = True

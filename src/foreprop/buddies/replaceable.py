@@ -92,6 +92,10 @@ class ReplaceableStream:
         for asked in _ASKED_BY[kind]:
             self._unanswered.pop((asked, slice_), None)
 
+    def has_pushed(self, slice_: int) -> bool:
+        """Whether a push of the slice is to be answered."""
+        return (Kind.PUSH, slice_) in self._unanswered
+
     # A loss.
     def lose(self) -> None:
         """From now on nothing is sent. Wakes who is sending."""

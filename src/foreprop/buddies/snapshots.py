@@ -1,17 +1,20 @@
-"""A server's half of buddies: it copies slices' states, sends them, and hears what is held."""
+"""Copies of slices' states: a server makes and sends them, and its buddy's worker holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from foreprop.core.buddy import KeepState, SnapshotHeld, StateKept, StateReplaced
-from foreprop.core.frames import SendFrame
+from foreprop.core.buddy import HeldStates, KeepState, SnapshotHeld, StateKept, StateReplaced
+from foreprop.core.frames import CONTROL_PRIORITY, SendFrame
 from foreprop.core.wire import Flag, Header, Kind
-from foreprop.link.connection import Connection, FrameOwner, nothing
+from foreprop.errors import RemoteProtocolError
+from foreprop.link.connection import Connection, FrameOwner, bounded, nothing
+from foreprop.path.tensors import state_limit_bytes
 
 if TYPE_CHECKING:
     from foreprop.path.executor import Executor
+    from foreprop.path.worker import WorkerEngine
 
 
 class Snapshots:
@@ -66,3 +69,36 @@ class LoadedStates:
         self._inner.on_frame(peer, header, payload)
         if header.kind == Kind.STATE and not header.flags & Flag.AVERAGES:
             self._executor.dispatch(StateReplaced(header.slice))
+
+
+class HeldSnapshots:
+    """Owns snapshots of other nodes' slices, on the worker that is their buddy."""
+
+    kinds = frozenset({Kind.SNAPSHOT})
+
+    def __init__(self, engine: WorkerEngine) -> None:
+        self.states: HeldStates[memoryview] = HeldStates()
+        self.count = 0
+        self._engine = engine
+        self._slices = engine.slices
+
+    def room(self, peer: Connection, header: Header) -> memoryview:
+        if header.slice >= len(self._slices) or self._slices[header.slice].server != peer.number:
+            raise RemoteProtocolError(
+                f"server {peer.number} sent a snapshot of slice {header.slice}, which is not its"
+            )
+        return bounded(header, state_limit_bytes(self._slices[header.slice].elems))
+
+    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
+        if not payload:
+            return  # it was dropped before it left
+        with self._engine.lock:
+            self.states.put(header.slice, header.step, payload)
+            self.count += 1
+        place = (header.step, CONTROL_PRIORITY, b"")
+        self._engine.send_message(peer.number, Kind.SNAPSHOT_HELD, *place, slice_=header.slice)
+
+    @property
+    def bytes(self) -> int:
+        with self._engine.lock:
+            return sum(len(data) for _, _, data in self.states.all())

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from foreprop.buddies.replaceable import ReplaceableStream, SentFrame
+from foreprop.buddies.snapshots import HeldSnapshots
 from foreprop.buddies.substitutes import (
     Substitution,
     decode_settled,
@@ -28,21 +29,21 @@ from foreprop.buddies.substitutes import (
     substitute_id,
 )
 from foreprop.config import LOGGER
-from foreprop.core.buddy import HeldStates, buddy_of
+from foreprop.core.buddy import NOBODY, buddy_of
 from foreprop.core.frames import CONTROL_PRIORITY
-from foreprop.core.takeover import Settled
+from foreprop.core.takeover import RESTS, Settled
 from foreprop.core.wire import Header, Kind, encode_header
 from foreprop.errors import (
     ForepropError,
+    PeerLost,
     RemoteProtocolError,
     StepTimeout,
     TransportError,
     failure_of,
 )
-from foreprop.link.connection import EMPTY, Connection, FrameOwner, bounded, nothing
+from foreprop.link.connection import EMPTY, Connection, FrameOwner, nothing
 from foreprop.link.stream import Stream
 from foreprop.path.ending import GOODBYE_S
-from foreprop.path.tensors import state_limit_bytes
 
 if TYPE_CHECKING:
     from foreprop.path.worker import WorkerEngine
@@ -50,39 +51,6 @@ if TYPE_CHECKING:
 _LOOK_S = 0.01
 Reach = Callable[[Substitution], Stream]
 """Connects to a substitute and greets it; raises `ForepropError`."""
-
-
-class HeldSnapshots:
-    """Owns snapshots of other nodes' slices, on the worker that is their buddy."""
-
-    kinds = frozenset({Kind.SNAPSHOT})
-
-    def __init__(self, engine: WorkerEngine) -> None:
-        self.states: HeldStates[memoryview] = HeldStates()
-        self.count = 0
-        self._engine = engine
-        self._slices = engine.slices
-
-    def room(self, peer: Connection, header: Header) -> memoryview:
-        if header.slice >= len(self._slices) or self._slices[header.slice].server != peer.number:
-            raise RemoteProtocolError(
-                f"server {peer.number} sent a snapshot of slice {header.slice}, which is not its"
-            )
-        return bounded(header, state_limit_bytes(self._slices[header.slice].elems))
-
-    def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        if not payload:
-            return  # it was dropped before it left
-        with self._engine.lock:
-            self.states.put(header.slice, header.step, payload)
-            self.count += 1
-        place = (header.step, CONTROL_PRIORITY, b"")
-        self._engine.send_message(peer.number, Kind.SNAPSHOT_HELD, *place, slice_=header.slice)
-
-    @property
-    def bytes(self) -> int:
-        with self._engine.lock:
-            return sum(len(data) for _, _, data in self.states.all())
 
 
 class WholeReplies:
@@ -141,8 +109,9 @@ class Survival:
     """Owns word of substitutes, and goes on with them.
 
     ``reach`` connects to one; ``address`` is where this node's would listen; ``members_now`` are
-    the ranks that have not been dropped. One worker and one server to a node: they have the same
-    number at the start.
+    the ranks that have not been dropped; ``newcomers_now`` the first steps of those that came
+    later, whose nodes have no server. One worker and one server to a node, of the same number at
+    the start; or ``nodes`` says by server where it is.
     """
 
     kinds = frozenset({Kind.TAKEOVER, Kind.SETTLED, Kind.WELCOME, Kind.BYE})
@@ -153,11 +122,16 @@ class Survival:
         reach: Reach,
         address: str,
         members_now: Callable[[], Sequence[int]],
+        newcomers_now: Callable[[], Mapping[int, int]],
+        nodes: Sequence[int] = (),
     ) -> None:
         self._engine = engine
         self._reach = reach
         self._address = address
         self._members_now = members_now
+        self._newcomers_now = newcomers_now
+        self.on_takeover: Callable[[Substitution], None] = lambda _: None
+        """Told where slices go on."""
         self._ending = engine.ending
         self._lock = engine.lock
         self._timeout_s = engine.config.step_timeout_s
@@ -165,13 +139,13 @@ class Survival:
         for connection in engine.connections:
             connection.stream = stream = ReplaceableStream(connection.stream)
             self._streams.append(stream)
-        self._node_of = list(range(len(self._streams)))  # by server
+        self._node_of = list(nodes or range(len(self._streams)))  # by server
         self._losses: dict[int, Loss] = {}
         self._gone, self._parted = set[int](), set[int]()  # nodes; servers that all have left
         self._threads: list[threading.Thread] = []
         self._told: dict[int, Substitution] = {}  # by server, of losses
         self._takeovers: list[dict[str, Any]] = []
-        self._own: dict[int, list[int]] = {server: [] for server in self._node_of}
+        self._own: dict[int, list[int]] = {server: [] for server in range(len(self._streams))}
         for piece in engine.slices:
             self._own[piece.server].append(piece.number)
         self._welcomes = engine.owners[Kind.WELCOME]
@@ -190,11 +164,15 @@ class Survival:
             others = [loss for loss in self._losses.values() if loss.node != node]
             if node == engine.rank or server in self._losses or others or self._is_over(server):
                 return False  # this node is going itself, or a second one, or all end
+            newcomers = self._newcomers_now()
+            gone = {*self._gone, node} - newcomers.keys()  # dropped or not: it may have left before
+            members = tuple(rank for rank in self._whole(newcomers) if rank not in gone)
+            successor = buddy_of(node, [rank for rank in members if rank not in newcomers])
+            if engine.rank not in members or successor == NOBODY:
+                return False
+            self._gone.add(node)
             self._streams[server].lose()
             loss = self._losses[server] = Loss(server, node)
-            self._gone.add(node)  # nobody need have dropped its worker: it may have left before
-            members = tuple(rank for rank in self._members_now() if rank not in self._gone)
-            successor = buddy_of(node, members)
         if successor == engine.rank:
             self._ask_for(
                 Substitution(
@@ -217,6 +195,14 @@ class Survival:
         """Whether it ends with the session, or this worker's part of that does."""
         ended = server in self._parted or self._streams[server].closed
         return ended or self._ending.failed.is_set() or self._engine.progress.failed
+
+    def _whole(self, newcomers: Mapping[int, int]) -> list[int]:
+        """The members, without newcomers of whose second step nothing is answered.
+
+        The others have all values: they have ended their first one.
+        """
+        newest = max(self._replies.steps, default=0)
+        return [rank for rank in self._members_now() if newcomers.get(rank, 0) < newest]
 
     def _ask_for(self, wish: Substitution) -> None:
         """Have this node's server start a substitute."""
@@ -268,6 +254,9 @@ class Survival:
                     f"server {peer.number} tells of a substitute for server {told.server} on node"
                     f" {told.node}"
                 )
+            if self._engine.rank not in told.members:
+                text = f"server {told.server} was lost before rank {self._engine.rank} had all"
+                raise PeerLost(f"{text} values: start it again", peer=f"server {told.server}")
             self._told[told.server] = told
             loss = self._losses.get(told.server)
         if loss is not None:
@@ -302,13 +291,22 @@ class Survival:
         self._ending.threads[server] = receiver
         self._await(loss.welcomed, loss, "all survivors to join it")
         slices = self._own[server]
-        claim = msgspec.json.encode([self._replies.steps[number] for number in slices])
+        claim = msgspec.json.encode([self._claimed(number) for number in slices])
         new.send(*self._frame(Kind.CLAIM, 0, 0, CONTROL_PRIORITY, memoryview(claim)))
         self._await(loss.is_settled, loss, "it to say where slices go on")
         behind: list[int] = []
         first = self._brought(loss, told, behind)
         again = stream.resume(first, {n: each.step for n, each in loss.settled.items()})
         self._finish(loss, told, again, behind)
+
+    def _claimed(self, slice_: int) -> int:
+        """The last answered step; a newcomer has none of a slice that it has never pushed."""
+        step, stream = (
+            self._replies.steps[slice_],
+            self._streams[self._engine.slices[slice_].server],
+        )
+        first = self._newcomers_now().get(self._engine.rank, 0)
+        return RESTS if step == first - 1 and not stream.has_pushed(slice_) else step
 
     def _frame(
         self, kind: Kind, step: int, slice_: int, priority: int, payload: memoryview
@@ -361,6 +359,7 @@ class Survival:
             self._node_of[loss.server] = told.node
             del self._losses[loss.server], self._told[loss.server]
             self._takeovers.append(done)
+        self.on_takeover(told)
         LOGGER.warning(
             "rank %d: server %d goes on beside rank %d after %.2f s, from step %s; %d pushes were"
             " sent again%s",

@@ -44,6 +44,10 @@ class Settled(NamedTuple):
     """Those that lack them."""
 
 
+RESTS = -1
+"""Claimed of a slice by who has come later, and has its values, but no step's: it is not pushed."""
+
+
 class Settlement:
     """Collects the claims of the survivors about one server's slices. Not thread-safe.
 
@@ -75,7 +79,7 @@ class Settlement:
             )
         for other, claimed in self._claims.items():
             for slice_, ours, theirs in zip(self._slices, steps, claimed, strict=True):
-                if abs(ours - theirs) > 1:
+                if RESTS not in (ours, theirs) and abs(ours - theirs) > 1:
                     raise RemoteProtocolError(
                         f"peer {member} has step {ours} of slice {slice_}, and peer {other} step"
                         f" {theirs}: they cannot be more than one apart"
@@ -88,7 +92,7 @@ class Settlement:
         newest = max(steps.values())
         having = [member for member, step in steps.items() if step == newest]
         giver = self._buddy if self._buddy in having else having[0]
-        owed = tuple(member for member, step in steps.items() if step < newest)
+        owed = tuple(member for member, step in steps.items() if RESTS != step < newest)
         return Settled(self._slices[place], newest, giver, owed)
 
 

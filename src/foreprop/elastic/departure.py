@@ -114,6 +114,10 @@ class MemberNotices:
                 *(rank, step, len(members), self._world_size),
             )
 
+    def joined(self) -> dict[int, int]:
+        """The first steps of those that came later, by rank."""
+        return {rank: self._joined_at(rank) for rank in list(self.arrivals)}
+
     def _joined_at(self, rank: int) -> int:
         return max((each.step for each in self.arrivals.get(rank, {}).values()), default=0)
 
@@ -136,7 +140,7 @@ class MemberNotices:
         """For `Session.stats`: see docs/elastic.md."""
         with self._engine.lock:
             told = {rank: list(each.values()) for rank, each in self._told.items()}
-            joined = {rank: self._joined_at(rank) for rank in self.arrivals}
+            joined = self.joined()
             members = self.members
         left = {rank: _whole(each) for rank, each in told.items()}
         return {"members": members, "left": left, "joined": joined}

@@ -162,6 +162,7 @@ class Entry:
         """What the last round of questions has come to."""
         self.ending = False
         self._engine = engine
+        self._before = {kind: engine.owners.get(kind) for kind in self.kinds}
         engine.owners |= dict.fromkeys(self.kinds, self)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -176,6 +177,13 @@ class Entry:
                 self.ending |= answer.ending
                 self.said = self.bid.add(peer.number, answer)
         self._engine.progress.notify()
+
+    def end(self) -> None:
+        """It counts: substitutes of servers welcome it in another way."""
+        for kind, owner in self._before.items():
+            del self._engine.owners[kind]
+            if owner is not None:
+                self._engine.owners[kind] = owner
 
     def ask(self) -> None:
         """All servers, for the step that it bids now; returns when all have answered."""
@@ -225,6 +233,7 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
         lambda: len(arrivals.get(engine.rank, {})) == servers,
         "the servers to count it from then on",
     )
+    entry.end()
     said = arrivals[engine.rank]
     order = _order_of(engine, said)
     engine.learn_priorities(order)
@@ -278,8 +287,8 @@ def _fetch_blobs(backend: ServedBackend, kept: Arrival) -> None:
         unpack_into([frozen], backend.engine.fetch_blob(number, 0))
 
 
-def has_buffers(backend: ServedBackend) -> bool:
-    """Whether rank 0's buffers of the start are still there, for a newcomer."""
+def keeps_buffers(backend: ServedBackend) -> bool:
+    """Whether a server has rank 0's buffers of the start, for a newcomer."""
     notices = backend.notices
     arrivals = {} if notices is None else notices.arrivals.get(backend.engine.rank, {})
     return 0 in arrivals and BUFFERS_BLOB in arrivals[0].blobs

@@ -42,6 +42,7 @@ def add_members(backend: ServedBackend, world: World) -> None:
             backend.directory = Directory(engine, backend.connections)
         if knobs.buddy_steps is not None:
             backend.survival = survival_of(engine, backend.connections, backend.notices)
+            backend.survival.on_takeover = backend.directory.taken_over
 
 
 def replay_left(attendance: Attendance, folder: str, engine: WorkerEngine) -> None:
@@ -95,4 +96,6 @@ def survival_of(engine: WorkerEngine, connections: Connections, notices: MemberN
         about = (told.server, told.session, told.address, told.port)
         return greet_at(connections, engine.config, engine.rank, *about)
 
-    return Survival(engine, reach, connections.address, lambda: notices.members)
+    nodes = [place.node for place in connections.places]
+    about = (lambda: notices.members, notices.joined, nodes)
+    return Survival(engine, reach, connections.address, *about)

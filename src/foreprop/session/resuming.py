@@ -54,6 +54,11 @@ def resumed(
     lone: bool,
 ) -> Session:
     """A session that goes on from the folder's newest checkpoint, if there is one."""
+    if config.join is not None:
+        raise ConfigError(
+            f"join is {config.join!r}, and resume is {os.fspath(folder)!r}: a newcomer gets the"
+            " others' values; leave resume out"
+        )
     world = None if lone else world or current_world(config.join_timeout_s)
     resumption = Resumption(folder, config, world)
     resumption.load(model, optimizer)

@@ -90,6 +90,11 @@ class ConnectedSnapshots:
         return sorted({rank for one in found if one is not None for rank in one.gone})
 
     def exchange(self, name: str, mine: str, what: str) -> list[str]:
+        if self._training.config.join is not None:
+            raise ConfigError(
+                "foreprop.checkpoint() is for all ranks together from the start, and this one has"
+                " joined later (join): leave it out where session.joined_at is not None"
+            )
         board = self._training.board(f"checkpoint/{self._number}")
         return board.exchange(name, mine, what)
 

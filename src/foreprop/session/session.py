@@ -239,6 +239,10 @@ def connect(
     scaler: torch.amp.GradScaler | None = None,
 ) -> ConnectedSession:
     """With servers, or a ring, in a world of one, too: for what measures them."""
+    if config.join is not None:
+        from foreprop.config.joinaddress import check_elastic
+
+        check_elastic(config)
     world = world or current_world(config.join_timeout_s, joins=config.join)
     session = ConnectedSession(model, optimizer, world, config, scaler)
     if session.rank == 0 and session.world_size > 1:
