@@ -92,18 +92,6 @@ def die(session: Any) -> None:
     raise Died
 
 
-def lose_node(session: Any) -> None:
-    """As if the machine were gone: worker and server end without a word."""
-    backend = session._training.backends.all[0]
-    for handle in backend.connections.handles:
-        for substitute in handle._server._joining.work.recovery.substitutes:
-            substitute.cancel()
-        handle._server.cancel()
-    for connection in backend.engine.connections:
-        connection.stream.close()
-    raise Died
-
-
 def pieces_of(session: Any) -> list[Slice]:
     return list(session._training.backends.engines[0].slices)
 

@@ -29,11 +29,11 @@ from tests.conformance.counting_runs import (
     counted_in,
     dedicated,
     die,
-    lose_node,
     make_step,
     pieces_of,
     wait_for,
 )
+from tests.conformance.node_losses import lose_node
 from tests.conformance.parity import (
     Build,
     batches_of,

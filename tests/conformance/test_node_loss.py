@@ -21,7 +21,6 @@ from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
     Died,
     by_arithmetic,
-    lose_node,
     make_step,
     pieces_of,
 )

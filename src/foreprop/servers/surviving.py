@@ -39,10 +39,10 @@ def add_members(backend: ServedBackend, world: World) -> None:
         if (folder := engine.config.counted_replay) is not None:
             replay_left(backend.notices.attendance, folder, engine)
         if knobs.elastic:
-            backend.directory = Directory(engine, backend.connections)
-        if knobs.buddy_steps is not None:
-            backend.survival = survival_of(engine, backend.connections, backend.notices)
-            backend.survival.on_takeover = backend.directory.taken_over
+            backend.directory = directory = Directory(engine, backend.connections)
+            if knobs.buddy_steps is not None:
+                backend.survival = survival_of(engine, backend.connections, backend.notices)
+                backend.survival.on_takeover = directory.taken_over
 
 
 def replay_left(attendance: Attendance, folder: str, engine: WorkerEngine) -> None:
