@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch import nn
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
-from foreprop.core.wire import Kind
-from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
-from foreprop.link.connection import Connection
+from foreprop.core.wire import Kind, encode_header
+from foreprop.errors import ConfigError, Failure, ForepropError, HandshakeError, TransportError
+from foreprop.link.connection import Connection, greeting
 from foreprop.servers.entering import ask
 from tests.cluster import run_cluster
 from tests.conformance.counting_runs import (
@@ -142,6 +143,9 @@ class Joined:
                 if not more and self.deaths.get(rank) == step:
                     session.flush()
                     self.lose(session)
+            if max(self.deaths.values()) + 2 > STEPS and not more:
+                for back in self.back.values():
+                    wait_for(back)
             found = snapshot(model.state_dict())
         self.stats[rank] = session.stats()
         return found
@@ -274,6 +278,15 @@ def test_the_first_layer_is_used_before_a_tenth_of_the_bytes_is_there(
     check_same_bits(found[1], found[0])
     assert 4 * (5 * 8 + 8) < received_bytes[0] < total_bytes / 10
     assert sum(sent_bytes) > total_bytes
+
+
+def test_a_newcomer_that_comes_after_the_last_step(tmp_path: Path) -> None:
+    """It has the values that the others end with, and makes no step."""
+    joined = Joined(2, {1: STEPS - 1})
+    found = joined.run(tmp_path)
+    check(joined, found, tmp_path)
+    assert joined.began[1] > STEPS
+    assert joined.stats[1]["pushes"] == 0
 
 
 def test_a_newcomer_that_dies_before_its_first_step_may_come_again(tmp_path: Path) -> None:
@@ -435,6 +448,24 @@ def test_who_is_refused_harms_nobody(
     counted = counted_in(tmp_path, 2, joined.pieces)
     check_same_bits(found[0], by_arithmetic(with_sgd(), joined.by_rank, joined.pieces, counted))
     assert joined.stats[0]["members"] == [0]
+
+
+def test_one_that_fails_before_it_is_taken_in_harms_nobody(tmp_path: Path) -> None:
+    joined = Joined(2, {1: 3})
+
+    def again(rank: int) -> Any:
+        host, _, port = joined.servers[0].partition(":")
+        data = Failure(kind="ValueError", message="the data are odd").encode()
+        failed = encode_header(Kind.FAILURE, 0, rank, 0, 0, -1, len(data)) + data
+        for place in ask(host, int(port), rank, Config()).places:
+            with socket.create_connection((place.host, place.port)) as sock:
+                sock.sendall(greeting(place.session, rank) + failed)
+                while sock.recv(4096):
+                    pass
+        return joined.come(rank)
+
+    joined.again = again
+    check(joined, joined.run(tmp_path), tmp_path)
 
 
 def test_a_newcomer_s_other_learning_rate_ends_it_alone(tmp_path: Path) -> None:

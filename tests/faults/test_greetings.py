@@ -40,6 +40,22 @@ def test_a_late_greeting_is_refused_alone(name: str, rank: int) -> None:
         running.say_goodbye()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_asks_to_join_what_takes_in_nobody_is_refused_alone(begun: bool) -> None:
+    why = "takes in nobody (elastic=True)" if begun else "has not begun"
+    with session(joined=begun) as running:
+        stranger = running.stranger(1)
+        stranger.send(Kind.SERVERS)
+        failure = stranger.expect_failure()
+        assert failure.kind == "HandshakeError"
+        assert f"rank 1 wants to join, and the session {why}" in failure.message
+        stranger.expect_end()
+        if not begun:
+            running.join()
+        running.make_a_step()
+        running.say_goodbye()
+
+
 def test_a_late_greeting_to_a_relay_is_refused_alone() -> None:
     with node() as running:
         port = running.workers[0].sock.getpeername()[1]

@@ -15,6 +15,7 @@ from foreprop.core.authentication import (
     NONCE_BYTES,
     OPENING_BYTES,
     PROOF_BYTES,
+    QUESTION,
     AcceptingSide,
     ConnectingSide,
     Subject,
@@ -60,6 +61,21 @@ def test_both_sides_know_each_other_after_four_messages_of_fixed_size() -> None:
     sizes = [OPENING_BYTES, CHALLENGE_BYTES, PROOF_BYTES, PROOF_BYTES]
     assert [len(message) for message in said] == sizes == [44, 40, 32, 32]
     assert (near.wanted, far.wanted, far.rank) == (0, 0, 7)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_who_asks_where_servers_are_need_not_know_the_session(encrypted: bool) -> None:
+    """Any server answers that, and such a connection is for nothing else."""
+    near = ConnectingSide(KEY, QUESTION, 7, NONCES[0])
+    far = AcceptingSide(KEY, SUBJECT._replace(encrypted=encrypted), NONCES[1])
+    assert not far.is_question
+    shake_hands(near, far)
+    assert far.is_question
+    assert near.channel == far.channel
+    assert maybe_rank_opening(near.opening) == 7
+    other = AcceptingSide(OTHER_KEY, SUBJECT, NONCES[1])
+    with pytest.raises(HandshakeError, match="different secrets"):
+        shake_hands(ConnectingSide(KEY, QUESTION, 7, NONCES[0]), other)
 
 
 ENCRYPTED = SUBJECT._replace(encrypted=True)

@@ -208,6 +208,8 @@ class Joining:
         self._on_manifest(peer, decode_manifest(payload))
 
     def _on_failure(self, peer: Connection, failure: Failure) -> None:
+        if self.work is not None and not peer.joined:
+            raise GreetingRefused(f"rank {peer.rank} does not join: {failure.message}")
         if not self.goes_on_without(peer, failure):
             peer.left = True
             self._host.fail(failure)
