@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.core.dealing import MemberChange
 from foreprop.core.wire import Kind
 from foreprop.errors import ConfigError, ForepropError, HandshakeError, TransportError
 from foreprop.link.connection import Connection
@@ -139,13 +140,13 @@ class Joined:
     def listen(self, session: Any, heard: list[tuple[int, tuple[int, ...]]]) -> None:
         notices = session._training.backends.all[0].notices
 
-        def call(step: int, ranks: tuple[int, ...]) -> None:
-            heard.append((step, ranks))
+        def call(change: MemberChange, ranks: Sequence[int]) -> None:
+            heard.append((change.step, tuple(ranks)))
             for rank in notices.arrivals:
                 self.back[rank].set()
-            self.heard_of(step)
+            self.heard_of(change.step)
 
-        notices.on_membership.append(call)
+        notices.attendance.on_membership.append(call)
 
 
 def check(joined: Joined, found: list[Any], folder: Path) -> None:
