@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 import foreprop
 from foreprop.cluster.world import World
 from foreprop.config import Config
+from foreprop.core.dealing import MemberChange
 from foreprop.core.wire import Kind, encode_header
 from foreprop.errors import ConfigError, Failure, ForepropError, HandshakeError, TransportError
 from foreprop.link.connection import Connection, greeting
@@ -160,13 +161,13 @@ class Joined:
     def listen(self, session: Any, heard: list[tuple[int, tuple[int, ...]]]) -> None:
         notices = session._training.backends.all[0].notices
 
-        def call(step: int, ranks: tuple[int, ...]) -> None:
-            heard.append((step, ranks))
+        def call(change: MemberChange, ranks: Sequence[int]) -> None:
+            heard.append((change.step, tuple(ranks)))
             for rank in notices.arrivals:
                 self.back[rank].set()
-            self.heard_of(step)
+            self.heard_of(change.step)
 
-        notices.on_membership.append(call)
+        notices.attendance.on_membership.append(call)
 
 
 def check(joined: Joined, found: list[Any], folder: Path) -> None:

@@ -367,6 +367,8 @@ BUDDY_FRAMES: list[tuple[Kind, int, bytes, int]] = [
     (Kind.SNAPSHOT, 1, STATE, 0),
     (Kind.LEFT, 1, b'[1,1,1,1,""' + b",[" * 5000, 0),
     (Kind.SETTLED, 0, b"[[0,4,1,[]]]", 0),
+    (Kind.POSITIONS, 3, b'[[[0,1,[2,3,false,[[0,[0,1,2]]],[],[]]]],{"1":{"0":[[false,1]]}}]', 0),
+    (Kind.POSITIONS, 3, b"[[],{}]" + b"[" * 5000, 0),
     (Kind.PUSH, 1, gradient(1.0), Flag.LATE),
     (Kind.PUSH, 5, gradient(1.0), 0),
 ]

@@ -24,7 +24,7 @@ class Engine:
             world_size=workers, knobs=SimpleNamespace(buddy_steps=buddies)
         )
         self.slices = [SimpleNamespace(server=server) for server in holders]
-        self.config = SimpleNamespace(step_timeout_s=1.0)
+        self.config = SimpleNamespace(step_timeout_s=1.0, join=None)
         self.progress = self
         self.meanwhile: list[Callable[[], object]] = []
         """What comes while somebody waits."""
@@ -43,7 +43,7 @@ def make(**about: Any) -> tuple[Any, Attendance, list[Any]]:
     engine: Any = Engine(**about)
     attendance = Attendance(engine)
     told: list[Any] = []
-    attendance.on_membership.append(lambda step, members: told.append((step, members)))
+    attendance.on_membership.append(lambda change, members: told.append((change.step, members)))
     return engine, attendance, told
 
 
@@ -85,7 +85,8 @@ def test_who_joins_is_a_member_again() -> None:
     _, attendance, told = make(workers=3, holders=(0, 1, 2), buddies=50)
     for server in (0, 2):
         attendance.hear_left(1, server, 4)
-    attendance.hear_joined(1, 9)
+    for server in (0, 2):
+        attendance.hear_joined(1, server, 9)
     for server in (0, 2):
         attendance.hear_left(1, server, 11)
     assert told == [(4, [0, 2]), (9, [0, 1, 2]), (11, [0, 2])]

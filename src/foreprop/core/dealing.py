@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
+from foreprop.errors import ConfigError
+
 T = TypeVar("T")
 
 CERTAIN_STEPS = 2
@@ -238,6 +240,7 @@ class DealtEpoch(Generic[T]):
         """Draw for nobody what others have been given; what they have drawn is drawn as it was.
 
         ``progress`` is any member's before it asks for the first batch of the step that is joined.
+        Raises `ConfigError` if the order is too short.
         """
         self._joins = True
         first, *script = progress.deals
@@ -246,6 +249,11 @@ class DealtEpoch(Generic[T]):
         self._applied = set(progress.applied)
         while self.drawn < progress.given and self.draw(order, 0, ()):
             pass
+        if self.drawn < progress.given:
+            raise ConfigError(
+                f"the loader ends after {self.drawn} batches of its pass, of which others have read"
+                f" {progress.given}: a worker that joins needs the data of the others"
+            )
         self.given = progress.given
         self._steps = dict.fromkeys(range(self.given), 0) | dict(progress.steps)
 

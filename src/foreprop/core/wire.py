@@ -72,6 +72,7 @@ class Kind(IntEnum):
     JOIN = 39  # W: count me from `step` on; S: whether that is promised
     JOINED = 40  # W: all servers have promised it; S: to all, who counts from which step on
     SERVERS = 41  # W: where all listen, or, as the first frame, the question; S: the answer
+    POSITIONS = 42  # W: where its loaders are, for who joins (`slice`) at `step`; S: passed on
 
 
 class Flag(IntEnum):

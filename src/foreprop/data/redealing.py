@@ -16,9 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from foreprop.cluster.world import World
 from foreprop.config import LOGGER
-from foreprop.core.dealing import Deal, DealtEpoch
+from foreprop.core.dealing import Deal, DealtEpoch, MemberChange, PassProgress
 from foreprop.data.shares import SharedOrder
 from foreprop.elastic.attendance import Attendance, maybe_attendance
+from foreprop.elastic.positions import PassPosition
 
 _REMEMBERED = 8
 """Passes that have ended: who has left in their last steps comes to be known later."""
@@ -55,6 +56,13 @@ class Redealing:
         self._lock = threading.RLock()  # an abandoned pass may end wherever garbage is collected
         self._ended: list[tuple[int, DealtEpoch[Any]]] = []
         """With their epochs' numbers."""
+        check = share.check if isinstance(share, SharedOrder) else None
+        self._loader_number = None if check is None else check.number
+        self._underway: weakref.ref[DealtPass] | None = None
+        self._joined: PassPosition | None = None
+        """Of a newcomer: where its next pass begins."""
+        self._has_said_so = False
+        self._caught_up: weakref.WeakSet[Attendance] = weakref.WeakSet()
 
     def passed(self, loader: Any, attendance: Attendance) -> Iterator[Any]:
         """The batches of one pass."""
@@ -62,19 +70,65 @@ class Redealing:
         share = self._share
         self._refused = maybe_why_not(loader, share, attendance)
         if self._refused is not None or not isinstance(share, SharedOrder):
+            self._say_that_it_begins(attendance)
             return iter(loader)
-        return DealtPass(self, share, self._world, attendance).batches(lambda: iter(loader))
+        self.catch_up(attendance)
+        joined, self._joined = self._joined, None
+        progress = None if joined is None else joined.progress
+        if joined is not None and joined.epoch != share.epoch:
+            LOGGER.warning(
+                "rank %d begins epoch %d of a %s, as set_epoch() says; the others are in epoch %d",
+                *(attendance.rank, share.epoch, self.name, joined.epoch),
+            )
+            progress = None
+        found = DealtPass(self, share, self._world, attendance, progress)
+        self._underway = weakref.ref(found)
+        return found.batches(lambda: iter(loader))
+
+    def _say_that_it_begins(self, attendance: Attendance) -> None:
+        """A newcomer's loader."""
+        if attendance.is_newcomer and not self._has_said_so:
+            self._has_said_so = True
+            LOGGER.warning(
+                "rank %d has joined and begins a pass of its own of a %s, as set_epoch() says: %s",
+                *(attendance.rank, self.name, self._refused),
+            )
+
+    # A newcomer, and what others tell it.
+    def catch_up(self, attendance: Attendance) -> None:
+        """Of a newcomer's loader, once: the next pass is the one that the others are in."""
+        share, number = self._share, self._loader_number
+        if not attendance.is_newcomer or attendance in self._caught_up:
+            return
+        if number is None or not isinstance(share, SharedOrder):
+            return
+        self._joined = attendance.position_of(number)
+        self._caught_up.add(attendance)
+        share.check = None  # rank 0's order may have gone with it
+        if self._joined is not None:
+            share.set_epoch(self._joined.epoch)
+
+    def where(self) -> tuple[int, PassProgress | None] | None:
+        """The epoch of the pass under way, or of the next one, and how far that is."""
+        if self._refused is not None:
+            return None
+        underway = None if self._underway is None else self._underway()
+        if underway is not None and not underway.is_over:
+            return underway.number, underway.progress()
+        return getattr(self._share, "epoch", 0), None
 
     def hear(self, attendance: Attendance) -> None:
         """Be told who leaves."""
         if attendance in self._heard:
             return
         self._heard.add(attendance)
+        if self._loader_number is not None:
+            attendance.keep_loader(self._loader_number, self.where)
         alive = weakref.ref(self)
 
-        def tell(step: int, members: Sequence[int]) -> None:
-            if (found := alive()) is not None:
-                found._report(attendance, step)
+        def tell(change: MemberChange, members: Sequence[int]) -> None:
+            if (found := alive()) is not None and not change.joins:
+                found._report(attendance, change.step)
 
         attendance.on_membership.append(tell)
 
@@ -116,15 +170,23 @@ class DealtPass:
     """One pass of a loader. The thread that trains."""
 
     def __init__(
-        self, owner: Redealing, share: SharedOrder, world: World, attendance: Attendance
+        self,
+        owner: Redealing,
+        share: SharedOrder,
+        world: World,
+        attendance: Attendance,
+        joins_at: PassProgress | None = None,
     ) -> None:
+        """``joins_at``: how far others are that have begun it."""
         self.begun = False
         """Whether the order is being drawn: then a loader that begins again goes on with it."""
         self._owner = owner
         self._share = share
         self._world = world
         self._attendance = attendance
-        self._number = share.epoch
+        self.number = share.epoch
+        self.is_over = False
+        self._joins_at = joins_at
         self._order: Iterator[Any]
         self._drawing: AbstractContextManager[object]
         changes = attendance.changes()
@@ -139,6 +201,10 @@ class DealtPass:
     def count(self, items: int) -> int:
         """Of this rank, if the order has so many, and nobody else leaves."""
         return self._epoch.count(items)
+
+    def progress(self) -> PassProgress:
+        """Between two batches."""
+        return self._epoch.progress()
 
     def batches(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """What the loader gives, and after its end what others have left."""
@@ -159,10 +225,11 @@ class DealtPass:
                 epoch.given += 1
                 yield batch
         finally:
+            self.is_over = True
             if share.dealing is self:
                 share.dealing = None
             share.divide_among(epoch.members)
-            self._owner.ended(self._number, epoch, self._attendance)
+            self._owner.ended(self.number, epoch, self._attendance)
 
     def _present(self) -> Attendance:
         """Of the session's present connection: the first step may make another one."""
@@ -184,6 +251,10 @@ class DealtPass:
         """This rank's items; they are drawn inside of ``drawing``, and given out outside."""
         self.begun = True
         self._order, self._drawing = order, drawing
+        if self._joins_at is not None:
+            with drawing:
+                self._epoch.join(self._joins_at, order)
+            self._epoch.ask(self._present().done)
         return self.rest()
 
     def rest(self) -> Iterator[Any]:
@@ -205,7 +276,7 @@ class DealtPass:
             if self._world.rank == deal.members[0]:
                 LOGGER.warning(
                     "epoch %d of a %s is dealt out anew among rank %s, from batch %d on: %s",
-                    *(self._number, self._owner.name, ", ".join(map(str, deal.members))),
+                    *(self.number, self._owner.name, ", ".join(map(str, deal.members))),
                     *(deal.batch, _why(deal)),
                 )
 

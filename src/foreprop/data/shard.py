@@ -20,6 +20,7 @@ from foreprop.tables.lookahead import lookahead
 
 if TYPE_CHECKING:  # for sessions that go on without some workers
     from foreprop.data.redealing import Redealing
+    from foreprop.elastic.attendance import Attendance
 
 L = TypeVar("L")
 Share = SharedOrder | SharedStream
@@ -96,7 +97,12 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """Which the next pass is; of a loader that was divided already, its sampler's."""
+        """Which the next pass is; of a loader that was divided already, its sampler's.
+
+        On a worker that has joined, first the one that the others read at its first step.
+        """
+        if (found := self._maybe_redealing()) is not None:
+            found[0].catch_up(found[1])
         if self._share is not None:
             return self._share.epoch
         return int(getattr(getattr(self._loader, "sampler", None), "epoch", 0))
@@ -123,16 +129,20 @@ class ShardedLoader:
 
     def _pass(self) -> Iterator[Any]:
         """Dealt anew when workers leave, if there is a session that goes on then."""
+        found = self._maybe_redealing()
+        return iter(self._loader) if found is None else found[0].passed(self._loader, found[1])
+
+    def _maybe_redealing(self) -> tuple[Redealing, Attendance] | None:
         elastic = sys.modules.get("foreprop.elastic.attendance")  # no other session loads it
         attendance = None if elastic is None else elastic.maybe_attendance(self._world)
         if attendance is None:
-            return iter(self._loader)
+            return None
         if self._redealing is None:
             from foreprop.data.redealing import Redealing
 
             name = type(self._original).__name__
             self._redealing = Redealing(self._share, self._world, name)
-        return self._redealing.passed(self._loader, attendance)
+        return self._redealing, attendance
 
     def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Raises `ConfigError` at the first batch of a loader that has not asked for its share."""

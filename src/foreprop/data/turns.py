@@ -149,7 +149,9 @@ class OrderCheck:
     def __init__(self, world: World, sampler: Any) -> None:
         self._world = world
         self._sampler = sampler
-        self._key = f"order/{world.next_loader()}"
+        self.number = world.next_loader()
+        """Of the loader, by the order in which they are divided."""
+        self._key = f"order/{self.number}"
         self._passes: Counter[int] = Counter()
         self._open: dict[str, bytes] = {}
         """By key: what is here in passes of which rank 0 has not told."""

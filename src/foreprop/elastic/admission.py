@@ -13,6 +13,7 @@ from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import Manifest
 from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined
 from foreprop.core.wire import Header, Kind
+from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded, nothing
@@ -60,7 +61,7 @@ class Admission:
     It is the `path.joining.Admitting` of an elastic session.
     """
 
-    kinds = frozenset({Kind.JOIN, Kind.JOINED, Kind.SERVERS})
+    kinds = frozenset({Kind.JOIN, Kind.JOINED, Kind.SERVERS, Kind.POSITIONS})
 
     def __init__(self, manifest: Manifest, index: int, counting: Counting) -> None:
         self._manifest = manifest
@@ -70,6 +71,8 @@ class Admission:
         self._where = Whereabouts(manifest.session, ())
         self.blobs: Callable[[], Collection[int]] = tuple
         """The numbers of those that are kept here."""
+        self._placed: dict[int, int] = {}
+        """By newcomer that has been told where loaders are: its first step."""
 
     def begin(self, executor: Executor) -> None:
         self._executor = executor
@@ -114,7 +117,8 @@ class Admission:
 
     # Frames.
     def room(self, peer: Connection, header: Header) -> memoryview:
-        return bounded(header, LIMIT_BYTES) if header.kind == Kind.SERVERS else nothing(header)
+        has_text = header.kind in (Kind.SERVERS, Kind.POSITIONS)
+        return bounded(header, LIMIT_BYTES) if has_text else nothing(header)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.SERVERS:
@@ -122,10 +126,23 @@ class Admission:
             with self._lock:
                 if peer.number in self._members.here:
                     self._where = told
+        elif header.kind == Kind.POSITIONS:
+            self._pass_on(header, payload)
         elif header.kind == Kind.JOIN:
             self._executor.dispatch(JoinAsked(peer.number, header.step))
         else:
             self._settle(JoinSettled(peer.number, header.step, header.slice))
+
+    def _pass_on(self, header: Header, payload: memoryview) -> None:
+        """The first one that a member sends; the newcomer may be gone again."""
+        rank, step = header.slice, header.step
+        decode_positions(payload, self._members.workers)
+        with self._lock:
+            awaits = self._members.since.get(rank) == step and self._placed.get(rank) != step
+            if not awaits or rank in self._members.promised:
+                return
+            self._placed[rank] = step
+            self._executor.send(rank, Kind.POSITIONS, step, CONTROL_PRIORITY, 0, bytes(payload))
 
     def _settle(self, event: JoinSettled) -> None:
         """Members hear of it before whatever it lets go of, also by other threads."""

@@ -1,10 +1,9 @@
 """Who takes part from when on, as all survivors come to know it: what dealing an epoch asks.
 
 `core.dealing` says why everybody is certain to know of a worker that has left within step s when
-s + 2 steps are done. Its step is the last one that any server has a push of. So all servers must
-have told that hold slices: one without any waits for nobody, and tells when it likes. Where servers
-are beside workers, the one that goes with the worker's node is not asked, for only some would hear
-it.
+s + 2 steps are done, and `core.newcomers` of one that joins. All servers must have told that hold
+slices (`core.membershipwords`). Where servers are beside workers, the one that goes with the
+worker's node is not asked, for only some would hear it.
 """
 
 from __future__ import annotations
@@ -13,89 +12,67 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from foreprop.cluster.world import Partings, World
-from foreprop.core.dealing import CERTAIN_STEPS, MemberChange
+from foreprop.core.dealing import MemberChange, PassProgress
+from foreprop.core.frames import CONTROL_PRIORITY
+from foreprop.core.membershipwords import MembershipWord, MembershipWords
+from foreprop.core.wire import Kind
+from foreprop.elastic.positions import PassPosition, Positions
 from foreprop.path.worker import WorkerEngine
 
-_NEVER = 2**62
+Where = Callable[[], tuple[int, PassProgress | None] | None]
+"""A loader's: the epoch of its pass, or of its next one, and how far that is; None: nobody knows.
+"""
 
 
 class Attendance:
     """Of one session, on a worker; made by the thread that trains."""
 
     def __init__(self, engine: WorkerEngine) -> None:
-        self.on_membership: list[Callable[[int, Sequence[int]], object]] = []
-        """Told of each change of the members once it is known: its step, and who is here then.
+        self.on_membership: list[Callable[[MemberChange, Sequence[int]], object]] = []
+        """Told of each change of the members once it is known, and who is here then.
         In a receiving thread, without a lock."""
         self.rank, self.workers = engine.rank, engine.manifest.world_size
+        self.is_newcomer = engine.config.join is not None
         self._thread = threading.get_ident()
         self._engine = engine
-        self._beside = engine.manifest.knobs.buddy_steps is not None
-        self._holders = {piece.server for piece in engine.slices}
-        self._told: dict[int, dict[int, int]] = {}
-        """By rank and server: its last step, of those that not all have told of."""
-        self._partly = _NEVER
-        """The first step that somebody in there has left within, as far as is known."""
-        self._gone: set[int] = set()
-        self._ever_gone: set[int] = set()
-        """Their servers stay away, also when another worker has come."""
-        self._changes: list[MemberChange] = []
+        self._words = MembershipWords(
+            frozenset(piece.server for piece in engine.slices),
+            beside=engine.manifest.knobs.buddy_steps is not None,
+        )
+        self._words.waits = self.is_newcomer
+        self._loaders: dict[int, weakref.WeakMethod[Where]] = {}
+        self._positions: dict[int, PassPosition] = {}
+        """For a newcomer: the others' at its first step."""
 
     # Hearing of it, in receiving threads.
     def hear_left(self, rank: int, server: int, step: int) -> None:
         """A server has told that a worker has left; ``step``: the last one that it has pushed."""
+        self._hear(rank, server, MembershipWord(joins=False, step=step))
+
+    def hear_joined(self, rank: int, server: int, step: int) -> None:
+        """A server has told that a worker takes part from this step on."""
+        self._hear(rank, server, MembershipWord(joins=True, step=step))
+
+    def _hear(self, rank: int, server: int, word: MembershipWord) -> None:
         with self._engine.lock:
-            if rank in self._gone:
-                return
-            self._told.setdefault(rank, {})[server] = step
-            known = len(self._changes)
-            while (complete := self._maybe_complete()) is not None:
-                self._changes.append(MemberChange(complete, self._step_of(complete)))
-                self._gone.add(complete)
-                self._ever_gone.add(complete)
-                del self._told[complete]
-            self._partly = min(map(self._step_of, self._told), default=_NEVER)
-            news = self._changes[known:]
-        self._announce(news)
-
-    def hear_joined(self, rank: int, step: int) -> None:
-        """A worker takes part from this step on; all ranks must hear it before it is done."""
-        with self._engine.lock:
-            change = MemberChange(rank, step, joins=True)
-            self._changes.append(change)
-            self._gone.discard(rank)
-        self._announce([change])
-
-    def _maybe_complete(self) -> int | None:
-        """One of whom all have told."""
-        return next((r for r in self._told if self._tellers(r) <= self._told[r].keys()), None)
-
-    def replay(self, changes: Sequence[MemberChange]) -> None:
-        """Of a session that is run again by its log: all that there will be. At the start."""
-        self._changes = list(changes)
-        self._gone = {change.rank for change in changes}
-
-    def _announce(self, news: Sequence[MemberChange]) -> None:
-        if not news:
-            return
+            news = self._words.hear(rank, server, word)
         self._engine.progress.notify()
         for change in news:
             for function in self.on_membership:
-                function(change.step, self.members)
+                function(change, self.members)
 
-    def _tellers(self, rank: int) -> set[int]:
-        return self._holders - self._ever_gone - {rank} if self._beside else self._holders
-
-    def _step_of(self, rank: int) -> int:
-        """The last one that is known to have a push of it."""
-        told, tellers = self._told[rank], self._tellers(rank)
-        steps = [step for server, step in told.items() if server in tellers or not tellers]
-        return max(steps, default=_NEVER)
+    def replay(self, changes: Sequence[MemberChange]) -> None:
+        """Of a session that is run again by its log: all that there will be. At the start."""
+        self._words.changes = list(changes)
+        self._words.gone = {change.rank for change in changes}
 
     @property
     def members(self) -> list[int]:
         """After all changes that are known."""
-        return [rank for rank in range(self.workers) if rank not in self._gone]
+        return [rank for rank in range(self.workers) if rank not in self._words.gone]
 
     # Asking. Between two steps.
     @property
@@ -114,21 +91,74 @@ class Attendance:
         Waits for what some server has still to tell of a worker, where it could matter already.
         Raises what has ended the session meanwhile.
         """
-        if self._is_partly_told():
+        self._await_positions()
+        if self._partly():
             self._engine.progress.wait_until(
-                lambda: not self._is_partly_told(),
+                lambda: not self._partly(),
                 self._engine.config.step_timeout_s,
-                lambda: f"all servers to tell who has left; some have told of {[*self._told]}",
+                lambda: f"all servers to tell who has left; some have told of {self._partly()}",
             )
         return self.known()
 
     def known(self) -> list[MemberChange]:
         """All that this rank knows of at this moment. Any thread."""
         with self._engine.lock:
-            return list(self._changes)
+            return list(self._words.changes)
 
-    def _is_partly_told(self) -> bool:
-        return self._partly <= self.done - CERTAIN_STEPS
+    def _partly(self) -> list[int]:
+        with self._engine.lock:
+            return self._words.partly(self.done)
+
+    # Where loaders are, when somebody joins.
+    def keep_loader(self, number: int, where: Where) -> None:
+        """A bound method; it is not kept alive by this."""
+        self._loaders[number] = weakref.WeakMethod(where)
+
+    def end_step(self, done: int) -> None:
+        """Tell who joins at the next step. Training thread."""
+        with self._engine.lock:
+            ranks = self._words.joining_at(done + 1)
+            said = {
+                str(rank): {str(server): list(words) for server, words in by_server.items()}
+                for rank, by_server in self._words.said.items()
+            }
+        if not ranks:
+            return
+        loaders = []
+        for number, alive in self._loaders.items():
+            where = alive()
+            if where is not None and (found := where()) is not None:
+                loaders.append(PassPosition(number, *found))
+        data = msgspec.json.encode(Positions(tuple(loaders), said))
+        for rank in ranks:
+            for server in range(len(self._engine.connections)):
+                about = (server, Kind.POSITIONS, done + 1, CONTROL_PRIORITY, data)
+                self._engine.send_message(*about, slice_=rank)
+
+    def hear_positions(self, told: Positions) -> None:
+        """For a newcomer; the first one counts. A receiving thread."""
+        with self._engine.lock:
+            if not self._words.waits:
+                return
+            self._positions = {each.loader: each for each in told.loaders}
+            self._words.begin_with(told.words())
+        self._engine.progress.notify()
+
+    def position_of(self, loader: int) -> PassPosition | None:
+        """Where the others' loader was at this newcomer's first step; None if it was not read.
+
+        Waits until they have ended the step before.
+        """
+        self._await_positions()
+        return self._positions.get(loader)
+
+    def _await_positions(self) -> None:
+        if self._words.waits:
+            self._engine.progress.wait_until(
+                lambda: not self._words.waits,
+                self._engine.config.step_timeout_s,
+                lambda: f"a member to tell where its loaders are, after step {self.done}",
+            )
 
 
 _newest: weakref.WeakKeyDictionary[Partings, weakref.ref[Attendance]] = weakref.WeakKeyDictionary()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from foreprop.config import LOGGER
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
+from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
 from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
@@ -33,13 +33,9 @@ _DEPARTURE = msgspec.json.Decoder(Departure)
 class MemberNotices:
     """Owns word of who has left and who has joined, on a worker."""
 
-    kinds = frozenset({Kind.LEFT, Kind.JOINED})
+    kinds = frozenset({Kind.LEFT, Kind.JOINED, Kind.POSITIONS})
 
     def __init__(self, engine: WorkerEngine) -> None:
-        self.on_membership: list[Callable[[int, tuple[int, ...]], None]] = []
-        """Called with the first step that is made by other ranks than before, and those: when that
-        becomes known, in a receiving thread. Of a later one about the same rank the later counts.
-        """
         self.arrivals: dict[int, dict[int, Arrival]] = {}
         """By rank and server: the last one."""
         self._engine = engine
@@ -49,6 +45,7 @@ class MemberNotices:
         self._gone: dict[int, int] = {}
         """By rank: the step within which it has left, as far as is known."""
         self.attendance = Attendance(engine)
+        engine.window_steps, engine.end_window = 1, self.attendance.end_step
         engine.use(self)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
@@ -57,6 +54,9 @@ class MemberNotices:
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.JOINED:
             self._on_arrival(peer.number, decode_arrival(payload))
+            return
+        if header.kind == Kind.POSITIONS:
+            self.attendance.hear_positions(decode_positions(payload, self._world_size))
             return
         try:
             told = _DEPARTURE.decode(payload)
@@ -77,12 +77,8 @@ class MemberNotices:
             if first:
                 by_server.clear()
             by_server[server] = told
-            later = self._gone.get(told.rank, -1) < told.step
-            if later:
-                self._gone[told.rank] = told.step
+            self._gone[told.rank] = max(self._gone.get(told.rank, -1), told.step)
             members = self.members
-        if later:
-            self._report(told.step + 1, members)
         if first and self._engine.rank == members[0]:
             LOGGER.warning(
                 "rank %d has left within step %d: %s; %d of %d workers are left",
@@ -105,8 +101,7 @@ class MemberNotices:
                 self._gone |= {other: 0 for other in range(self._world_size) if other not in here}
             members = self.members
         self._engine.progress.notify()
-        if step > before:
-            self._report(step, members)
+        self.attendance.hear_joined(rank, server, step)
         others = [member for member in members if member != rank]
         if step > before and self._engine.rank == min(others, default=rank):
             LOGGER.warning(
@@ -120,10 +115,6 @@ class MemberNotices:
 
     def _joined_at(self, rank: int) -> int:
         return max((each.step for each in self.arrivals.get(rank, {}).values()), default=0)
-
-    def _report(self, step: int, members: Sequence[int]) -> None:
-        for call in list(self.on_membership):
-            call(step, tuple(members))
 
     @property
     def members(self) -> list[int]:

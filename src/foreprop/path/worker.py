@@ -108,7 +108,8 @@ class WorkerEngine:
         self.priority_of, self.is_complete = self._machine.priority_of, self._machine.is_complete
         self._welcomes = self.steps = 0
         self.end_window: Callable[[int], None] | None = None
-        """Told now and then how many steps are done: to tell the servers this rank's pace."""
+        """Told every so many steps how many are done: to tell the servers this rank's pace."""
+        self.window_steps = PACE_STEPS
         self._offered = 0  # values that have still to leave
         self._connect(streams)
 
@@ -258,7 +259,7 @@ class WorkerEngine:
     def end_step(self, step: int) -> None:
         """Every rank decides by itself what it sends next; now and then all tell their pace."""
         self.steps += 1
-        if self.end_window is not None and self.steps % PACE_STEPS == 0:
+        if self.end_window is not None and self.steps % self.window_steps == 0:
             self.end_window(self.steps)
 
     def wait(self, parameter: int, step: int) -> None:

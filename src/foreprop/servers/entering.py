@@ -224,6 +224,7 @@ def enter(backend: ServedBackend, parameters: Sequence[ManagedParameter]) -> int
     for parameter in parameters:
         if isinstance(parameter, SynchronisedParameter):
             make_pending(parameter, first - 1)
+    engine.steps = first - 1
     engine.await_values(first - 1)  # before the servers know: values may come at once
     for server in range(servers):
         about = (server, Kind.JOINED, first, CONTROL_PRIORITY, b"")
