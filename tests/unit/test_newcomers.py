@@ -38,6 +38,7 @@ def world_of(**about: Any) -> JoiningWorld:
     return JoiningWorld(**{"workers": 2, "servers": 2, "slices": 2, "lost": 1, **about})
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "about",
     [
@@ -58,7 +59,7 @@ def test_in_any_order_a_newcomer_counts_from_its_first_step_on(about: dict[str, 
     assert min(first) <= about["steps"] < max(first), "it always came, or never"
 
 
-@pytest.mark.parametrize("seeds", [100, *long_cases(500)])
+@pytest.mark.parametrize("seeds", [100, *long_cases(300)])
 @pytest.mark.timeout(600)
 def test_seeded_newcomers(seeds: int) -> None:
     """Of three or four workers, while another one dies, or the newcomer itself."""

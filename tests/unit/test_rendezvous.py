@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from foreprop.cluster import rendezvous
+from foreprop.cluster import manyparts
 from foreprop.cluster.rendezvous import Board, agree_on_session, session_board
 from foreprop.cluster.world import World
 from foreprop.config import Config
@@ -75,11 +75,11 @@ def test_a_wait_ends_with_what_has_happened_here() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 8])
 def test_bytes_of_any_number(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_VALUE_BYTES", 4)
+    monkeypatch.setattr(manyparts, "_VALUE_BYTES", 4)
     ours, theirs = boards(2)
-    ours.publish_bytes("a", bytes(range(size)))
-    assert theirs.lookup_bytes("a", "bytes") == bytes(range(size))
-    ours.forget_bytes("a")
+    manyparts.publish_bytes(ours, "a", bytes(range(size)))
+    assert manyparts.lookup_bytes(theirs, "a", "bytes") == bytes(range(size))
+    manyparts.forget_bytes(ours, "a")
     assert [theirs.peek(name) for name in ("a", "a/0", "a/1")] == [None] * 3
 
 

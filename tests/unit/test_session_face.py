@@ -21,6 +21,7 @@ CALLED = {
     "ema_state_dict",
     "flush",
     "grad_norm",
+    "joined_at",
     "load_ema_state_dict",
     "load_state_dict",
     "load_tables",
