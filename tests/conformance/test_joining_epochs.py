@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -14,8 +15,20 @@ from torch.utils.data import DataLoader
 
 import foreprop
 from foreprop.cluster.world import World
+from foreprop.elastic.attendance import Attendance
+from foreprop.elastic.positions import Positions
+from foreprop.errors import PeerLost
 from tests.cluster import run_cluster
-from tests.conformance.counting_runs import ELASTIC, Died, dedicated, die, make_step, wait_for
+from tests.conformance.counting_runs import (
+    ELASTIC,
+    SERVERS,
+    Died,
+    dedicated,
+    die,
+    make_step,
+    wait_for,
+)
+from tests.conformance.node_losses import lose_node
 from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
 from tests.conformance.test_joining import newcomers_world
@@ -54,10 +67,15 @@ class Lives:
         epochs: int = EPOCHS,
         validates: bool = False,
         steps: int = 10**6,
+        beside: bool = False,
     ) -> None:
+        """``beside``: servers are beside the workers, and one dies with its worker."""
         self.make_loader, self.victim, self.death = make_loader, victim, death
         self.shards_first, self.epochs, self.validates = shards_first, epochs, validates
-        self.steps = steps
+        self.steps, self.beside = steps, beside
+        self.settings = (
+            {**ELASTIC, "architecture": "p2p", "dedicated_servers": 0} if beside else ELASTIC
+        )
         self.back = threading.Event()
         self.servers: list[str] = []
         self.read: dict[str, list[tuple[int, int, list[int]]]] = {}
@@ -69,10 +87,10 @@ class Lives:
         run_cluster(RANKS, self._work, timeout_s=120)
 
     def _work(self, world: World) -> None:
-        with dedicated(world):
+        with contextlib.nullcontext() if self.beside else dedicated(world):
             try:
                 self._live(world, str(world.rank), {})
-            except Died:
+            except (Died, PeerLost):
                 try:
                     again = newcomers_world(world.rank, RANKS)
                     self._live(again, "again", {"join": ",".join(self.servers)})
@@ -84,7 +102,7 @@ class Lives:
         loader = None
         if self.shards_first:
             loader = foreprop.shard(self.make_loader(), world=world, seed=5)
-        about = {**ELASTIC, **more}
+        about = {**self.settings, **more}
         with foreprop.parallelize(model, optimizer, world=world, **about) as session:
             if loader is None:
                 loader = foreprop.shard(self.make_loader(), world=world, seed=5)
@@ -123,7 +141,7 @@ class Lives:
                 make_step(model, optimizer, (x[samples], y[samples]))
                 if step == self.death and name == str(self.victim):
                     session.flush()
-                    die(session)
+                    (lose_node if self.beside else die)(session)
                 if step == self.steps:
                     return
             validated.append(sum(len(batch) for batch in validation))
@@ -170,6 +188,12 @@ def test_who_joins_in_an_epoch_takes_its_part_of_the_rest(
     assert "epoch 0 of a DataLoader is dealt out anew among rank 0, 1, 2, from batch" in caplog.text
 
 
+@pytest.mark.parametrize("victim", [1, *long_cases(0)])
+def test_a_worker_comes_back_without_its_server(victim: int) -> None:
+    found = Lives(usual, victim, 3, epochs=2, beside=True)
+    found.check()
+
+
 def test_loaders_that_draw_ahead() -> None:
     found = Lives(lambda: usual(num_workers=2), 1, 3, epochs=2)
     found.check(ahead=MOST_AHEAD)
@@ -203,3 +227,22 @@ def test_what_cannot_be_dealt_anew_is_said(caplog: pytest.LogCaptureFixture) -> 
     assert "it draws its batches in a way of its own" in caplog.text
     of_steps = [each[:2] for each in found.read["again"]]
     assert of_steps == [(0, step) for step in range(found.first, 21)]
+
+
+def test_any_member_s_word_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 says nothing, as if it were lost just then; servers pass on one word each."""
+    end_step, passed_on = Attendance.end_step, []
+    hear = Attendance.hear_positions
+
+    def end_unless_first(self: Attendance, done: int) -> None:
+        if self.rank:
+            end_step(self, done)
+
+    def count(self: Attendance, told: Positions) -> None:
+        passed_on.append(self.rank)
+        hear(self, told)
+
+    monkeypatch.setattr(Attendance, "end_step", end_unless_first)
+    monkeypatch.setattr(Attendance, "hear_positions", count)
+    Lives(usual, 1, 3, epochs=1).check()
+    assert passed_on == [1] * SERVERS
