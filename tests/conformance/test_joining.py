@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import foreprop
@@ -35,7 +34,7 @@ from tests.conformance.counting_runs import (
     pieces_of,
     wait_for,
 )
-from tests.conformance.node_losses import lose_node
+from tests.conformance.node_losses import lose_node, newcomers_world
 from tests.conformance.parity import (
     Build,
     batches_of,
@@ -52,13 +51,6 @@ from tests.secretfile import secret_file
 pytestmark = servers_only  # each test names the architecture that it needs
 
 STEPS = 40
-
-
-def newcomers_world(rank: int, size: int) -> World:
-    """With a store of its own: nobody else's is there any more."""
-    store = dist.HashStore()
-    about: dict[str, Any] = {"store": store, "raw_store": store, "in_process": True}
-    return World(rank=rank, size=size, local_size=1, host="127.0.0.1", **about)
 
 
 class Joined:

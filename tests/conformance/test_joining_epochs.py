@@ -28,10 +28,9 @@ from tests.conformance.counting_runs import (
     make_step,
     wait_for,
 )
-from tests.conformance.node_losses import lose_node
+from tests.conformance.node_losses import lose_node, newcomers_world
 from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
-from tests.conformance.test_joining import newcomers_world
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs

@@ -227,10 +227,7 @@ class ValuesOffered(NamedTuple):
 
 
 class ValuesAwaited(NamedTuple):
-    """The other ranks at the start: every slice comes from the servers as step 0.
-
-    To a newcomer (`core.newcomers`) they come as a later one.
-    """
+    """All slices come from the servers: at the start as step 0, to a newcomer as a later one."""
 
     step: int = 0
 

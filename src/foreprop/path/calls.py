@@ -150,8 +150,7 @@ _STEPS_KEPT = 2
 class BlobShelf:
     """Blobs by number and step, and who waits for which. Not thread-safe.
 
-    ``readers`` is the number of ranks that will ask for each frozen parameter, once; None: nobody
-    knows.
+    ``readers``: so many ranks will ask for each frozen parameter, once; None: nobody knows.
     """
 
     def __init__(self, *, readers: int | None) -> None:
