@@ -28,7 +28,7 @@ from tests.conformance.counting_runs import (
     make_step,
     wait_for,
 )
-from tests.conformance.node_losses import lose_node, newcomers_world
+from tests.conformance.node_losses import BESIDE, lose_node, newcomers_world
 from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
 from tests.tiers import long_cases
@@ -72,9 +72,7 @@ class Lives:
         self.make_loader, self.victim, self.death = make_loader, victim, death
         self.shards_first, self.epochs, self.validates = shards_first, epochs, validates
         self.steps, self.beside = steps, beside
-        self.settings = (
-            {**ELASTIC, "architecture": "p2p", "dedicated_servers": 0} if beside else ELASTIC
-        )
+        self.settings = BESIDE if beside else ELASTIC
         self.back = threading.Event()
         self.servers: list[str] = []
         self.read: dict[str, list[tuple[int, int, list[int]]]] = {}

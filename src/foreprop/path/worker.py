@@ -76,8 +76,7 @@ class WorkerEngine:
         servers: Sequence[str] | None = None,
     ) -> None:
         self.manifest, self.config, self.rank = manifest, config, rank
-        self.parameters = manifest.parameters
-        self.slices = manifest.slices()
+        self.parameters, self.slices = manifest.parameters, manifest.slices()
         self.shards = manifest.shards(len(self.slices))
         self.lock = threading.RLock()
         self.measures = False
@@ -93,8 +92,7 @@ class WorkerEngine:
         self.progress = Progress(names, rank=rank, config=config, trace=trace)
         self.counters = self.progress.counters
         self.memory = SliceMemory(manifest, self.slices, memory)
-        self._streams = streams
-        self.index, self.trace = rank, trace
+        self._streams, self.index, self.trace = streams, rank, trace
         # for the trace, of steps that are even and odd: the next may begin before one has left
         self._queued_ns = [0] * len(names), [0] * len(names)
         self._machine = WorkerMachine(
