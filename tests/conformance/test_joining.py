@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import foreprop
@@ -32,6 +31,7 @@ from tests.conformance.counting_runs import (
     dedicated,
     die,
     make_step,
+    newcomers_world,
     pieces_of,
     wait_for,
 )
@@ -52,13 +52,6 @@ from tests.secretfile import secret_file
 pytestmark = servers_only  # each test names the architecture that it needs
 
 STEPS = 40
-
-
-def newcomers_world(rank: int, size: int) -> World:
-    """With a store of its own: nobody else's is there any more."""
-    store = dist.HashStore()
-    about: dict[str, Any] = {"store": store, "raw_store": store, "in_process": True}
-    return World(rank=rank, size=size, local_size=1, host="127.0.0.1", **about)
 
 
 class Joined:

@@ -26,12 +26,12 @@ from tests.conformance.counting_runs import (
     dedicated,
     die,
     make_step,
+    newcomers_world,
     wait_for,
 )
 from tests.conformance.node_losses import BESIDE, lose_node
 from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
-from tests.conformance.test_joining import newcomers_world
 from tests.tiers import long_cases
 
 pytestmark = servers_only  # each test names the architecture that it needs
