@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,6 +83,13 @@ def dedicated(world: World, **own: Any) -> Iterator[None]:
         thread.join()
         for server in servers:
             server.finish(kill_after_s=30.0, report=lambda: None)
+
+
+def newcomers_world(rank: int, size: int) -> World:
+    """With a store of its own: nobody else's is there any more."""
+    store = dist.HashStore()
+    about: dict[str, Any] = {"store": store, "raw_store": store, "in_process": True}
+    return World(rank=rank, size=size, local_size=1, host="127.0.0.1", **about)
 
 
 def die(session: Any) -> None:

@@ -31,6 +31,7 @@ from tests.conformance.counting_runs import (
     dedicated,
     die,
     make_step,
+    newcomers_world,
     pieces_of,
     wait_for,
 )

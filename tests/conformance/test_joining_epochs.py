@@ -26,6 +26,7 @@ from tests.conformance.counting_runs import (
     dedicated,
     die,
     make_step,
+    newcomers_world,
     wait_for,
 )
 from tests.conformance.node_losses import BESIDE, lose_node, newcomers_world
@@ -204,6 +205,15 @@ def test_who_joins_at_the_end_of_an_epoch(back_within: int) -> None:
     found.check()
     for validated in [found.validated[name][-2:] for name in (*found.survivors, "again")]:
         assert validated == [SAMPLES // RANKS] * 2
+
+
+def test_who_comes_after_the_last_step_makes_none() -> None:
+    """The others end before the step that it was promised: it is told that no epoch is left."""
+    found = Lives(usual, 1, 23, epochs=1)
+    last = found.read["0"][-1][1]
+    assert found.first > last + 1
+    assert found.read["again"] == []
+    check_same_bits(found.models["again"], found.models["0"])
 
 
 def own_way() -> Any:

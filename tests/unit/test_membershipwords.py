@@ -109,7 +109,7 @@ def test_a_join_that_a_server_has_still_to_tell_of_is_waited_for() -> None:
     for server in SERVERS:
         made.hear(1, server, left(4))
     made.hear(1, 0, joined(9))
-    assert made.joining_at(9) == [1]
+    assert made.joining() == {(1, 9)}
     assert (made.partly(8), made.partly(9)) == ([], [1])
     made.hear(1, 0, left(8))
     assert made.partly(9) == [], "the others may never say it"

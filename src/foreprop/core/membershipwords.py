@@ -139,11 +139,12 @@ class MembershipWords:
         )
         return not again and max(word.step for word in heads.values()) <= done
 
-    def joining_at(self, step: int) -> list[int]:
-        """The ranks that join at this step, as far as any server has said."""
-        word = MembershipWord(joins=True, step=step)
-        return [
-            rank
+    def joining(self) -> set[tuple[int, int]]:
+        """All who have ever joined, as far as any server has said, and at which step."""
+        return {
+            (rank, word.step)
             for rank, by_server in self.said.items()
-            if any(word in words for words in by_server.values())
-        ]
+            for words in by_server.values()
+            for word in words
+            if word.joins
+        }

@@ -117,22 +117,33 @@ class Attendance:
     def end_step(self, done: int) -> None:
         """Tell who joins at the next step. Training thread."""
         with self._engine.lock:
-            ranks = self._words.joining_at(done + 1)
+            coming = [(rank, step) for rank, step in self._words.joining() if step == done + 1]
+        self._tell(coming)
+
+    def end(self) -> None:
+        """This member ends the session: tell who was to join at a step that nobody makes."""
+        with self._engine.lock:
+            coming = [(rank, step) for rank, step in self._words.joining() if step > self.done + 1]
+        self._tell(coming)
+
+    def _tell(self, coming: Sequence[tuple[int, int]]) -> None:
+        """By rank and first step."""
+        if not coming:
+            return
+        with self._engine.lock:
             said = {
                 str(rank): {str(server): list(words) for server, words in by_server.items()}
                 for rank, by_server in self._words.said.items()
             }
-        if not ranks:
-            return
         loaders = []
         for number, alive in self._loaders.items():
             where = alive()
             if where is not None and (found := where()) is not None:
                 loaders.append(PassPosition(number, *found))
         data = msgspec.json.encode(Positions(tuple(loaders), said))
-        for rank in ranks:
+        for rank, step in coming:
             for server in range(len(self._engine.connections)):
-                about = (server, Kind.POSITIONS, done + 1, CONTROL_PRIORITY, data)
+                about = (server, Kind.POSITIONS, step, CONTROL_PRIORITY, data)
                 self._engine.send_message(*about, slice_=rank)
 
     def hear_positions(self, told: Positions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
-from foreprop.errors import RemoteProtocolError
+from foreprop.errors import ForepropError, RemoteProtocolError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
 
@@ -46,6 +47,15 @@ class MemberNotices:
         """By rank: the step within which it has left, as far as is known."""
         self.attendance = Attendance(engine)
         engine.window_steps, engine.end_window = 1, self.attendance.end_step
+        close, attendance = engine.close, self.attendance
+
+        def end(failure: BaseException | None = None) -> None:
+            if failure is None:
+                with contextlib.suppress(ForepropError):  # the session is over; closing says so
+                    attendance.end()
+            close(failure)
+
+        engine.close = end
         engine.use(self)
 
     def room(self, peer: Connection, header: Header) -> memoryview:
