@@ -1,12 +1,9 @@
-"""Nodes of a session in threads: how one of them is lost, and who comes in its place."""
+"""Nodes of a session in threads, and how one of them is lost."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
-from foreprop.cluster.world import World
 from tests.conformance.counting_runs import Died
 
 BESIDE: dict[str, Any] = {
@@ -27,10 +24,3 @@ def lose_node(session: Any) -> None:
     for connection in backend.engine.connections:
         connection.stream.close()
     raise Died
-
-
-def newcomers_world(rank: int, size: int) -> World:
-    """With a store of its own: nobody else's is there any more."""
-    store = dist.HashStore()
-    about: dict[str, Any] = {"store": store, "raw_store": store, "in_process": True}
-    return World(rank=rank, size=size, local_size=1, host="127.0.0.1", **about)

@@ -35,7 +35,7 @@ from tests.conformance.counting_runs import (
     pieces_of,
     wait_for,
 )
-from tests.conformance.node_losses import lose_node, newcomers_world
+from tests.conformance.node_losses import lose_node
 from tests.conformance.parity import (
     Build,
     batches_of,

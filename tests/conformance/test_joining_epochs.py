@@ -29,7 +29,7 @@ from tests.conformance.counting_runs import (
     newcomers_world,
     wait_for,
 )
-from tests.conformance.node_losses import BESIDE, lose_node, newcomers_world
+from tests.conformance.node_losses import BESIDE, lose_node
 from tests.conformance.parity import build_seeded, check_same_bits, servers_only, snapshot, with_sgd
 from tests.conformance.shares import numbers
 from tests.tiers import long_cases
