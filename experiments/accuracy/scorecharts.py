@@ -40,6 +40,7 @@ _SHOWN_FACTOR = 2.5
 FILES = {
     "accuracy-asgd": ASGD,
     "accuracy-asgd-fashion": ASGD,
+    "accuracy-dgc": DGC,
     "accuracy-dgc-fashion": DGC,
     "accuracy-codecs-cifar": CODECS,
     "accuracy-codecs-wikitext": CODECS,
