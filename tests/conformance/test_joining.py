@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import foreprop
-from foreprop.cluster.world import World
+from foreprop.cluster.world import World, current_world
 from foreprop.config import Config
 from foreprop.core.dealing import MemberChange
 from foreprop.core.wire import Kind, encode_header
@@ -503,5 +503,6 @@ def test_a_newcomer_must_know_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     model, optimizer = with_sgd()()
+    current_world()  # whatever the process was before
     with pytest.raises(ConfigError, match="join is 'a:1', and RANK or WORLD_SIZE is not set"):
         foreprop.parallelize(model, optimizer, **{**ELASTIC, "join": "a:1"})

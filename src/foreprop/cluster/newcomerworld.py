@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from foreprop.cluster.world import World
@@ -10,8 +12,12 @@ from foreprop.config.joinaddress import parse_addresses
 from foreprop.errors import ConfigError
 
 
+@functools.cache
 def newcomers_world(join: str) -> World:
-    """Of the lost worker whose place it takes; raises `ConfigError` if nothing says which."""
+    """Of the lost worker whose place it takes, the same for one ``join``.
+
+    Raises `ConfigError` if nothing says which.
+    """
     info = launch_info()
     if not info.launched:
         raise ConfigError(

@@ -142,12 +142,12 @@ def current_world(timeout_s: float | None = None, *, joins: str | None = None) -
     """
     global _current  # noqa: PLW0603 - one rendezvous per process
     with _current_lock:
-        if _current is None:
+        if joins or _current is None:
             config = Config.resolve()
-            if joins or config.join:
+            if joins := joins or config.join:
                 from foreprop.cluster.newcomerworld import newcomers_world
 
-                _current = newcomers_world(joins or config.join or "")
+                _current = newcomers_world(joins)
                 return _current
             _current = _meet(launch_info(), timeout_s or config.join_timeout_s)
             if config.secret_file is not None:
