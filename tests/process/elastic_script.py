@@ -96,7 +96,7 @@ def train(plan: Plan, rank: int, result: dict[str, Any]) -> None:
     die_at, number, after_s = plan.deaths.get(str(rank), (0, 0, 0.0))
     joined = threading.Event()
     notices = session._training.backends.all[0].notices  # type: ignore[attr-defined]
-    notices.on_membership.append(lambda *_: notices.arrivals and joined.set())
+    notices.attendance.on_membership.append(lambda *_: notices.arrivals and joined.set())
     result["joined_at"] = session.joined_at
     for step in range(session.joined_at or 1, plan.steps + 1):
         if step == plan.awaits and session.joined_at is None:
