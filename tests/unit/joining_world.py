@@ -17,6 +17,9 @@ from foreprop.core.wire import Kind
 from tests.unit.counting_world import Answered, Choice, World
 
 
+_NEVER = 2**62
+
+
 class Asked(NamedTuple):
     event: JoinAsked | JoinSettled
 
@@ -139,7 +142,7 @@ class JoiningWorld(World):
         if bid is None:
             return
         if told.ending:
-            self.bid = None  # it gives up
+            self.bid, self.late = None, _NEVER  # it gives up, and nobody starts it again
             self.happen(("kill", rank, 0))
             return
         said = bid.add(len(bid._said), told)
