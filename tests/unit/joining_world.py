@@ -16,7 +16,6 @@ from foreprop.core.newcomers import (
 from foreprop.core.wire import Kind
 from tests.unit.counting_world import Answered, Choice, World
 
-
 _NEVER = 2**62
 
 
