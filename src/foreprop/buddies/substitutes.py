@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from foreprop.config import LOGGER, Config
+from foreprop.core.decoding import decoded
 from foreprop.core.frames import CONTROL_PRIORITY, Peers
 from foreprop.core.manifest import Manifest
 from foreprop.core.membership import Members
@@ -70,17 +71,11 @@ _SETTLED = msgspec.json.Decoder(list[Settled])
 
 
 def decode_substitution(payload: memoryview) -> Substitution:
-    try:
-        return _SUBSTITUTION.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not word of a substitute: {error}") from error
+    return decoded(_SUBSTITUTION, payload, "word of a substitute")
 
 
 def decode_settled(payload: memoryview) -> list[Settled]:
-    try:
-        return _SETTLED.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not what was settled: {error}") from error
+    return decoded(_SETTLED, payload, "what was settled")
 
 
 def room_for_words(header: Header) -> memoryview:
@@ -301,10 +296,7 @@ class Adoption:
             self._on_values(peer, header)
 
     def _on_claim(self, peer: Connection, payload: memoryview) -> None:
-        try:
-            steps = _CLAIM.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError(f"not a claim: {error}") from error
+        steps = decoded(_CLAIM, payload, "a claim")
         with self._lock:
             settled = self._settlement.add(peer.number, steps)
             self._settled = {each.slice: each for each in settled}

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from foreprop.core.decoding import decoded
 from foreprop.core.manifest import (
     ITEMSIZE_BYTES,
     MOST_PROCESSES,
@@ -27,19 +28,12 @@ _RING_DECODER = msgspec.json.Decoder(RingManifest)
 
 def decode_ring_manifest(data: bytes | memoryview) -> RingManifest:
     """Raises `RemoteProtocolError` for bytes that are not a manifest."""
-    return _decode(_RING_DECODER, data)
-
-
-def _decode(decoder: msgspec.json.Decoder[T], data: bytes | memoryview) -> T:
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a manifest: {error}") from error
+    return decoded(_RING_DECODER, data, "a manifest")
 
 
 def decode_manifest(data: bytes | memoryview) -> Manifest:
     """Raises `RemoteProtocolError` for bytes that are not a manifest."""
-    manifest = _decode(_DECODER, data)
+    manifest = decoded(_DECODER, data, "a manifest")
     for info in manifest.parameters:
         if info.dtype not in ITEMSIZE_BYTES or any(extent < 0 for extent in info.shape):
             raise RemoteProtocolError(f"parameter {info.name!r}: {info.dtype} {info.shape}")

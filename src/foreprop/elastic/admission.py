@@ -9,13 +9,13 @@ import msgspec
 
 from foreprop.config import LOGGER
 from foreprop.core.agreement import describe_mismatch
+from foreprop.core.decoding import decoded
 from foreprop.core.frames import CONTROL_PRIORITY
 from foreprop.core.manifest import Manifest
 from foreprop.core.newcomers import AnswerJoin, JoinAsked, JoinSettled, MemberJoined
 from foreprop.core.wire import Header, Kind
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES, Whereabouts, decode_whereabouts
-from foreprop.errors import RemoteProtocolError
 from foreprop.link.connection import Connection, bounded, nothing
 from foreprop.path.joining import GreetingRefused
 
@@ -42,17 +42,11 @@ _JOIN = msgspec.json.Decoder(AnswerJoin)
 
 
 def decode_arrival(payload: memoryview) -> Arrival:
-    try:
-        return _ARRIVAL.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not word of who has joined: {error}") from error
+    return decoded(_ARRIVAL, payload, "word of who has joined")
 
 
 def decode_answer(payload: memoryview) -> AnswerJoin:
-    try:
-        return _JOIN.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not an answer to who wants to join: {error}") from error
+    return decoded(_JOIN, payload, "an answer to who wants to join")
 
 
 class Admission:

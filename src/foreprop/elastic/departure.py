@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from foreprop.config import LOGGER
+from foreprop.core.decoding import decoded
 from foreprop.core.wire import Flag, Header, Kind
 from foreprop.elastic.admission import Arrival, decode_arrival
 from foreprop.elastic.attendance import Attendance
 from foreprop.elastic.positions import decode_positions
 from foreprop.elastic.whereabouts import LIMIT_BYTES
-from foreprop.errors import ForepropError, RemoteProtocolError
+from foreprop.errors import ForepropError
 from foreprop.link.connection import Connection, bounded
 from foreprop.path.worker import WorkerEngine
 
@@ -68,10 +69,7 @@ class MemberNotices:
         if header.kind == Kind.POSITIONS:
             self.attendance.hear_positions(decode_positions(payload, self._world_size))
             return
-        try:
-            told = _DEPARTURE.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError(f"not word of who has left: {error}") from error
+        told = decoded(_DEPARTURE, payload, "word of who has left")
         self._on_departure(peer.number, told)
 
     def _on_departure(self, server: int, told: Departure) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from foreprop.core.dealing import PassProgress
+from foreprop.core.decoding import decoded
 from foreprop.core.membershipwords import MembershipWord
 from foreprop.errors import RemoteProtocolError
 
@@ -49,10 +50,7 @@ _POSITIONS = msgspec.json.Decoder(Positions)
 
 def decode_positions(payload: memoryview, workers: int) -> Positions:
     """Raises `RemoteProtocolError` for what no member of so many workers can have said."""
-    try:
-        told = _POSITIONS.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not where loaders are: {error}") from error
+    told = decoded(_POSITIONS, payload, "where loaders are")
     ranks = set(told.words())
     for loader in told.loaders:
         if loader.progress is not None:

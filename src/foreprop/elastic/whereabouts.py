@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from foreprop.core.decoding import decoded
 from foreprop.core.manifest import MOST_PROCESSES
-from foreprop.errors import RemoteProtocolError
 
 LIMIT_BYTES = 1 << 23
 _Name = Annotated[str, msgspec.Meta(max_length=120)]
@@ -44,7 +44,4 @@ _DECODER = msgspec.json.Decoder(Whereabouts)
 
 def decode_whereabouts(payload: bytes | memoryview) -> Whereabouts:
     """Raises `RemoteProtocolError`."""
-    try:
-        return _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not where servers are: {error}") from error
+    return decoded(_DECODER, payload, "where servers are")

@@ -9,6 +9,7 @@ import msgspec
 
 from foreprop.core.agreement import describe_groups
 from foreprop.core.barrier import StepBarrier
+from foreprop.core.decoding import decoded
 from foreprop.core.frames import PeerLeft
 from foreprop.core.manifest import BUFFERS_BLOB, Hyperparameters, Manifest
 from foreprop.core.wire import Flag, Header, Kind
@@ -291,10 +292,7 @@ class HyperparameterHistory:
 def decode_groups(
     payload: memoryview, expected: Sequence[Hyperparameters]
 ) -> tuple[Hyperparameters, ...]:
-    try:
-        groups = _GROUPS.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RemoteProtocolError(f"not hyperparameters: {error}") from error
+    groups = decoded(_GROUPS, payload, "hyperparameters")
     if [sorted(g) for g in groups] != [sorted(g) for g in expected]:
         raise RemoteProtocolError("hyperparameters have other names than at the start")
     return groups

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import msgspec
 
+from foreprop.core.decoding import decoded
 from foreprop.core.frames import PushArrived
 from foreprop.core.lateness import ArrivalLog, Pace
 from foreprop.core.wire import Header, Kind
@@ -44,10 +45,7 @@ class ArrivalReports:
         return bounded(header, _LIMIT_BYTES)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        try:
-            pace = _PACE.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError(f"not a pace: {error}") from error
+        pace = decoded(_PACE, payload, "a pace")
         with self._executor.lock:
             told = self._paces[header.step]
             if peer.number in told or len(self._paces) > _MOST_WINDOWS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from foreprop.config import LOGGER
+from foreprop.core.decoding import decoded
 from foreprop.core.frames import CONTROL_PRIORITY, PACE_STEPS
 from foreprop.core.lateness import Pace, Straggler, StragglerWatch, WindowReport
 from foreprop.core.wire import Header, Kind
@@ -88,10 +89,7 @@ class PaceKeeper:
         return bounded(header, _LIMIT_BYTES)
 
     def on_frame(self, peer: Connection, header: Header, payload: memoryview) -> None:
-        try:
-            report = _REPORT.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RemoteProtocolError(f"not a report of paces: {error}") from error
+        report = decoded(_REPORT, payload, "a report of paces")
         if not len(report.late_s) == len(report.paces) == self._engine.manifest.world_size:
             raise RemoteProtocolError(f"a report of {len(report.paces)} paces")
         with self._engine.lock:
