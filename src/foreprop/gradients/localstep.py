@@ -66,7 +66,10 @@ class LocalStepper:
         cls = type(optimizer)
         self._twin: torch.optim.Optimizer = cls.__new__(cls)
         # the bare function: torch's wrappers (profiler, hooks) cost as much as a small update
-        self._step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step)
+        bare: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(cls.step)
+        # which is called where a parameter is waited for: maybe in a frame that Dynamo has skipped
+        disable: Any = torch.compiler.disable
+        self._step = disable(bare, reason="foreprop makes the optimizer's step")
 
     def can_defer(self) -> bool:
         """Whether this step may be made later, one parameter after the other."""
