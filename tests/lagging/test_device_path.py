@@ -147,10 +147,12 @@ def test_a_gradient_that_stays_is_ready_when_it_is_computed(stagings: Make) -> N
     with lagging(manner="late"):
         memory, gradient = DeviceMemory(stagings().stager), torch.ones(2, 2).to(DEVICE)
         found: list[bool] = []
+        kept: list[torch.Tensor] = []
 
         def look(flat: torch.Tensor) -> None:
             # whoever takes it waits for nothing: all that is queued must have been done
             found.append(LINES[0].is_idle())
+            kept.append(flat)  # or freeing it would be queued, too
 
         gradient.mul_(3)
         memory.stage_gradient(gradient.t(), look)

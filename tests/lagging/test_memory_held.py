@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.lagging import scenarios
+from tests.devices import scenarios
+from tests.devices.training import Scenario
 from tests.lagging.device import DEVICE, MEMORY, lagging
 from tests.lagging.streams import synchronize
-from tests.lagging.training import Scenario, train
+from tests.lagging.training import train
 
 ELEMS = sum(parameter.numel() for parameter in scenarios.layers().parameters())
 PARAMETERS_BYTES = 4 * ELEMS

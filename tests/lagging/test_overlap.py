@@ -12,10 +12,11 @@ import pytest
 from torch import nn
 
 from foreprop.path.worker import WorkerEngine
+from tests.devices.training import Scenario
 from tests.lagging import overlap
 from tests.lagging.device import DEVICE, Event, lagging
 from tests.lagging.streams import LINES, current_stream
-from tests.lagging.training import Scenario, train
+from tests.lagging.training import train
 
 LAYERS = 6
 TAKES_S = 0.004

@@ -11,8 +11,9 @@ import torch
 
 from foreprop.collectives import ring
 from foreprop.collectives.group import Group
-from tests.lagging import scenarios
-from tests.lagging.training import Scenario, check_on_device, train
+from tests.devices import scenarios
+from tests.devices.training import Scenario
+from tests.lagging.training import check_on_device, train
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

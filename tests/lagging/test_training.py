@@ -13,9 +13,10 @@ import torch
 from foreprop.errors import ConfigError
 from foreprop.path.asyncdevice import TorchAccelerator
 from foreprop.path.gpumemory import AsyncStagedMemory
+from tests.devices.scenarios import SCENARIOS, layers, plain
+from tests.devices.training import Scenario
 from tests.lagging.device import DEVICE, lagging
-from tests.lagging.scenarios import SCENARIOS, layers, plain
-from tests.lagging.training import Scenario, check_on_device, train
+from tests.lagging.training import check_on_device, train
 
 SEEDS = 10
 MORE = 5

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.conformance.parity import Batch
-from tests.lagging.training import Scenario
+from tests.devices.training import Scenario
 
 
 # Models, of batches with 5 features and 3 classes.

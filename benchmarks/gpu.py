@@ -1,0 +1,133 @@
+"""Real training on one GPU that four nodes share, over links of a chosen rate: foreprop beside DDP.
+
+    python -m benchmarks.gpu --model resnet50 --batch 64 --rate 4e9
+
+Each node is a process in a network namespace of its own, as in `foreprop lab`, joined by the
+kernel's links. All train the same model of torchvision on the one GPU, which so is each node's
+slow one. Layers, autograd, copies and kernels are the real ones; only the network is emulated.
+Systems take turns, a block of steps each. A step goes from the end of a forward pass to the end of
+the next, by the device's events. ``alone`` exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpunode import DISCARDED_STEPS, Setting, serve
+from foreprop.lab.cluster import Cluster, busy_s
+from foreprop.workload.network import Network
+
+SYSTEMS = ("alone", "ddp", "ddp-bf16", "p3", "ring")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over blocks and nodes, seconds."""
+    setting = Setting(options.model, options.batch, options.half, options.compiled, options.device)
+    network = Network(nodes=options.nodes, rate_bits_per_s=options.rate)
+    found: dict[str, list[float]] = {name: [] for name in options.systems}
+    cpus: dict[str, list[float]] = {name: [] for name in options.systems}
+    sent: dict[str, float] = {}
+    sums: dict[str, list[float]] = {}
+    with Cluster(serve, setting, nodes=options.nodes, network=network) as cluster:
+        for name in options.systems:
+            _say(f"{name}: starting")
+            cluster.ask_all(("build", name))
+            cluster.ask_all(("steps", name, 6))
+        for turn in range(options.blocks):
+            order = [*options.systems[turn % len(found) :], *options.systems[: turn % len(found)]]
+            for name in order:
+                busy, began = busy_s(), time.monotonic()
+                answers = cluster.ask_all(("steps", name, options.steps + DISCARDED_STEPS))
+                share = (busy_s() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+                cpus[name].append(share)
+                found[name] += map(statistics.fmean, zip(*(a[0] for a in answers), strict=True))
+                sent[name] = statistics.fmean(a[1] for a in answers)
+        for name in options.systems:
+            sums[name] = cluster.ask_all(("sum", name))
+            cluster.ask_all(("close", name))
+    return {
+        "setting": setting._asdict() | {"nodes": options.nodes, "rate_bits_per_s": options.rate},
+        "device": _name_of(options.device),
+        "torch": torch.__version__,
+        "systems": {
+            name: {
+                "step_s": statistics.median(steps),
+                "p10_p90_s": _outer_tenths(steps),
+                "sent_bytes": sent[name],
+                "cpu_share": statistics.median(cpus[name]),
+                "ranks_end_alike": len(set(sums[name])) == 1,
+            }
+            for name, steps in found.items()
+        },
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _name_of(device: str) -> str:
+    """The maker's. In a process of its own: who has used CUDA cannot fork who uses it."""
+    if device == "cpu":
+        return device
+    ask = f"import torch; print(torch.get_device_module({device!r}).get_device_name({device!r}))"
+    ran = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    return ran.stdout.strip()
+
+
+def _outer_tenths(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Milliseconds; ``alone`` and ``ddp`` are what the others are divided by."""
+    systems = result["systems"]
+    print(json.dumps(result["setting"]), result["device"], "torch", result["torch"])
+    print("system      ms/step     p10     p90 /alone   /ddp MB sent  CPUs alike")
+    for name, one in systems.items():
+        step_s, (low_s, high_s) = one["step_s"], one["p10_p90_s"]
+        ratios = [step_s / systems[n]["step_s"] if n in systems else 0 for n in ("alone", "ddp")]
+        print(
+            f"{name:11}{step_s * 1e3:8.1f}{low_s * 1e3:8.1f}{high_s * 1e3:8.1f}",
+            f"{ratios[0]:6.3f} {ratios[1]:6.3f}{one['sent_bytes'] / 1e6:8.1f}",
+            f"{one['cpu_share']:5.0%} {one['ranks_end_alike']}",
+            flush=True,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="resnet50", help="of torchvision; transformer; small")
+    parser.add_argument("--batch", type=int, default=64, help="samples of each node")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=4e9, help="of each link, bit/s")
+    parser.add_argument("--half", action="store_true", help="layers compute in bfloat16")
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile, whole")
+    parser.add_argument("--device", default="cuda:0", help="that all nodes share")
+    parser.add_argument("--steps", type=int, default=10, help="in a block")
+    parser.add_argument("--blocks", type=int, default=3, help="of each system")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    parser.add_argument("--out", type=Path, help="for the results, as JSON")
+    options = parser.parse_args(arguments)
+    result = measure(options)
+    print_table(result)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
