@@ -265,10 +265,3 @@ class AnyManifest(
 
 Manifest: TypeAlias = AnyManifest[Knobs]
 RingManifest: TypeAlias = AnyManifest[RingKnobs]
-
-
-def slice_names(manifest: Manifest) -> list[str]:
-    """The parameters' names, by number of the slice or shard."""
-    slices = manifest.slices()
-    pieces: list[Slice | Shard] = [*slices, *manifest.shards(len(slices))]
-    return [manifest.parameters[piece.parameter].name for piece in pieces]
