@@ -60,7 +60,7 @@ def _may_grow(world: World | None) -> bool:
     """Whether others may come to the session of this world of one."""
     elastic = sys.modules.get("foreprop.elastic.attendance")
     found = None if elastic is None else elastic.maybe_attendance(world or current_world())
-    return found is not None and found.most_workers > 1
+    return found is not None and found.workers > 1
 
 
 def _check_kind(loader: Any) -> None:

@@ -34,16 +34,16 @@ class Attendance:
         self.on_membership: list[Callable[[MemberChange, Sequence[int]], object]] = []
         """Told of each change of the members once it is known, and who is here then.
         In a receiving thread, without a lock."""
-        self.rank, self.workers = engine.rank, engine.manifest.world_size
-        self.most_workers = engine.manifest.most_workers
-        """Ranks that there may be; ``workers`` are those of the start."""
+        self.rank, self.workers = engine.rank, engine.manifest.most_workers
+        self.started = engine.manifest.world_size
+        """Ranks of the start; ``workers`` are all that there may be."""
         self.is_newcomer = engine.config.join is not None
         self._thread = threading.get_ident()
         self._engine = engine
         self._words = MembershipWords(
             frozenset(piece.server for piece in engine.slices),
             beside=engine.manifest.knobs.buddy_steps is not None,
-            absent=frozenset(range(self.workers, self.most_workers)),
+            absent=frozenset(range(self.started, self.workers)),
         )
         self._words.waits = self.is_newcomer
         self._loaders: dict[int, weakref.WeakMethod[Where]] = {}
@@ -75,7 +75,7 @@ class Attendance:
     @property
     def members(self) -> list[int]:
         """After all changes that are known."""
-        return [rank for rank in range(self.most_workers) if rank not in self._words.gone]
+        return [rank for rank in range(self.workers) if rank not in self._words.gone]
 
     # Asking. Between two steps.
     @property
